@@ -1,0 +1,1 @@
+"""Penstock: predict, apply and measure what makes Transformers fast."""

@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses are the one truth. Nothing in here imports torch."""

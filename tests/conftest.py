@@ -1,0 +1,24 @@
+"""Shared by all tests: one thread, a fixed seed, no memory of earlier runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test sees its own cache folder and starts from seed 0 on one thread."""
+    cache: Path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(cache))
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield

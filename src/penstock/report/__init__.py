@@ -1,0 +1,1 @@
+"""Tables, figures and pages. Drawn by a few hundred lines of our own; nothing in here imports torch."""

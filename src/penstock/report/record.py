@@ -1,0 +1,122 @@
+"""Where a number came from: machine, versions, commit and command. Every published figure's JSON carries this."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("penstock", "torch", "triton", "numpy", "safetensors", "transformers", "timm", "pillow", "simplejpeg")
+
+
+def environment() -> dict[str, Any]:
+    """Describe this process for a result file, as plain JSON values.
+
+    Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the packages that decide a
+    result, where installed), `commit` of the working tree penstock is imported from (with `+changes` where
+    files differ from it; None outside a repository), `command` that started the process, and `time` (UTC, ISO 8601).
+    """
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": command(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The hardware as the operating system tells it; `threads` is what torch would use, where torch is loaded."""
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": _cores(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": _gpus(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["threads"] = int(torch.get_num_threads())
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of every package in `PACKAGES` that is installed, and CUDA's where torch is loaded."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    cuda = getattr(getattr(torch, "version", None), "cuda", None)
+    if cuda:
+        found["cuda"] = str(cuda)
+    return found
+
+
+def command() -> str:
+    """The command line of this process as one can type it again: `python -m package` and scripts by short names."""
+    program, *arguments = sys.argv or [""]
+    path = Path(program)
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if module is not None and module.name:
+        words = ["python", "-m", module.name.removesuffix(".__main__")]
+    elif path.suffix == ".py":
+        words = ["python", os.path.relpath(path) if path.is_absolute() else program]
+    else:
+        words = [path.name or "python"]
+    return shlex.join([*words, *arguments])
+
+
+def commit() -> str | None:
+    """The commit of the repository this package lies in, or None where it is installed elsewhere."""
+    here = Path(__file__).resolve().parent
+    name = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
+    tracked = _output(["git", "ls-files", "--", Path(__file__).name], here)
+    if not name or not tracked:  # a virtual environment inside somebody else's repository is not our commit
+        return None
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], here)
+    return f"{name}+changes" if changed else name
+
+
+def _output(words: list[str], folder: Path | None = None) -> str:
+    try:
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows
+        return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return [line.strip() for line in _output(query).splitlines() if line.strip()]

@@ -1,0 +1,98 @@
+"""Tensor files are true safetensors, and a header is believed only where the file bears it out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.errors import CheckpointError
+from penstock.train.tensorfile import load_tensors, save_tensors
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    flat = torch.arange(24, dtype=torch.float32)
+    return {
+        "view": flat[:12].view(3, 4),
+        "neighbour": flat[12:],
+        "strided": flat.view(4, 6).t(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 5),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "ids": torch.tensor([-1, 2**40]),
+    }
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    expected = tensors()
+    written = save_tensors(path, expected)
+    raw = path.read_bytes()
+    assert (written.bytes, written.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    for read in (load_file(path), load_tensors(path)):
+        assert read.keys() == expected.keys()
+        for name, tensor in read.items():
+            assert tensor.dtype == expected[name].dtype
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    expected = {"a": torch.randn(3, 4), "b": torch.arange(3)}
+    save_file(expected, path, metadata={"format": "pt"})
+    read = load_tensors(path)
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+
+
+def _file(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def _entry(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "reason"),
+    [
+        ({}, b"", 2**62, "claims 4611686018427387904 bytes"),
+        (b"{", b"", None, "no JSON"),
+        (b"[" * 100_000, b"", None, "no JSON"),
+        (b"[]", b"", None, "no table"),
+        ({"a": _entry(0, 8, [2]), "b": _entry(4, 12, [2])}, bytes(12), None, "an overlap or a hole"),
+        ({"a": _entry(0, 4, [1]), "b": _entry(8, 12, [1])}, bytes(12), None, "an overlap or a hole"),
+        ({"a": _entry(0, 8, [2])}, bytes(12), None, "end at byte 8 of 12"),
+        ({"a": _entry(0, 16, [4])}, bytes(12), None, "end at byte 16 of 12"),
+        ({"a": _entry(0, 12, [2])}, bytes(12), None, "has shape"),
+        ({"a": _entry(0, 12, [-1, -3])}, bytes(12), None, "has shape"),
+        ({"a": _entry(0, 12, [3], "F33")}, bytes(12), None, "malformed"),
+        ({"a": 1}, b"", None, "malformed"),
+    ],
+)
+def test_headers_that_lie_are_refused(
+    tmp_path: Path, header: Any, data: bytes, length: int | None, reason: str
+) -> None:
+    path = _file(tmp_path / "a.safetensors", header, data, length)
+    with pytest.raises(CheckpointError, match=reason):
+        load_tensors(path)
+
+
+def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match="too few"):
+        load_tensors(tmp_path / "a.safetensors")
+
+
+def test_a_dtype_the_format_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"'c' is of torch\.complex64"):
+        save_tensors(tmp_path / "a.safetensors", {"c": torch.zeros(2, dtype=torch.complex64)})

@@ -1,4 +1,4 @@
-"""Where a number came from: machine, versions, commit and command. Every published figure's JSON carries this."""
+"""Where a number came from: machine, versions, commit and command. Every figure's JSON carries this."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("penstock", "torch", "triton", "numpy", "safetensors", "transformers", "timm", "pillow", "simplejpeg")
+PACKAGES = ("penstock", "torch", "triton", "numpy", "safetensors", "transformers", "timm", "pillow")
 
 
 def environment() -> dict[str, Any]:
     """Describe this process for a result file, as plain JSON values.
 
-    Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the packages that decide a
-    result, where installed), `commit` of the working tree penstock is imported from (with `+changes` where
-    files differ from it; None outside a repository), `command` that started the process, and `time` (UTC, ISO 8601).
+    Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the packages that
+    decide a result, where installed), `commit` of the working tree penstock is imported from (with `+changes` where
+    files differ from it; None outside a repository), `command` that started the process, and `time` (UTC).
     """
     return {
         "machine": machine(),
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware as the operating system tells it; `threads` is what torch would use, where torch is loaded."""
+    """The hardware as the operating system tells it; `threads` is what torch uses, where it is loaded."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of every package in `PACKAGES` that is installed, and CUDA's where torch is loaded."""
+    """Versions of Python, of each installed package of `PACKAGES`, and of CUDA where torch is loaded."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process as one can type it again: `python -m package` and scripts by short names."""
+    """The command line of this process as one can type it again, without the paths of this machine."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     module = getattr(sys.modules.get("__main__"), "__spec__", None)

@@ -1,0 +1,3 @@
+"""Operations with more than one implementation: a plain reference, faster forms, and the choice between
+them.
+"""

@@ -1,0 +1,124 @@
+"""Multi-head self-attention: softmax(q kᵀ / √K) v, in one plain form and through torch's fused ones.
+
+Shapes: B samples, N tokens, H heads, K features per head, D = H·K. The packed form takes the output of one
+fused qkv projection whose features are ordered (head, {q, k, v}, K). Two things follow from grouping by head:
+
+- A contiguous slice of the projection's rows is a whole number of heads, so that heads can be split over
+  devices.
+- Sequence first, (N, B, H, 3, K), sample and head merge into one strided dimension of B·H batched products,
+  so that q, k and v are read in place; and a fused kernel that sees one sample of B·H heads writes (N, B, H,
+  K) directly. Batch first, (B, N, H, 3, K), they do not merge, and batched products first copy q, k and v.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from penstock.config.plan import AttentionBackend
+from penstock.errors import ConfigError
+
+BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
+
+_PINNED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+# Longest sequence for which the plain form beats SDPA on a CPU, forward and backward together, by compute
+# type.
+_CPU_PLAIN_UP_TO = {torch.bfloat16: 512, torch.float16: 0, torch.float32: 0, torch.float64: 0}
+
+
+def resolve(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int
+) -> AttentionBackend:
+    """The backend that `auto` stands for here; any other is returned as it is.
+
+    On a CPU the plain form wins for short sequences in bf16; elsewhere torch's own choice is taken.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if backend != "auto":
+        return backend
+    if device.type == "cpu" and tokens <= _CPU_PLAIN_UP_TO.get(dtype, 0):
+        return "plain"
+    return "sdpa"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa") -> Tensor:
+    """Attend over all tokens. q, k, v: (B, H, N, K), of any strides; returns (B, H, N, K).
+
+    `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
+    own choice of kernel, `auto` ours (see `resolve`), and `flash`, `efficient`, `cudnn` and `math` pin one of
+    torch's.
+
+    Raises ConfigError when a pinned kernel cannot take these inputs.
+    """
+    backend = resolve(backend, q.device, q.dtype, q.shape[-2])
+    if backend == "plain":
+        return plain_attention(q, k, v)
+    if backend == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v)
+    return _pinned(q, k, v, backend)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two matrix products and a softmax: the reference that every other form is tested against."""
+    scores = torch.matmul(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-2, -1))
+    # The type is given because autocast would otherwise widen the (N, N) scores to fp32.
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=scores.dtype), v)
+
+
+def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+    try:
+        with sdpa_kernel(_PINNED[backend]):
+            return F.scaled_dot_product_attention(q, k, v)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise ConfigError(
+            f"plan.attention {backend!r} has no kernel for {q.dtype} on {q.device.type} with {q.shape[-1]} "
+            f"features per head; use attention 'sdpa' or 'auto'."
+        ) from error
+
+
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k, v of a packed projection: (·, ·, 3·D) → three of (·, ·, H, K).
+
+    `unbind` rather than three slices: its backward stacks once, where each slice would fill a tensor of
+    zeros.
+    """
+    first, second, packed = qkv.shape
+    q, k, v = qkv.view(first, second, heads, 3, packed // (3 * heads)).unbind(dim=3)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequence_first: bool) -> Tensor:
+    """Attention over heads still in token order: q, k, v (B, N, H, K), or (N, B, H, K) sequence first.
+
+    Returns (B, N, D), or (N, B, D). Sequence first, nothing is transposed: all samples' heads are taken for
+    the heads of one sample.
+    """
+    if not sequence_first:
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend)
+        return out.transpose(1, 2).flatten(2)
+    tokens, batch, heads, width = q.shape
+    q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = attention(q, k, v, backend)
+    return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)
+
+
+def self_attention(qkv: Tensor, heads: int, backend: AttentionBackend, *, sequence_first: bool) -> Tensor:
+    """Attention from a packed projection: (B, N, 3·D) → (B, N, D), or (N, B, 3·D) → (N, B, D) sequence
+    first.
+    """
+    q, k, v = split_heads(qkv, heads)
+    return attend(q, k, v, backend, sequence_first=sequence_first)

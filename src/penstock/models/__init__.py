@@ -1,0 +1,21 @@
+"""Model families as plain single-device PyTorch: they know nothing of parallelism or of precision."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.config.model import ModelConfig
+from penstock.models.vit import ViT
+
+__all__ = ["ViT", "create"]
+
+
+def create(
+    config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> ViT:
+    """The module that a configuration describes, initialised from torch's global generator.
+
+    On the meta device nothing is computed; `to_empty(device=…)` and then `init_weights()` bring the module to
+    life.
+    """
+    return ViT(config, device=device, dtype=dtype)

@@ -1,0 +1,1 @@
+"""What a model costs on a machine, from configurations alone. Nothing in here imports torch."""

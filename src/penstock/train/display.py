@@ -1,0 +1,186 @@
+"""How a run shows itself: a live progress display on a terminal, plain lines everywhere else.
+
+A display is handed the same records that go to `metrics.jsonl`; it decides only how they look. The library
+shows nothing by itself: the command line passes a display in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Record = Mapping[str, Any]
+
+
+class Display(Protocol):
+    """What the loop calls. `total` and `step` count optimizer steps."""
+
+    def begin(self, total: int, step: int) -> None:
+        """The run starts, or goes on, at `step` of `total`."""
+
+    def show(self, record: Record) -> None:
+        """A record has been written."""
+
+    def end(self) -> None:
+        """No more records come, for whatever reason."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, total: int, step: int) -> None:
+        """Nothing."""
+
+    def show(self, record: Record) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class PlainDisplay:
+    """One line per record, at most one line of steps in `seconds`."""
+
+    def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
+        self._stream = stream
+        self._seconds = seconds
+        self._last = -float("inf")
+        self._total = 0
+
+    def begin(self, total: int, step: int) -> None:
+        """Remember the total that lines are counted against."""
+        self._total = total
+
+    def show(self, record: Record) -> None:
+        """Print the record's line; lines of steps that come too fast are left to the metrics file."""
+        now = time.monotonic()
+        if record["event"] == "steps":
+            if now - self._last < self._seconds and record["step"] < self._total:
+                return
+            self._last = now
+        if line := describe(record, self._total):
+            print(line, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Nothing is left open."""
+
+
+class RichDisplay:
+    """A progress bar with the newest numbers, and evaluations and checkpoints as lines above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._total = 0
+
+    def begin(self, total: int, step: int) -> None:
+        """Draw the bar."""
+        self._total = total
+        self._task = self._progress.add_task("train", total=total, completed=step, numbers="")
+        self._progress.start()
+
+    def show(self, record: Record) -> None:
+        """Advance the bar, or print a line above it."""
+        if record["event"] != "steps":
+            if line := describe(record, self._total):
+                self._progress.console.print(line, highlight=False, markup=False)
+        elif self._task is not None:
+            self._progress.update(self._task, completed=record["step"], numbers=_numbers(record))
+
+    def end(self) -> None:
+        """Leave the terminal as it was found."""
+        self._progress.stop()
+
+
+def display_for(stream: TextIO) -> Display:
+    """Live on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
+    console = Console(file=stream) return RichDisplay(console) if console.is_terminal and not
+    console.is_dumb_terminal else PlainDisplay(stream)
+
+
+def describe(record: Record, total: int) -> str:
+    """A record as one line for people; empty where there is nothing to say."""
+    line = _DESCRIBE.get(record["event"])
+    return f"step {record['step']}/{total}  {line(record)}" if line else ""
+
+
+def _numbers(record: Record) -> str:
+    parts = [f"loss {_plain(record.get('loss'), '.4f')}"]
+    if (rate := record.get("samples_per_second")) is not None:
+        parts.append(f"{rate:,.0f} samples/s")
+        parts.append(f"{scaled(record['model_flops_per_second'])}FLOP/s")
+    if (mfu := record.get("mfu")) is not None:
+        parts.append(f"MFU {mfu:.1%}")
+    if (wait := record.get("data_wait_share", 0.0)) >= 0.05:
+        parts.append(f"waiting for data {wait:.0%}")
+    return "  ".join(parts)
+
+
+def _steps(record: Record) -> str:
+    return f"epoch {record['epoch']:.2f}  {_numbers(record)}  lr {record['lr']:.2e}"
+
+
+def _evaluation(record: Record) -> str:
+    return (
+        f"evaluation of {record['samples']:,} samples: top-1 {record['top1']:.2%}  top-5 {record['top5']:.2%}  "
+        f"loss {_plain(record['loss'], '.4f')}" + ("  (EMA weights)" if record["ema"] else "")
+    )
+
+
+def _prediction(record: Record) -> str:
+    return (
+        f"predicted: {_time(record['iteration_seconds'])} a step, {scaled(record['samples_per_second'])}samples/s, "
+        f"{scaled(record['memory_bytes'])}B of memory"
+    )
+
+
+def _summary(record: Record) -> str:
+    predicted, measured = record["predicted"], record["measured"]
+    lines = []
+    if measured.get("step_seconds_median") is not None:
+        lines.append(
+            f"a step took {_time(measured['step_seconds_median'])} (median; p95 "
+            f"{_time(measured['step_seconds_p95'])}), predicted {_time(predicted['iteration_seconds'])}"
+        )
+    lines.append(
+        f"memory {scaled(measured['memory_bytes'])}B ({measured['memory_kind']}), "
+        f"predicted {scaled(predicted['memory_bytes'])}B"
+    )
+    return "; ".join(lines)
+
+
+_DESCRIBE: dict[str, Callable[[Record], str]] = {
+    "steps": _steps,
+    "evaluation": _evaluation,
+    "prediction": _prediction,
+    "resume": lambda record: f"resumed from {record['checkpoint']}",
+    "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
+    "summary": _summary,
+}
+
+
+def _plain(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def scaled(value: float) -> str:
+    """`value` with an SI prefix, ready for its unit: 12_300 is `12.3 k`."""
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {prefix}"
+    return f"{value:.3g} "

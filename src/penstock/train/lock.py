@@ -1,0 +1,95 @@
+"""One run per output directory, on one machine or several that share a disk.
+
+A POSIX record lock on `OUTPUT/lock` is the proof on one machine: the kernel releases it however the process
+dies, and, unlike `flock`, forked loader workers do not inherit it. Such locks do not reach across machines
+on every shared file system, so the file also says who holds it, and its holder touches it; a lock of
+another host that was touched lately is respected.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.errors import EnvironmentProblem
+
+_TOUCH_SECONDS = 20.0
+_FRESH_SECONDS = 120.0
+_held: set[Path] = set()  # record locks do not exclude a second use by the same process; this does
+
+
+class RunLock:
+    """Holds the output directory `folder` while entered.
+
+    Raises:
+        EnvironmentProblem: on entering, when another run holds it; names its pid and host.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder.resolve() / "lock"
+        self._handle: int | None = None
+        self._touched = 0.0
+
+    def __enter__(self) -> Self:
+        if self._path in _held:
+            raise self._refusal({"pid": os.getpid(), "host": socket.gethostname()})
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._respect_other_host(handle)
+        except OSError:
+            holder = _holder(handle)
+            os.close(handle)
+            raise self._refusal(holder) from None
+        except EnvironmentProblem:
+            os.close(handle)
+            raise
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, text.encode(), 0)
+        self._handle = handle
+        self._touched = time.monotonic()
+        _held.add(self._path)
+        return self
+
+    def touch(self) -> None:
+        """Say, at most every 20 seconds, that the run goes on. Cheap enough for every step."""
+        if self._handle is not None and time.monotonic() - self._touched > _TOUCH_SECONDS:
+            os.utime(self._handle)
+            self._touched = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            _held.discard(self._path)
+            os.ftruncate(self._handle, 0)  # never unlinked: a waiting run would hold a file that is gone
+            os.close(self._handle)
+            self._handle = None
+
+    def _respect_other_host(self, handle: int) -> None:
+        holder = _holder(handle)
+        age = time.time() - os.fstat(handle).st_mtime
+        if holder and holder.get("host") != socket.gethostname() and age < _FRESH_SECONDS:
+            raise self._refusal(holder)
+
+    def _refusal(self, holder: dict[str, Any]) -> EnvironmentProblem:
+        who = f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
+        return EnvironmentProblem(
+            f"{self._path.parent} is in use by {who}. Wait for that run, stop it, or choose another output. "
+            f"(If its machine has died, the lock lapses {_FRESH_SECONDS:.0f} seconds after its last step.)"
+        )
+
+
+def _holder(handle: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

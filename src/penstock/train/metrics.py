@@ -1,0 +1,221 @@
+"""What a run measures about itself: speed, share of the peak, memory, waiting; and the files it is kept in.
+
+Nothing here waits for the device within a step. On CUDA a pair of events brackets each step and all are
+read together when the loop stops to log anyway; on a CPU, where operators are done when they return, the
+clock is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from penstock.config.machine import Machine
+from penstock.config.plan import Plan
+from penstock.errors import EnvironmentProblem
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The rate that utilisation is a share of, and where it is from. No rate: the machine has none for the
+    type."""
+
+    flops_per_second: float | None
+    name: str
+
+
+def peak_of(machine: Machine, plan: Plan) -> Peak:
+    """The machine's peak in the type that `plan` computes its matrix products in."""
+    if plan.precision != "O0":
+        kind: str = plan.dtype
+    elif plan.matmul == "highest":
+        kind = "fp32"
+    else:
+        kind = "tf32" if machine.device == "cuda" else "fp32_medium"
+    return Peak(machine.peak_flops.get(kind), f"{machine.name} {kind}, {machine.source}")
+
+
+class StepTimer:
+    """Seconds of each step, read in bulk.
+
+    `start()` opens a window, `lap()` ends a step, `read()` gives the steps since `start` and closes the
+    window. Time between `read` and `start` (evaluation, saving) belongs to no step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """Open a window: the first step begins here."""
+        self._marks = [self._mark()]
+
+    def lap(self) -> None:
+        """End a step. On CUDA this records an event and does not wait."""
+        self._marks.append(self._mark())
+
+    def read(self) -> list[float]:
+        """Seconds of each step of the window. On CUDA this waits for the last one."""
+        marks, self._marks = self._marks, []
+        if not self._cuda:
+            return [later - earlier for earlier, later in pairwise(marks)]
+        if marks:
+            marks[-1].synchronize()
+        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(marks)]
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event_type: Any = torch.cuda.Event  # untyped in torch
+        event = event_type(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meter:
+    """Turns step times into the numbers that are logged.
+
+    `model_flops` counts forward and backward of one sample, as the planner does. No Plan recomputes
+    activations yet, so what the hardware executes is the same number, and HFU equals MFU.
+    """
+
+    samples_per_step: int
+    model_flops: float
+    peak: Peak
+
+    def speed(self, step_seconds: Sequence[float], wait_seconds: float) -> dict[str, Any]:
+        """Numbers of a window of steps; times in seconds, rates per second, shares in [0, 1]."""
+        total = sum(step_seconds)
+        if not step_seconds or total <= 0:
+            return {}
+        rate = len(step_seconds) * self.samples_per_step / total
+        flops = rate * self.model_flops
+        share = flops / self.peak.flops_per_second if self.peak.flops_per_second else None
+        return {
+            "samples_per_second": rate,
+            "step_seconds_median": statistics.median(step_seconds),
+            "step_seconds_p95": percentile(step_seconds, 0.95),
+            "data_wait_share": min(wait_seconds / total, 1.0),
+            "model_flops_per_second": flops,
+            "mfu": share,
+            "hfu": share,
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of `values` do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on a GPU, or that the whole process occupied."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, each whole line on its way to the disk at once.
+
+    A kill can tear only the last line; `rewind`, called when a run resumes, drops that and everything that
+    the run is about to do again, so no step is ever told twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def rewind(self, step: int) -> None:
+        """Keep the whole records up to and including `step`; the file is replaced atomically."""
+        if not self._path.exists():
+            return
+        kept = [line for line, record in _whole_lines(self._path) if record.get("step", 0) <= step]
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def write(self, record: Record) -> None:
+        """Append one record. Numbers that are not finite become null, which JSON can say."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; `write` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a `metrics.jsonl`."""
+    return [record for _, record in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and isinstance(record, dict):
+            found.append((line, record))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class TensorBoard:
+    """The same records as TensorBoard scalars.
+
+    Raises:
+        EnvironmentProblem: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path, *, resumed_at: int) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise EnvironmentProblem(
+                "TensorBoard output needs the package tensorboardX. "
+                "Install it with: pip install 'penstock[track]', or leave --tensorboard out."
+            ) from None
+        # purge_step makes TensorBoard forget what the run is about to do again.
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+
+    def write(self, record: Record) -> None:
+        """Every number of a record, under `event/name`."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"{record['event']}/{name}", value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

@@ -63,7 +63,8 @@ class PlainDisplay:
                 return
             self._last = now
         if line := describe(record, self._total):
-            print(line, file=self._stream, flush=True)
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
     def end(self) -> None:
         """Nothing is left open."""
@@ -105,8 +106,9 @@ class RichDisplay:
 
 def display_for(stream: TextIO) -> Display:
     """Live on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
-    console = Console(file=stream) return RichDisplay(console) if console.is_terminal and not
-    console.is_dumb_terminal else PlainDisplay(stream)
+    console = Console(file=stream)
+    live = console.is_terminal and not console.is_dumb_terminal
+    return RichDisplay(console) if live else PlainDisplay(stream)
 
 
 def describe(record: Record, total: int) -> str:
@@ -133,15 +135,16 @@ def _steps(record: Record) -> str:
 
 def _evaluation(record: Record) -> str:
     return (
-        f"evaluation of {record['samples']:,} samples: top-1 {record['top1']:.2%}  top-5 {record['top5']:.2%}  "
-        f"loss {_plain(record['loss'], '.4f')}" + ("  (EMA weights)" if record["ema"] else "")
+        f"evaluation of {record['samples']:,} samples: top-1 {record['top1']:.2%}  "
+        f"top-5 {record['top5']:.2%}  loss {_plain(record['loss'], '.4f')}"
+        + ("  (EMA weights)" if record["ema"] else "")
     )
 
 
 def _prediction(record: Record) -> str:
     return (
-        f"predicted: {_time(record['iteration_seconds'])} a step, {scaled(record['samples_per_second'])}samples/s, "
-        f"{scaled(record['memory_bytes'])}B of memory"
+        f"predicted: {_time(record['iteration_seconds'])} a step, "
+        f"{scaled(record['samples_per_second'])}samples/s, {scaled(record['memory_bytes'])}B of memory"
     )
 
 

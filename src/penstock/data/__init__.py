@@ -1,0 +1,33 @@
+"""Data: sources of images, the order they are read in, the Loader, and augmentation on the device.
+
+Names are resolved on first use, so that a reading process that needs no torch does not import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.data.augment import augment_batch, center_batch
+    from penstock.data.loader import Batch, Loader
+    from penstock.data.sampler import Stream
+    from penstock.data.source import Source, open_source
+
+__all__ = ["Batch", "Loader", "Source", "Stream", "augment_batch", "center_batch", "open_source"]
+
+_HOME = {
+    "Batch": "loader",
+    "Loader": "loader",
+    "Source": "source",
+    "Stream": "sampler",
+    "augment_batch": "augment",
+    "center_batch": "augment",
+    "open_source": "source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"penstock.data.{_HOME[name]}"), name)

@@ -1,0 +1,219 @@
+"""Augmentation of a whole batch on its device, from random numbers that are drawn on the host by counter.
+
+`draw` decides everything (boxes, flips, operations, mixing) as small host arrays that are pure functions of
+(seed, stream position); `augment_batch` carries it out. So a CPU and a GPU, one rank or eight, a run that was
+resumed and one that was not, all make the same choices, and nothing on the way waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.run import Augment
+from penstock.data import color
+from penstock.data.hashing import BATCH, SAMPLE, generator, uniforms
+from penstock.data.resample import Boxes, resample, ship
+
+Floats = NDArray[np.float32]
+
+RATIO = 4 / 3
+"""A crop's width over height lies between 3/4 and 4/3 (Szegedy et al., CVPR 2015, section 6)."""
+ERASE_AREA = (0.02, 1 / 3)
+ERASE_RATIO = 1 / 0.3
+"""Zhong et al., AAAI 2020, section 4.1: area and aspect ratio of the erased rectangle."""
+COLOR_REACH = 0.9
+"""At strength 1 a factor lies in [0.1, 1.9], RandAugment's reach at its greatest magnitude."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How a batch is mixed with its reverse: `share` of each image stays, the rest is its partner's."""
+
+    share: float
+    box: tuple[int, int, int, int] | None
+    """top, left, height, width that CutMix pastes; none for mixup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Every choice for one batch. B samples, N colour rounds."""
+
+    boxes: Boxes
+    flips: NDArray[np.bool_]
+    operations: NDArray[np.int64]
+    """(N, B)"""
+    factors: Floats
+    """(N, B), 1 is no change"""
+    erased: Boxes
+    """(B, 4), of height 0 where nothing is erased"""
+    fill: Floats
+    """(B, 3) in [-1, 1]: each erased rectangle gets one random colour, in normalised units"""
+    mix: Mix | None
+
+
+def draw(
+    config: Augment,
+    *,
+    stored: tuple[int, int],
+    image_size: int,
+    channels: int,
+    seed: int,
+    positions: NDArray[np.int64],
+) -> Draws:
+    """Draw for the samples at these stream positions; `stored` is the (height, width) of the images given.
+
+    Per-sample choices depend on the sample's position alone, mixing on the first position of the batch.
+    """
+    rounds = config.color_ops if config.color else 0
+    table = uniforms(seed, SAMPLE, counters=positions, columns=13 + 2 * rounds)
+    picked = table[:, 13 : 13 + rounds].T * color.operations(channels)
+    swing = 2 * table[:, 13 + rounds :].T - 1
+    erased = _erase_boxes(table[:, 5:10], config.erase, image_size)
+    return Draws(
+        boxes=_crop_boxes(table[:, 0:4], config.crop_scale_min, *stored),
+        flips=table[:, 4] < config.flip,
+        operations=picked.astype(np.int64),
+        factors=(1 + COLOR_REACH * config.color * swing).astype(np.float32),
+        erased=erased,
+        fill=2 * table[:, 10:13] - 1,
+        mix=_draw_mix(config, image_size, seed, int(positions[0])) if len(positions) else None,
+    )
+
+
+def _crop_boxes(table: Floats, scale_min: float, height: int, width: int) -> Boxes:
+    """Boxes of uniform area share, log-uniform ratio and uniform place; a side beyond the image is cut to it."""
+    boxes = np.empty((len(table), 4), np.int64)
+    if scale_min >= 1:
+        boxes[:] = (0, 0, height, width)
+        return boxes
+    area = scale_min + (1 - scale_min) * table[:, 0].astype(np.float64)
+    ratio = RATIO ** (2 * table[:, 1].astype(np.float64) - 1)
+    boxes[:, 2] = np.clip(np.rint(height * np.sqrt(area / ratio)), 1, height)
+    boxes[:, 3] = np.clip(np.rint(width * np.sqrt(area * ratio)), 1, width)
+    boxes[:, 0] = table[:, 2] * (height - boxes[:, 2] + 1)
+    boxes[:, 1] = table[:, 3] * (width - boxes[:, 3] + 1)
+    return boxes
+
+
+def _erase_boxes(table: Floats, probability: float, size: int) -> Boxes:
+    low, high = ERASE_AREA
+    area = low + (high - low) * table[:, 1].astype(np.float64)
+    ratio = ERASE_RATIO ** (2 * table[:, 2].astype(np.float64) - 1)
+    boxes = np.empty((len(table), 4), np.int64)
+    boxes[:, 2] = np.clip(np.rint(size * np.sqrt(area / ratio)), 1, size)
+    boxes[:, 3] = np.clip(np.rint(size * np.sqrt(area * ratio)), 1, size)
+    boxes[:, 0] = table[:, 3] * (size - boxes[:, 2] + 1)
+    boxes[:, 1] = table[:, 4] * (size - boxes[:, 3] + 1)
+    boxes[table[:, 0] >= probability, 2] = 0
+    return boxes
+
+
+def _draw_mix(config: Augment, size: int, seed: int, position: int) -> Mix | None:
+    """Mixup, CutMix, or where both are on, either with equal chance."""
+    if not (config.mixup or config.cutmix):
+        return None
+    random = generator(seed, BATCH, position)
+    cut = bool(config.cutmix) and (not config.mixup or random.random() < 0.5)
+    alpha = config.cutmix if cut else config.mixup
+    share = float(random.beta(alpha, alpha))
+    if not cut:
+        return Mix(share, None)
+    # Yun et al., ICCV 2019, equation 2: a box of area 1 − share about a uniform centre, cut at the border;
+    # the share that counts for the labels is what then remains.
+    side = size * np.sqrt(1 - share)
+    center = random.integers(0, size, 2)
+    low = np.clip(np.rint(center - side / 2), 0, size).astype(int)
+    high = np.clip(np.rint(center + side / 2), 0, size).astype(int)
+    height, width = (high - low).tolist()
+    return Mix(1 - height * width / size**2, (int(low[0]), int(low[1]), height, width))
+
+
+def normalize_(images: Tensor) -> Tensor:
+    """0..255 to [-1, 1], in place: mean and deviation 0.5, as the published ViT weights expect."""
+    return images.mul_(1 / 127.5).sub_(1)
+
+
+def erase(images: Tensor, boxes: Boxes, fill: Floats) -> Tensor:
+    """Fill each image's box (B, 4) with its colour (B, 3)."""
+    if not boxes[:, 2].any():
+        return images
+    edges = ship(boxes, images.device)
+    colors = ship(fill[:, : images.shape[1]], images.device)
+    line = torch.arange(images.shape[-1], device=images.device)
+    rows = (line >= edges[:, 0:1]) & (line < edges[:, 0:1] + edges[:, 2:3])
+    columns = (line >= edges[:, 1:2]) & (line < edges[:, 1:2] + edges[:, 3:4])
+    return torch.where(rows[:, None, :, None] & columns[:, None, None, :], colors[:, :, None, None], images)
+
+
+def mix_images(images: Tensor, mix: Mix) -> Tensor:
+    """Blend with, or paste from, the batch in reverse order."""
+    if mix.box is None:
+        return torch.lerp(images.flip(0), images, mix.share)
+    top, left, height, width = mix.box
+    region = images[:, :, top : top + height, left : left + width]
+    region.copy_(region.flip(0))
+    return images
+
+
+def soft_targets(labels: Tensor, classes: int, smoothing: float, mix: Mix | None) -> Tensor:
+    """(B,) to (B, classes): 1 − s on the class and s spread over all (Szegedy et al., CVPR 2016, section 7)."""
+    off = smoothing / classes
+    targets = torch.full((len(labels), classes), off, device=labels.device)
+    targets.scatter_(1, labels[:, None], 1 - smoothing + off)
+    return targets if mix is None else torch.lerp(targets.flip(0), targets, mix.share)
+
+
+@torch.no_grad()
+def augment_batch(
+    images: Tensor,
+    labels: Tensor,
+    config: Augment,
+    *,
+    image_size: int,
+    classes: int,
+    seed: int,
+    positions: NDArray[np.int64],
+) -> tuple[Tensor, Tensor]:
+    """Augment a batch on the device it is on.
+
+    images (B, H, W, C) uint8 and labels (B,) int64 become images (B, C, image_size, image_size) float32 in
+    [-1, 1] and targets: (B,) int64, or (B, classes) float32 where mixup, CutMix or label smoothing are on.
+    `positions` (B,) are the samples' places in the stream; with `seed` they decide everything random.
+    """
+    height, width, channels = images.shape[1:]
+    draws = draw(
+        config,
+        stored=(height, width),
+        image_size=image_size,
+        channels=channels,
+        seed=seed,
+        positions=positions,
+    )
+    with torch.autocast(images.device.type, enabled=False):
+        x = resample(images, draws.boxes, draws.flips, image_size)
+        if len(draws.operations):
+            x = color.apply(x, draws.operations, draws.factors)
+        x = erase(normalize_(x), draws.erased, draws.fill)
+        if draws.mix is not None:
+            x = mix_images(x, draws.mix)
+        if draws.mix is None and not config.label_smoothing:
+            return x, labels
+        return x, soft_targets(labels, classes, config.label_smoothing, draws.mix)
+
+
+@torch.no_grad()
+def center_batch(images: Tensor, *, image_size: int, crop_share: float = 0.875) -> Tensor:
+    """For evaluation: the centre square of `crop_share` of the side, resized and normalised, with nothing
+    random.
+    """
+    height, width = images.shape[1:3]
+    tall, wide = max(1, round(height * crop_share)), max(1, round(width * crop_share))
+    box = ((height - tall) // 2, (width - wide) // 2, tall, wide)
+    boxes = np.tile(np.array(box, np.int64), (len(images), 1))
+    with torch.autocast(images.device.type, enabled=False):
+        return normalize_(resample(images, boxes, np.zeros(len(images), bool), image_size))

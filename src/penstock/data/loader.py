@@ -1,0 +1,286 @@
+"""The Loader: batches on the device, in the stream's order, read ahead in the background.
+
+Host work (reading, decoding) runs in a thread or in processes; what needs the device (copy, augmentation) is
+done on it: on a GPU one batch ahead on a stream of its own, so that it overlaps the training step; on a CPU,
+where it would only take threads from the step, when the batch is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.run import Augment
+from penstock.data.augment import augment_batch, center_batch
+from penstock.data.pump import HostBatch, InProcess, Pump, Reader, Request
+from penstock.data.sampler import Stream
+from penstock.data.source import Source, Tally
+from penstock.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+DEPTH = 3
+"""Batches read ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a training step takes.
+
+    images (B, C, H, W) float32 on the device, in [-1, 1]; targets (B,) int64, or (B, classes) float32 where
+    labels are mixed or smoothed; ids (B,) sample numbers on the host.
+    """
+
+    images: Tensor
+    targets: Tensor
+    ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Loader:
+    """Iterates batches of `batch` samples for rank `rank` of `world`.
+
+    With `endless` (training) it follows the shuffled stream from `position` and never stops. Without
+    (evaluation) each `for` loop over it is one pass in order, in which the last batch may be short and a rank
+    may get one batch less. `augment` none means: centre crop only. Close it, or use it in a `with`, to end
+    its threads and processes early.
+
+    Raises DataError for unreadable samples, when more than 1 % are bad, and when a reading process dies.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch: int,
+        image_size: int,
+        classes: int,
+        augment: Augment | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        position: int = 0,
+        endless: bool = True,
+    ) -> None:
+        _check(source, batch, classes, workers, rank, world)
+        if source.size < image_size and not source.scalable:
+            log.warning(
+                "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged.",
+                source.name,
+                source.size,
+                image_size,
+            )
+        self.source = source
+        self.batch = batch
+        self.image_size = image_size
+        self.classes = classes
+        self.augment = augment
+        self.seed = seed
+        self.device = torch.device(device)
+        self.rank, self.world = rank, world
+        self.endless = endless
+        self.position = position
+        """Samples of the stream consumed so far, over all ranks."""
+        self.wait_seconds = 0.0
+        """Time the consumer has spent in `next` in total: waiting for data, and on a CPU augmenting it."""
+        self.tally = Tally(len(source))
+        self._stream = Stream(len(source), seed)
+        self._reader = _open_reader(source, batch, workers)
+        self._pump: Pump | None = None
+        self._ahead: _Staged | None = None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._ended = False
+        self._finalizer = weakref.finalize(self, _close, [], self._reader)
+
+    def __len__(self) -> int:
+        """Batches of one pass for this rank."""
+        whole, rest = divmod(len(self.source), self.batch * self.world)
+        return whole + (rest > self.rank * self.batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.endless:
+            self._restart(0)
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        try:
+            return self._next()
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON-able values."""
+        return {"position": self.position, "seed": self.seed, "samples": len(self.source)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. Raises DataError if the data or seed are others than were saved."""
+        for key, now in (("samples", len(self.source)), ("seed", self.seed)):
+            if state[key] != now:
+                raise DataError(
+                    f"The saved position belongs to a sample stream with {key} {state[key]}, but "
+                    f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data and "
+                    "seed, or start a new run."
+                )
+        self._restart(int(state["position"]))
+
+    def close(self) -> None:
+        """End threads and processes. The Loader can not be used afterwards."""
+        self._finalizer()
+        self._pump = self._ahead = None
+        self._ended = True
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _restart(self, position: int) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("This Loader has been closed.")
+        if self._pump is not None:
+            self._pump.stop()
+        self._pump = self._ahead = None
+        self.position = position
+        self._ended = False
+
+    def _next(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        if self._pump is None:
+            self._start()
+        if self._side is None:
+            host = self._take()
+            batch = None if host is None else self._stage(host)
+        else:
+            batch = self._next_from_side_stream(self._side)
+        if batch is None:
+            self._ended = True
+            raise StopIteration
+        self.position += self.batch * self.world
+        if not self.endless:
+            self.position = min(self.position, len(self.source))
+        return batch
+
+    def _start(self) -> None:
+        requests = _requests(
+            self._stream, self.position, self.batch, self.rank, self.world, endless=self.endless
+        )
+        self._pump = Pump(self._reader, requests, depth=DEPTH, pin=self.device.type == "cuda")
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close, [self._pump], self._reader)
+
+    def _take(self) -> HostBatch | None:
+        assert self._pump is not None
+        host = self._pump.get()
+        if host is not None:
+            for path, why in host.bad:
+                log.warning("Skipped the bad image %s: %s.", path, why)
+            self.tally.add(len(host.ids), len(host.bad), host.bad[-1][0] if host.bad else "")
+        return host
+
+    def _stage(self, host: HostBatch) -> Batch:
+        """Copy to the device and augment there, on the current stream, waiting for nothing."""
+        images = host.images.to(self.device, non_blocking=True)
+        labels = host.labels.to(self.device, non_blocking=True)
+        if self.augment is None:
+            images = center_batch(images, image_size=self.image_size, crop_share=self.source.crop_share)
+            return Batch(images, labels, host.ids)
+        images, targets = augment_batch(
+            images,
+            labels,
+            self.augment,
+            image_size=self.image_size,
+            classes=self.classes,
+            seed=self.seed,
+            positions=host.positions,
+        )
+        return Batch(images, targets, host.ids)
+
+    def _stage_aside(self, side: torch.cuda.Stream) -> _Staged | None:
+        host = self._take()
+        if host is None:
+            return None
+        with torch.cuda.stream(side):
+            batch = self._stage(host)
+            return _Staged(batch, side.record_event())
+
+    def _next_from_side_stream(self, side: torch.cuda.Stream) -> Batch | None:
+        """Hand out the batch that was prepared ahead, and begin the next one beside the coming step."""
+        staged = self._ahead or self._stage_aside(side)
+        if staged is None:
+            return None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(staged.ready)
+        for tensor in (staged.batch.images, staged.batch.targets):
+            tensor.record_stream(current)
+        self._ahead = self._stage_aside(side)
+        return staged.batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    batch: Batch
+    ready: torch.cuda.Event
+
+
+def _close(pumps: list[Pump], reader: Reader) -> None:
+    for pump in pumps:
+        pump.stop()
+    reader.close()
+
+
+def _open_reader(source: Source, batch: int, workers: int) -> Reader:
+    if not workers:
+        return InProcess(source, batch)
+    from penstock.data.pool import Pool
+
+    return Pool(source, batch, workers, DEPTH)
+
+
+def _requests(
+    stream: Stream, position: int, batch: int, rank: int, world: int, *, endless: bool
+) -> Iterator[Request]:
+    """This rank's slices of the global batches from `position` on."""
+    while endless or position < stream.samples:
+        start, stop = position + rank * batch, position + (rank + 1) * batch
+        if not endless:
+            stop = min(stop, stream.samples)
+            if start >= stop:
+                return
+        positions = np.arange(start, stop)
+        yield Request(stream.ids(start, stop) if endless else positions, positions)
+        position += batch * world
+
+
+def _check(source: Source, batch: int, classes: int, workers: int, rank: int, world: int) -> None:
+    problems = []
+    if batch < 1:
+        problems.append(f"A Loader's batch is {batch}, but must be at least 1.")
+    if workers < 0:
+        problems.append(f"data.workers is {workers}, but must be 0 (read in this process) or more.")
+    if not 0 <= rank < world:
+        problems.append(f"Rank {rank} is not one of a world of {world}.")
+    if len(source.classes) > classes:
+        problems.append(
+            f"{source.name} has {len(source.classes)} classes, but the model tells only {classes} apart; "
+            f"set model.classes to {len(source.classes)}."
+        )
+    if problems:
+        raise ConfigError(problems)
+    if not len(source):
+        raise DataError(f"{source.name} holds no samples. Check its path.")

@@ -1,0 +1,136 @@
+"""Background reading: a thread that keeps a few batches of host memory ahead of the training loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.data.source import Pixels, Reading, Source
+
+
+class Reader(Protocol):
+    """Reads requests in the order they were submitted."""
+
+    def submit(self, indices: NDArray[np.int64]) -> None: ...
+
+    def receive(self) -> tuple[Pixels, Reading]:
+        """The oldest request's images and labels. The pixels are only valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """Reads in the calling thread."""
+
+    def __init__(self, source: Source, batch: int) -> None:
+        self._source = source
+        self._pending: list[NDArray[np.int64]] = []
+        self._room = np.empty((batch, source.size, source.size, source.channels), np.uint8)
+
+    def submit(self, indices: NDArray[np.int64]) -> None:
+        self._pending.append(indices)
+
+    def receive(self) -> tuple[Pixels, Reading]:
+        indices = self._pending.pop(0)
+        out = self._room[: len(indices)]
+        return out, self._source.read_into(indices, out)
+
+    def close(self) -> None:
+        self._pending.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch in host memory, pinned where it goes to a GPU."""
+
+    images: Tensor
+    """(B, size, size, C) uint8"""
+    labels: Tensor
+    """(B,) int64"""
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    bad: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one batch holds: sample numbers, and their positions in the stream."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class Pump:
+    """A thread that carries requests through a reader into a bounded queue, in order.
+
+    It knows nothing of the Loader, so that a Loader nobody holds any more is collected, and stops its pump.
+    """
+
+    def __init__(self, reader: Reader, requests: Iterator[Request], *, depth: int, pin: bool) -> None:
+        self._reader = reader
+        self._requests = requests
+        self._depth = depth
+        self._pin = pin
+        self._queue: queue.Queue[HostBatch | BaseException | None] = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
+        self._thread.start()
+
+    def get(self) -> HostBatch | None:
+        """The next batch, or none at the end. Raises what the reader raised."""
+        item = self._queue.get()
+        if item is None or isinstance(item, BaseException):
+            self._put(item)  # Whoever asks again is told the same.
+            if item is not None:
+                raise item
+            return None
+        return item
+
+    def stop(self) -> None:
+        """End the thread; what it still had in flight is read and dropped, so that the reader can be used
+        again.
+        """
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        flying: list[Request] = []
+        try:
+            while not self._stopped.is_set():
+                while len(flying) < self._depth and (request := next(self._requests, None)) is not None:
+                    self._reader.submit(request.ids)
+                    flying.append(request)
+                if not flying:
+                    self._put(None)
+                    return
+                pixels, reading = self._reader.receive()
+                self._put(self._keep(flying.pop(0), pixels, reading))
+            for _ in flying:
+                self._reader.receive()
+        except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
+            self._put(error)
+
+    def _keep(self, request: Request, pixels: Pixels, reading: Reading) -> HostBatch:
+        images = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=self._pin)
+        np.copyto(images.numpy(), pixels)
+        labels = torch.from_numpy(reading.labels)
+        if self._pin:
+            labels = labels.pin_memory()
+        return HostBatch(images, labels, reading.ids, request.positions, reading.bad)
+
+    def _put(self, item: HostBatch | BaseException | None) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return

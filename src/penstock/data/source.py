@@ -1,0 +1,178 @@
+"""What a source of images is, how bad images are met, and how a source is opened by its name.
+
+Free of torch: reading processes import this and start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.run import DataConfig
+from penstock.data.hashing import REPLACE, words
+from penstock.errors import ConfigError, DataError
+
+Pixels = NDArray[np.uint8]
+Split = Literal["train", "val"]
+
+VAL_EVERY = 5
+"""Where a source has no split of its own, every fifth sample (of each class) is the validation set."""
+
+
+class BadImage(Exception):
+    """One image that cannot be read: says which (`path`) and why. Met by the policy `fail` or `skip`."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(path, why)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.why}"
+
+
+class Reading(NamedTuple):
+    """What came of reading some samples: their labels, their ids after replacements, and the bad ones met."""
+
+    labels: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    bad: tuple[tuple[str, str], ...]
+    """(path, why) of each failed attempt."""
+
+
+class Source(ABC):
+    """Images of one stored size with one class each. A subclass sets the attributes and defines `load`.
+
+    Can be pickled, so that reading processes get a copy.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    """Class number of every sample."""
+    size: int
+    """Stored images are size × size pixels; the device resizes them to what the model wants."""
+    channels: int
+    """1 (grey) or 3 (red, green, blue)."""
+    crop_share: float = 0.875
+    """Share of the side that evaluation looks at, in the centre (the usual 224 of 256)."""
+    scalable: bool = False
+    """True where enlarging the stored size is intended (the 8 × 8 digits), so that nobody is warned of it."""
+    bad_images: Literal["fail", "skip"] = "fail"
+
+    @abstractmethod
+    def load(self, index: int, out: Pixels) -> None:
+        """Write image `index` into `out` (size, size, channels). Raises BadImage where it cannot be read."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
+        """Images (n, size, size, channels) and labels (n,). Bad images meet the source's policy."""
+        out = np.empty((len(indices), self.size, self.size, self.channels), np.uint8)
+        return out, self.read_into(np.asarray(indices, np.int64), out).labels
+
+    def read_into(self, indices: NDArray[np.int64], out: Pixels) -> Reading:
+        """Write the images into `out`; under the policy `skip`, put others in the place of bad ones.
+
+        The replacement is a pure function of the bad image's number: the stream stays the same for any number
+        of workers and ranks. Raises DataError under the policy `fail`.
+        """
+        ids = np.array(indices, np.int64)
+        bad: list[tuple[str, str]] = []
+        for row, index in enumerate(indices):
+            ids[row] = self._load_or_replace(int(index), out[row], bad)
+        return Reading(self.labels[ids], ids, tuple(bad))
+
+    def _load_or_replace(self, index: int, out: Pixels, bad: list[tuple[str, str]]) -> int:
+        candidate = index
+        for attempt in range(100):
+            try:
+                self.load(candidate, out)
+            except BadImage as error:
+                if self.bad_images == "fail":
+                    raise DataError(
+                        f"The image {error.path} cannot be read: {error.why}. Mend or remove it, or set "
+                        "data.bad_images to 'skip' to go on with another in its place (up to 1 % of the set)."
+                    ) from error
+                bad.append((error.path, error.why))
+                word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
+                candidate = int(word % np.uint64(len(self)))
+            else:
+                return candidate
+        raise DataError(
+            f"100 images of {self.name} in a row cannot be read, the last of them {bad[-1][0]}: "
+            f"{bad[-1][1]}. Check that the data set is complete and mounted."
+        )
+
+
+@dataclass
+class Tally:
+    """Counts failures, and ends a run in which more than 1 % of the images are bad.
+
+    Small sets are counted as a whole (one bad image of fifty is 2 %), large ones from 1,000 failures on.
+    """
+
+    samples: int
+    tried: int = 0
+    failed: int = 0
+    limit: float = 0.01
+
+    def add(self, tried: int, failed: int, last: str = "") -> None:
+        """Raises DataError once more than the limit failed."""
+        self.tried += tried + failed
+        self.failed += failed
+        if failed and self.failed > self.limit * max(self.tried, min(self.samples, 100_000)):
+            raise DataError(
+                f"More than {self.limit:.0%} of the images are bad: {self.failed} of {self.tried} read so far "
+                f"from a set of {self.samples}. The last was {last}. Mend the data set; the path of each bad "
+                "image was logged."
+            )
+
+
+def is_val(position_in_class: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which samples form the fixed validation fifth, from each one's position within its class."""
+    chosen: NDArray[np.bool_] = position_in_class % VAL_EVERY == VAL_EVERY - 1
+    return chosen
+
+
+def stored_size(image_size: int) -> int:
+    """Side that images are decoded to for a model of `image_size`: 256 for 224, so that crops have room."""
+    return round(image_size * 8 / 7)
+
+
+def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> Source:
+    """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
+
+    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
+    of their own. Raises ConfigError for an unknown kind and DataError where the path holds no such data.
+    """
+    kind, _, path = config.source.partition(":")
+    problems = []
+    if channels not in (1, 3):
+        problems.append(
+            f"Images have 1 or 3 channels, but {channels} were asked for; set model.channels to 1 or 3."
+        )
+    if split not in ("train", "val"):
+        problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
+    if kind not in ("digits", "imagefolder", "pack") or bool(path) == (kind == "digits"):
+        problems.append(
+            f"data.source is {config.source!r}, but must be 'digits', 'imagefolder:PATH' or 'pack:PATH'."
+        )
+    if problems:
+        raise ConfigError(problems)
+    if kind == "digits":
+        from penstock.data.digits import Digits
+
+        return Digits(split, channels)
+    if kind == "imagefolder":
+        from penstock.data.imagefolder import ImageFolder
+
+        return ImageFolder(path, split, channels, stored_size(image_size), config)
+    from penstock.data.pack import Pack
+
+    return Pack(path, split, channels, config)

@@ -19,8 +19,9 @@ def environment() -> dict[str, Any]:
     """Describe this process for a result file, as plain JSON values.
 
     Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the packages that
-    decide a result, where installed), `commit` of the working tree penstock is imported from (with `+changes` where
-    files differ from it; None outside a repository), `command` that started the process, and `time` (UTC).
+    decide a result, where installed), `commit` of the working tree penstock is imported from (with
+    `+changes` where files differ from it; None outside a repository), `command` that started the process, and
+    `time` (UTC).
     """
     return {
         "machine": machine(),

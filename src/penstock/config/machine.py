@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.config.convert import check_fields, nearest
+from penstock.errors import ConfigError, EnvironmentProblem
+
+
+ASSUMED_LAUNCH_SECONDS = 5e-6
+"""Cost of one eager operator on a GPU, where nobody has measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +36,8 @@ class Machine:
     """One kind of device, and how such devices are linked. All rates are per device and in SI units.
 
     `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`, `fp8`,
-    and on CPUs `fp32_medium`. A type that is absent cannot be computed in on this machine.
+    `int8`, and on CPUs `fp32_medium`. A type that is absent cannot be computed in on this machine. A CPU has no
+    datasheet peak, so there a measured Machine holds the best rate of its probe here and in `achievable_flops` alike.
     """
 
     name: str
@@ -46,3 +61,125 @@ class Machine:
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, "machine")
+        if not problems and self.devices_per_node < 1:
+            problems = [f"machine.devices_per_node is {self.devices_per_node}, but must be at least 1."]
+        if problems:
+            raise ConfigError(problems)
+
+    def __hash__(self) -> int:
+        # The dicts would make the generated hash fail; equality still compares every field.
+        return hash((self.name, self.device, self.source))
+
+
+@cache
+def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
+    """Each shipped Machine, and the words by which a device's own name is recognised as it."""
+    from penstock.config.load import from_dict
+
+    text = resources.files("penstock.config").joinpath("presets/machines.toml").read_text(encoding="utf-8")
+    machines: dict[str, tuple[Machine, tuple[str, ...]]] = {}
+    for name, table in tomllib.loads(text).items():
+        values: dict[str, Any] = {
+            "name": name,
+            "source": "datasheet",
+            "launch_seconds": ASSUMED_LAUNCH_SECONDS,
+        }
+        words = tuple(table.pop("match"))
+        machines[name] = (from_dict(Machine, values | table, origin=f"machines.toml [{name}]"), words)
+    return machines
+
+
+def known_machines() -> tuple[str, ...]:
+    """Names of the shipped datasheet machines."""
+    return tuple(_datasheets())
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """A shipped Machine by name (`h100`), or one that `save_machine` stored (a path ending in .toml or .json).
+
+    Raises `ConfigError` naming the nearest shipped machine, or the problems of the file.
+    """
+    from penstock.config.load import from_dict, read_file
+
+    name = str(name_or_path)
+    if name.lower() in _datasheets():
+        return _datasheets()[name.lower()][0]
+    if Path(name).suffix not in (".toml", ".json"):
+        raise ConfigError(
+            f"There is no machine {name!r}.{nearest(name.lower(), known_machines())} Give one of "
+            f"{', '.join(known_machines())}, or the path of a file that `penstock probe --output FILE` wrote."
+        )
+    return from_dict(Machine, read_file(name), origin=name)
+
+
+def save_machine(machine: Machine, path: str | Path) -> Path:
+    """Write `machine` as JSON or TOML, by the ending of `path`, whose folders are made; gives the path back."""
+    from penstock.config.load import dump_toml, to_dict
+
+    path = Path(path)
+    if path.suffix == ".toml":
+        text = dump_toml(machine)
+    elif path.suffix == ".json":
+        text = json.dumps(to_dict(machine), indent=1) + "\n"
+    else:
+        raise ConfigError(f"A machine is stored as .toml or .json, so {path} must end in one of them.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and renamed, so that a process that reads at the same time sees the old or the new file whole.
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"The machine file {path} cannot be written: {error.strerror}. Choose another path, or set PENSTOCK_CACHE "
+            "to a folder that can be written."
+        ) from error
+    return path
+
+
+def cache_folder() -> Path:
+    """Where Penstock keeps what it measured: `$PENSTOCK_CACHE`, else `$XDG_CACHE_HOME/penstock`, else `~/.cache/penstock`."""
+    if folder := os.environ.get("PENSTOCK_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+
+
+def cache_path(name: str) -> Path:
+    """The file in which the measured machine `name` is kept."""
+    return cache_folder() / "machines" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
+def cached_machine(name: str | None = None) -> Machine | None:
+    """The measured machine `name` from the cache, or the newest of all; none if there is none that can be read.
+
+    A file that cannot be read is as good as none: measuring again replaces it.
+    """
+    if name is not None:
+        paths = [cache_path(name)]
+    else:
+        folder = cache_folder() / "machines"
+        paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        if path.is_file():
+            try:
+                return load_machine(path)
+            except ConfigError:
+                continue
+    return None
+
+
+def match_datasheet(device_name: str, memory_bytes: float) -> Machine | None:
+    """The shipped Machine that a device is by its own name (`NVIDIA A100-SXM4-80GB`), or none.
+
+    `memory_bytes` decides between sizes of the same chip; the result keeps the datasheet's figures.
+    """
+    words = re.split(r"[^a-z0-9]+", device_name.lower())
+    fitting = [machine for machine, match in _datasheets().values() if any(word in words for word in match)]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda machine: abs(machine.memory_bytes - memory_bytes))
+    return replace(best, notes=(*best.notes, f"matched by device name {device_name!r}"))

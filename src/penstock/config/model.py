@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.convert import check_fields, nearest
 from penstock.errors import ConfigError
 
 Classifier = Literal["token", "pooled"]
@@ -46,15 +47,33 @@ class ViTConfig:
     dropout: float = 0.0
     norm_eps: float = 1e-6
 
+    @classmethod
+    def parse(cls, name: str) -> ViTConfig:
+        """The preset called `name`. Raises `ConfigError` naming the nearest."""
+        if name not in PRESETS:
+            raise ConfigError(
+                f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
+            )
+        return PRESETS[name]
+
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = check_fields(self, "model") or self._problems()
         if problems:
             raise ConfigError(problems)
 
     def _problems(self) -> list[str]:
         problems = [
             f"model.{name} is {getattr(self, name)}, but must be at least 1."
-            for name in ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "classes")
+            for name in (
+                "image_size",
+                "patch_size",
+                "channels",
+                "width",
+                "depth",
+                "heads",
+                "mlp_width",
+                "classes",
+            )
             if getattr(self, name) < 1
         ]
         if problems:

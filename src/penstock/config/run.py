@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from penstock.config.convert import check_fields, nearest
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+
+_DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]+)$")
+SOURCES = ("digits", "imagefolder", "pack")
+
+
+def _in_range(config: Any, where: str, name: str, low: float, high: float = float("inf")) -> Iterator[str]:
+    """The problem of a number outside [low, high], if it is; none and the numbers inside pass."""
+    value = getattr(config, name)
+    if value is not None and not low <= value <= high:
+        bounds = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        yield f"{where}.{name} is {value}, but must be {bounds}."
+
+
+def _above(config: Any, where: str, *names: str) -> Iterator[str]:
+    """The problems of numbers that are not above zero (not-a-number included)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            yield f"{where}.{name} is {value}, but must be above 0."
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Where samples come from and how they are read."""
+
+    SHORT_FIELD: ClassVar[str] = "source"
+    """What `--data TEXT` sets."""
 
     source: str = "digits"
     """`digits` (embedded), `imagefolder:PATH` or `pack:PATH`."""
@@ -20,6 +51,19 @@ class DataConfig:
     bad_images: Literal["fail", "skip"] = "fail"
     max_pixels: int = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
+
+    def __post_init__(self) -> None:
+        _raise(check_fields(self, "data") or list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        kind, _, path = self.source.partition(":")
+        if kind not in SOURCES or (kind == "digits") == bool(path):
+            yield (
+                f"data.source is {self.source!r}, but must be digits, imagefolder:PATH or pack:PATH."
+                f"{nearest(kind, SOURCES)}"
+            )
+        yield from _in_range(self, "data", "workers", 0)
+        yield from _in_range(self, "data", "max_pixels", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +84,15 @@ class Augment:
     cutmix: float = 0.0
     """Alpha of CutMix (Yun et al., ICCV 2019); 0 is off."""
     label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        _raise(check_fields(self, "recipe.augment") or list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        for name in ("crop_scale_min", "flip", "color", "erase", "label_smoothing"):
+            yield from _in_range(self, "recipe.augment", name, 0, 1)
+        for name in ("color_ops", "mixup", "cutmix"):
+            yield from _in_range(self, "recipe.augment", name, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +117,18 @@ class Recipe:
     eval_every_epochs: float = 1.0
     augment: Augment = field(default_factory=Augment)
 
+    def __post_init__(self) -> None:
+        _raise(check_fields(self, "recipe") or list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        yield from _above(
+            self, "recipe", "epochs", "steps", "lr", "eps", "clip_norm", "layer_decay", "eval_every_epochs"
+        )
+        for name in ("min_lr", "warmup_steps", "weight_decay"):
+            yield from _in_range(self, "recipe", name, 0)
+        for name in ("beta1", "beta2", "ema_decay", "layer_decay"):
+            yield from _in_range(self, "recipe", name, 0, 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -86,3 +151,15 @@ class RunConfig:
     keep: int = 2
     """Newest checkpoints kept; at least 2."""
     log_every: int = 10
+
+    def __post_init__(self) -> None:
+        _raise(check_fields(self, "run") or list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        if not _DEVICE.match(self.device):
+            yield f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N."
+        for name, low in (("checkpoint_every", 0), ("keep", 2), ("log_every", 1), ("seed", 0)):
+            if getattr(self, name) < low:
+                yield f"{name} is {getattr(self, name)}, but must be at least {low}."
+        if not self.output:
+            yield "output is empty, but must name the folder of the run."

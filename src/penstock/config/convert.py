@@ -1,0 +1,196 @@
+"""Values in and out of the configuration dataclasses: type checks, text to value, and the words for what is wrong.
+
+A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, `T | None`, `tuple[T, ...]`, `dict[str, T]` or a
+dataclass of these; nothing else may be a field's type, which keeps every configuration plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, Union
+
+NONE_WORDS = ("none", "null")
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+
+
+class BadValue(ValueError):
+    """A value that its field cannot hold; the message completes the sentence `<key> is <value>, but ...`."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no option is near."""
+    near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Resolved type of each field of a dataclass, in order of declaration."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def dataclass_of(kind: Any) -> type | None:
+    """The dataclass that `kind` is, or is optionally; else none."""
+    if dataclasses.is_dataclass(kind):
+        return kind if isinstance(kind, type) else None
+    if is_union(kind):
+        found = [arm for arm in typing.get_args(kind) if dataclasses.is_dataclass(arm)]
+        if len(found) == 1:
+            return dataclass_of(found[0])
+    return None
+
+
+def is_union(kind: Any) -> bool:
+    """Whether `kind` is `A | B`, in either spelling."""
+    return typing.get_origin(kind) in (Union, types.UnionType)
+
+
+def accepts_none(kind: Any) -> bool:
+    """Whether `None` is one of the values of `kind`."""
+    return is_union(kind) and type(None) in typing.get_args(kind)
+
+
+def describe(kind: Any) -> str:
+    """The type in words that a user reads: `a whole number`, `'a' or 'b'`, …"""
+    if is_union(kind):
+        return " or ".join("none" if arm is type(None) else describe(arm) for arm in typing.get_args(kind))
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        words = [repr(option) for option in typing.get_args(kind)]
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    if origin is tuple:
+        return f"a list, each item {describe(typing.get_args(kind)[0])}"
+    if origin is dict:
+        return f"a table, each value {describe(typing.get_args(kind)[1])}"
+    if dataclasses.is_dataclass(kind):
+        return f"a table of {', '.join(f.name for f in dataclasses.fields(kind))}"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
+    """`value` as the type `kind`.
+
+    With `text`, strings were typed by a user on a command line and are parsed (`"1e-3"` becomes a float); without,
+    they come from a typed file or a Python call, where a string is a string. The word `none` stands for `None`
+    wherever a field allows it, because TOML has no null. Raises `BadValue`.
+    """
+    if is_union(kind):
+        return _convert_union(value, kind, text=text)
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if isinstance(value, str) and value in options:
+            return value
+        hint = nearest(value, options) if isinstance(value, str) else ""
+        raise BadValue(f"must be {describe(kind)}.{hint}")
+    if origin is tuple:
+        return _convert_items(value, typing.get_args(kind)[0], kind, text=text)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise BadValue(f"must be {describe(kind)}.")
+        item = typing.get_args(kind)[1]
+        return {str(key): convert(entry, item, text=text) for key, entry in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _convert_record(value, kind)
+    return _convert_plain(value, kind, text=text)
+
+
+def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
+    if accepts_none(kind) and (value is None or (isinstance(value, str) and value.lower() in NONE_WORDS)):
+        return None
+    arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+    for arm in arms:
+        try:
+            return convert(value, arm, text=text)
+        except BadValue:
+            if len(arms) == 1 and not accepts_none(kind):
+                raise
+    raise BadValue(f"must be {describe(kind)}.")
+
+
+def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any, ...]:
+    if text and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise BadValue(f"must be {describe(kind)}.")
+    return tuple(convert(entry, item, text=text) for entry in value)
+
+
+def _convert_record(value: Any, kind: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise BadValue(f"must be {describe(kind)}.")
+    types_by_name = field_types(kind)
+    for name in value:
+        if name not in types_by_name:
+            raise BadValue(f"has the unknown key {name!r}; known are {', '.join(types_by_name)}.")
+    return kind(**{name: convert(entry, types_by_name[name]) for name, entry in value.items()})
+
+
+def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
+    problem = BadValue(f"must be {describe(kind)}.")
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if text and isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
+            return value.lower() in TRUE_WORDS
+        raise problem
+    if kind is str:
+        if isinstance(value, str):
+            return value
+        raise problem
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise problem
+    if isinstance(value, str):
+        if not text:
+            raise problem
+        try:
+            value = int(value) if kind is int else float(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                raise problem from None
+    if kind is float:
+        return float(value)
+    # 1e4 steps is a whole number to a user, whatever the parser makes of it; 1.5 steps and infinity are not.
+    if isinstance(value, float) and not value.is_integer():
+        raise problem
+    return int(value)
+
+
+def plain(value: Any) -> Any:
+    """`value` as dicts, lists and scalars, the form that JSON, YAML and TOML share."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value
+
+
+def check_fields(config: Any, where: str) -> list[str]:
+    """Problems of a freshly made dataclass whose fields do not hold what their types say; for `__post_init__`.
+
+    Python does not check annotations, so `Plan(precision="O7")` would otherwise fail far from here.
+    """
+    problems = []
+    for name, kind in field_types(type(config)).items():
+        value = getattr(config, name)
+        try:
+            converted = convert(value, kind)
+        except BadValue as bad:
+            problems.append(f"{where}.{name} is {value!r}, but {bad}")
+            continue
+        if type(converted) is not type(value) and not (type(converted) is float and type(value) is int):
+            problems.append(f"{where}.{name} is {value!r}, but must be {describe(kind)}.")
+    return problems

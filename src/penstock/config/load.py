@@ -1,0 +1,338 @@
+"""One way to make a configuration: defaults, then a file, then the command line, each over the one before.
+
+Every layer is read whole and every problem in it is collected, so that one run of a command lists all there is to
+mend. Keys are dotted (`recipe.lr`) or nested tables; both spellings mean the same in every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from penstock.config.convert import BadValue, accepts_none, convert, dataclass_of, field_types, nearest, plain
+from penstock.errors import ConfigError
+
+T = TypeVar("T")
+
+COMMAND_LINE = "the command line"
+
+
+def load(
+    cls: type[T],
+    *,
+    file: Path | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    base: T | None = None,
+    origin: str = COMMAND_LINE,
+) -> T:
+    """A `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`.
+
+    Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a nested
+    part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it; dotted keys of the
+    same layer then apply on top, in any order. Raises `ConfigError` with every problem, each naming `origin` or file.
+    """
+    problems: list[str] = []
+    tree = _Node(cls, base)
+    if file is not None:
+        tree.merge(read_file(file), _Layer(str(file), False, problems), "")
+    if overrides:
+        tree.merge(overrides, _Layer(origin, True, problems), "")
+    made = tree.make(problems)
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(made, cls)
+    return made
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], *, origin: str = "the given values") -> T:
+    """A `cls` from typed values as `to_dict`, TOML or JSON give them; what is absent keeps its default.
+
+    Raises `ConfigError` with every problem.
+    """
+    problems: list[str] = []
+    tree = _Node(cls, None)
+    tree.merge(values, _Layer(origin, False, problems), "")
+    made = tree.make(problems)
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(made, cls)
+    return made
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Every field as nested dicts, lists and scalars; `from_dict` gives an equal object back."""
+    result = plain(config)
+    assert isinstance(result, dict)
+    return result
+
+
+def dump_toml(config: Any) -> str:
+    """Every field, resolved, as TOML that `load(type(config), file=…)` turns into an equal object.
+
+    TOML has no null: `None` is written as the string "none", which `load` reads back wherever a field allows it.
+    """
+    lines: list[str] = []
+    _dump_table(to_dict(config), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def read_file(path: Path | str) -> dict[str, Any]:
+    """The table that a TOML, YAML or JSON file holds. Raises `ConfigError` naming the file."""
+    path = Path(path)
+    parsers = {".toml": tomllib.loads, ".yaml": _load_yaml, ".yml": _load_yaml, ".json": json.loads}
+    if path.suffix not in parsers:
+        raise ConfigError(
+            f"The configuration file {path} ends in {path.suffix or 'nothing'}; use a name that ends in .toml, .yaml or .json."
+        )
+    try:
+        values = parsers[path.suffix](path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        folder = path.parent
+        near = nearest(path.name, [entry.name for entry in folder.iterdir()]) if folder.is_dir() else ""
+        raise ConfigError(f"There is no configuration file {path}.{near}") from None
+    except OSError as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, yaml.YAMLError) as error:
+        what = " ".join(str(error).split())
+        raise ConfigError(
+            f"The configuration file {path} is no valid {path.suffix[1:].upper()}: {what}"
+        ) from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"The configuration file {path} must hold a table of settings, not {type(values).__name__}."
+        )
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One source of values, and where its problems go."""
+
+    origin: str
+    text: bool
+    problems: list[str]
+
+    def wrong(self, message: str) -> None:
+        self.problems.append(f"In {self.origin}: {message}")
+
+
+@dataclass(slots=True)
+class _Node:
+    """A dataclass being put together: `base` gives what no layer has set."""
+
+    cls: type
+    base: Any
+    values: dict[str, Any] = field(default_factory=dict)
+    children: dict[str, _Node] = field(default_factory=dict)
+    origins: dict[str, None] = field(default_factory=dict)
+
+    def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
+        """Lay `values` over what is there."""
+        self.origins[layer.origin] = None
+        # A preset names every field, so it must come before the fields that stand beside it.
+        for key, value in sorted(_nested(values, layer).items(), key=lambda item: item[0] != "preset"):
+            kinds = field_types(self.cls)
+            if key == "preset" and "preset" not in kinds and hasattr(self.cls, "parse"):
+                self._whole_self(value, layer, path + key)
+            elif key not in kinds:
+                self._unknown(path + key, key, layer, path)
+            elif (inner := dataclass_of(kinds[key])) is not None:
+                self._merge_child(key, inner, kinds[key], value, layer, path)
+            else:
+                self._merge_value(key, kinds[key], value, layer, path)
+
+    def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
+        try:
+            self.values[key] = convert(value, kind, text=layer.text)
+        except BadValue as bad:
+            layer.wrong(f"{path}{key} is {_show(value)}, but {bad}")
+
+    def _merge_child(self, key: str, inner: type, kind: Any, value: Any, layer: _Layer, path: str) -> None:
+        whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)
+        if isinstance(whole, Mapping):
+            whole, inside = None, whole
+        if (
+            whole is None
+            and inside is None
+            or isinstance(whole, str)
+            and whole == "none"
+            and accepts_none(kind)
+        ):
+            if accepts_none(kind):
+                self.values[key] = None
+                self.children.pop(key, None)
+            else:
+                layer.wrong(f"{path}{key} is none, but must be a table of {', '.join(field_types(inner))}.")
+            return
+        child = self.children.get(key)
+        if child is None:
+            child = self.children[key] = _Node(inner, self.values.pop(key, None) or self._default(key))
+        if whole is not None:
+            child._whole_self(whole, layer, path + key)
+        if inside is not None:
+            child.merge(inside, layer, f"{path}{key}.")
+
+    def _whole_self(self, value: Any, layer: _Layer, path: str) -> None:
+        """Take a value that stands for the whole dataclass: an object of it, or its short text form."""
+        self.origins[layer.origin] = None
+        short = getattr(self.cls, "SHORT_FIELD", None)
+        if isinstance(value, self.cls):
+            self.base, self.values, self.children = value, {}, {}
+        elif isinstance(value, str) and short is not None:
+            self.values[short] = value
+        elif isinstance(value, str) and hasattr(self.cls, "parse"):
+            try:
+                self.base, self.values, self.children = self.cls.parse(value), {}, {}
+            except ConfigError as error:
+                for problem in error.problems:
+                    layer.wrong(problem)
+        else:
+            layer.wrong(
+                f"{path} is {_show(value)}, but must be a table of {', '.join(field_types(self.cls))}."
+            )
+
+    def _unknown(self, dotted: str, key: str, layer: _Layer, path: str) -> None:
+        near = nearest(key, field_types(self.cls))
+        where = f"{path[:-1]} takes" if path else "known are"
+        layer.wrong(
+            f"{dotted} is not a setting.{near} Rename or remove it; {where} {', '.join(field_types(self.cls))}."
+        )
+
+    def _default(self, name: str) -> Any:
+        if self.base is not None:
+            return getattr(self.base, name)
+        for f in dataclasses.fields(self.cls):
+            if f.name == name:
+                if f.default is not dataclasses.MISSING:
+                    return f.default
+                if f.default_factory is not dataclasses.MISSING:
+                    return f.default_factory()
+        return None
+
+    def make(self, problems: list[str]) -> Any:
+        """The finished object, or none after adding to `problems`."""
+        before = len(problems)
+        made = dict(self.values)
+        made.update({name: child.make(problems) for name, child in self.children.items()})
+        if len(problems) > before:
+            return None
+        missing = [
+            f.name
+            for f in dataclasses.fields(self.cls)
+            if self.base is None
+            and f.name not in made
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ]
+        origins = " and ".join(self.origins)
+        if missing:
+            problems.append(f"In {origins}: {', '.join(missing)} must be given for {self.cls.__name__}.")
+            return None
+        try:
+            return self.cls(**made) if self.base is None else dataclasses.replace(self.base, **made)
+        except ConfigError as error:
+            problems.extend(f"In {origins}: {problem}" if origins else problem for problem in error.problems)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """A part that one layer gives whole and also field by field: `--plan "…" --plan.optimizer fused`."""
+
+    whole: Any
+    inside: Mapping[str, Any]
+
+
+def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
+    """The first level of `values` with dotted keys gathered: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+    whole: dict[str, Any] = {}
+    inside: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            layer.wrong(f"the key {key!r} is no text; write it in quotes.")
+            continue
+        head, dot, rest = key.partition(".")
+        if dot:
+            inside.setdefault(head, {})[rest] = value
+        elif isinstance(value, Mapping):
+            inside.setdefault(head, {}).update(value)
+        else:
+            whole[key] = value
+    result: dict[str, Any] = {**whole, **inside}
+    for key in whole.keys() & inside.keys():
+        result[key] = _Both(whole[key], inside[key])
+    return result
+
+
+def _show(value: Any) -> str:
+    text = repr(plain(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which `1e-3` is a float, as YAML 1.2 has it and PyYAML (YAML 1.1) does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a subclass of SafeLoader
+
+
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def _dump_table(table: dict[str, Any], path: str, lines: list[str]) -> None:
+    """Scalars first, then sub-tables: TOML gives everything after a header to that header."""
+    for key, value in table.items():
+        if not _is_table(value):
+            lines.append(f"{_dump_key(key)} = {_dump_value(value)}")
+    for key, value in table.items():
+        name = f"{path}.{_dump_key(key)}" if path else _dump_key(key)
+        if isinstance(value, dict):
+            lines.extend(("", f"[{name}]"))
+            _dump_table(value, name, lines)
+        elif _is_table(value):
+            for entry in value:
+                lines.extend(("", f"[[{name}]]"))
+                _dump_table(entry, name, lines)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _dump_key(key: str) -> str:
+    return key if _BARE_KEY.match(key) else json.dumps(key, ensure_ascii=False)
+
+
+def _dump_value(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(
+            value
+        )  # shortest form that reads back to the same bits; TOML takes inf and nan as Python prints them
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(_dump_value(entry) for entry in value)}]"
+    # JSON's escapes are valid TOML; \x7f is the one character that JSON leaves bare and TOML forbids.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -30,7 +30,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 @cache
-def field_types(cls: type) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of a dataclass, in order of declaration."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}

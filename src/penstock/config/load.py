@@ -10,14 +10,23 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
-from penstock.config.convert import BadValue, accepts_none, convert, dataclass_of, field_types, nearest, plain
+from penstock.config.convert import (
+    NONE_WORDS,
+    BadValue,
+    accepts_none,
+    convert,
+    dataclass_of,
+    field_types,
+    nearest,
+    plain,
+)
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
@@ -87,10 +96,16 @@ def dump_toml(config: Any) -> str:
 def read_file(path: Path | str) -> dict[str, Any]:
     """The table that a TOML, YAML or JSON file holds. Raises `ConfigError` naming the file."""
     path = Path(path)
-    parsers = {".toml": tomllib.loads, ".yaml": _load_yaml, ".yml": _load_yaml, ".json": json.loads}
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".yaml": _load_yaml,
+        ".yml": _load_yaml,
+        ".json": json.loads,
+    }
     if path.suffix not in parsers:
         raise ConfigError(
-            f"The configuration file {path} ends in {path.suffix or 'nothing'}; use a name that ends in .toml, .yaml or .json."
+            f"The configuration file {path} ends in {path.suffix or 'nothing'}; "
+            "use a name that ends in .toml, .yaml or .json."
         )
     try:
         values = parsers[path.suffix](path.read_text(encoding="utf-8"))
@@ -161,13 +176,8 @@ class _Node:
         whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)
         if isinstance(whole, Mapping):
             whole, inside = None, whole
-        if (
-            whole is None
-            and inside is None
-            or isinstance(whole, str)
-            and whole == "none"
-            and accepts_none(kind)
-        ):
+        absent = whole is None and inside is None
+        if absent or (accepts_none(kind) and isinstance(whole, str) and whole.lower() in NONE_WORDS):
             if accepts_none(kind):
                 self.values[key] = None
                 self.children.pop(key, None)
@@ -257,7 +267,7 @@ def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
     """The first level of `values` with dotted keys gathered: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
     whole: dict[str, Any] = {}
     inside: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
+    for key, value in cast(Mapping[Any, Any], values).items():
         if not isinstance(key, str):
             layer.wrong(f"the key {key!r} is no text; write it in quotes.")
             continue
@@ -291,7 +301,7 @@ _Loader.add_implicit_resolver(
 
 
 def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a subclass of SafeLoader
+    return yaml.load(text, Loader=_Loader)
 
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from penstock.config.convert import check_fields, nearest
 from penstock.errors import ConfigError, EnvironmentProblem
 
-
 ASSUMED_LAUNCH_SECONDS = 5e-6
 """Cost of one eager operator on a GPU, where nobody has measured it."""
 
@@ -141,7 +140,7 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where Penstock keeps what it measured: `$PENSTOCK_CACHE`, else `$XDG_CACHE_HOME/penstock`, else `~/.cache/penstock`."""
+    """Where measurements are kept: `$PENSTOCK_CACHE`, `$XDG_CACHE_HOME/penstock` or `~/.cache/penstock`."""
     if folder := os.environ.get("PENSTOCK_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")

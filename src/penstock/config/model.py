@@ -95,9 +95,11 @@ class ViTConfig:
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
-        for name in ("drop_path", "dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                problems.append(f"model.{name} is {getattr(self, name)}, but is a probability in [0, 1).")
+        problems.extend(
+            f"model.{name} is {getattr(self, name)}, but is a probability in [0, 1)."
+            for name in ("drop_path", "dropout")
+            if not 0.0 <= getattr(self, name) < 1.0
+        )
         return problems
 
     @property

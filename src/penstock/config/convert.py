@@ -11,7 +11,6 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal, Union
 
 NONE_WORDS = ("none", "null")
@@ -29,11 +28,15 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-@cache
+_FIELD_TYPES: dict[Any, dict[str, Any]] = {}
+
+
 def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of a dataclass, in order of declaration."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    if cls not in _FIELD_TYPES:  # resolving evaluates source text, so it is done once per class
+        hints = typing.get_type_hints(cls)
+        _FIELD_TYPES[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return _FIELD_TYPES[cls]
 
 
 def dataclass_of(kind: Any) -> type | None:

@@ -56,6 +56,10 @@ class ViTConfig:
             )
         return PRESETS[name]
 
+    def short_form(self) -> str:
+        """The name of the preset that this is, or `custom`."""
+        return next((name for name, preset in PRESETS.items() if preset == self), "custom")
+
     def __post_init__(self) -> None:
         problems = check_fields(self, "model") or self._problems()
         if problems:

@@ -49,6 +49,7 @@ class DataConfig:
     workers: int = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
+    """What a broken image does: end the run, or be logged and passed over (up to 1 % of them)."""
     max_pixels: int = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
 
@@ -103,15 +104,20 @@ class Recipe:
     steps: int | None = None
     """Optimizer steps; overrides `epochs`."""
     lr: float = 1e-3
+    """Peak learning rate, reached after the warm-up."""
     min_lr: float = 0.0
+    """Where the cosine ends."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
     weight_decay: float = 0.05
     """Not applied to biases, norms and other one-dimensional parameters."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global 2-norm."""
     ema_decay: float | None = None
+    """Decay per step of the exponential moving average of the weights that evaluation then uses."""
     layer_decay: float = 1.0
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     eval_every_epochs: float = 1.0
@@ -135,15 +141,20 @@ class RunConfig:
     """Everything that decides a run. The same values give the same run again."""
 
     model: ModelConfig = PRESETS["vit-digits"]
+    """Name of a preset (`vit-s16`); its fields can be changed one by one beside it."""
     data: DataConfig = field(default_factory=DataConfig)
+    """`digits`, `imagefolder:PATH` or `pack:PATH`."""
     recipe: Recipe = field(default_factory=Recipe)
     plan: Plan = field(default_factory=Plan)
+    """How to run, as one line: `precision=O1 optimizer=fused`, or `baseline`."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: str | None = None
     """Name of a shipped Machine or path of one that `penstock probe` stored; none probes the cached one."""
     seed: int = 0
+    """Decides weights, sample order, augmentation and dropout."""
     output: str = "runs/latest"
+    """Folder of the run: configuration, metrics, checkpoints, exported weights."""
     init_from: str | None = None
     """Folder or safetensors file of weights to start from (Hugging Face, timm or Penstock names)."""
     checkpoint_every: int = 0
@@ -151,6 +162,7 @@ class RunConfig:
     keep: int = 2
     """Newest checkpoints kept; at least 2."""
     log_every: int = 10
+    """Steps between lines of the log; numbers stay on the device in between."""
 
     def __post_init__(self) -> None:
         _raise(check_fields(self, "run") or list(self._problems()))

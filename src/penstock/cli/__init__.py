@@ -1,0 +1,55 @@
+"""The command line: one file per verb, imported only when the verb is run, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from penstock import __version__
+from penstock.errors import ExitCode, PenstockError
+
+app = App(
+    name="penstock",
+    help="Predict, apply and measure every optimisation that makes Transformers train fast.",
+    version=__version__,
+    help_format="plaintext",
+)
+app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
+app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
+app.command(
+    "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
+)
+app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store what was found.")
+app.command(
+    "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to mend what does not."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (of this process, unless `arguments` are given) and return its exit code.
+
+    A `PenstockError` becomes its message on stderr and its exit code. Anything else is a bug of ours or of a library
+    and shows its traceback.
+    """
+    try:
+        result = app(
+            sys.argv[1:] if arguments is None else list(arguments),
+            exit_on_error=False,
+            print_error=True,
+            result_action="return_value",
+        )
+    except CycloptsError:
+        return int(ExitCode.CONFIG)  # cyclopts has printed what is wrong
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has left. Point stdout away, so that Python's own flush at exit does not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return result if isinstance(result, int) and not isinstance(result, bool) else int(ExitCode.DONE)

@@ -1,0 +1,126 @@
+"""What all verbs share: a configuration dataclass as options, and errors as messages with exit codes.
+
+`configured` writes the options of a verb from the dataclass that holds its settings, so that the command line, the
+file and the Python call take the same names, and `penstock.config.load` alone decides what a value means.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Group, Parameter
+
+from penstock.config.describe import Setting, default_word, settings, type_word
+from penstock.config.load import load
+
+R = TypeVar("R")
+
+_GENERAL = "Run"
+
+
+def configured(
+    cls: type[Any], *, positional: str | None = None, hide: tuple[str, ...] = ()
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
+
+    The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting, and with `positional` that one
+    setting as its first argument. Settings named in `hide` are left to the function's own options. The function is
+    called with the loaded configuration first and its own options by keyword.
+    """
+    shown = [setting for setting in settings(cls) if setting.key not in hide]
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        hints = typing.get_type_hints(function, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints.get(name, Any), kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in list(inspect.signature(function).parameters.items())[1:]
+        ]
+        options = _options(shown, positional)
+
+        @functools.wraps(function)
+        def verb(*arguments: Any, **given: Any) -> R:
+            overrides: dict[str, Any] = {}
+            if arguments and arguments[0] is not None and positional is not None:
+                overrides[positional] = arguments[0]
+            file = given.pop("config", None)
+            for setting in shown:
+                value = given.pop(_identifier(setting.key), None)
+                if value is not None:
+                    overrides[setting.key] = value
+            return function(load(cls, file=file, overrides=overrides), **given)
+
+        verb.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
+        del verb.__wrapped__  # its signature would be taken for this one's
+        # Types for whoever asks the function and not its signature.
+        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in [*options, *own]}
+        return verb
+
+    return decorate
+
+
+def _options(shown: list[Setting], positional: str | None) -> list[inspect.Parameter]:
+    options = []
+    if positional is not None:
+        about = next(setting for setting in shown if setting.key == positional)
+        options.append(
+            inspect.Parameter(
+                positional,
+                inspect.Parameter.POSITIONAL_ONLY,
+                default=None,
+                annotation=Annotated[str | None, Parameter(help=f"Same as --{positional}. {about.help}")],
+            )
+        )
+    options.append(
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Path | None,
+                Parameter(help="TOML, YAML or JSON file of settings; options given here go before it."),
+            ],
+        )
+    )
+    groups: dict[str, Group] = {}
+    for setting in shown:
+        head = setting.key.partition(".")[0]
+        head = head if _is_part(head, shown) else _GENERAL
+        group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
+        options.append(
+            inspect.Parameter(
+                _identifier(setting.key),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    str | None,
+                    Parameter(
+                        name=f"--{setting.key}",
+                        help=setting.help,
+                        group=group,
+                        metavar=type_word(setting.kind),
+                        show_default=_constant(default_word(setting.default)),
+                        allow_leading_hyphen=True,
+                        negative="",
+                    ),
+                ],
+            )
+        )
+    return options
+
+
+def _is_part(head: str, shown: list[Setting]) -> bool:
+    return any(setting.key.startswith(f"{head}.") for setting in shown)
+
+
+def _identifier(key: str) -> str:
+    # Two underscores stand for the dot; a setting named `config` would clash with --config.
+    return "setting__" + key.replace(".", "__")
+
+
+def _constant(text: str) -> Callable[[Any], str]:
+    return lambda _: text

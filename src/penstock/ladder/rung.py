@@ -1,0 +1,110 @@
+"""What a rung is: one optimisation, as a change of model configuration and Plan, and how one is registered.
+
+A new rung is one file in `rungs/` that ends in `register(Rung(…))`. That enrols it in the ladder, in `--rungs` and
+`--skip`, and in the tests that every rung must pass. Free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config.convert import nearest
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is built and measured. `model` is None where the user brought a model of their own."""
+
+    model: ModelConfig | None
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a rung may ask about where it stands."""
+
+    machine: Machine
+    micro_batch: int
+    """The baseline's."""
+    splittable: bool = True
+    """Whether the batch can be made larger: always for our own data, and for a user's where samples are found."""
+    attention: tuple[str, ...] = ()
+    """Attention backends the model can be switched to."""
+    layouts: tuple[str, ...] = ("batch_first",)
+    """Layouts the model can be switched to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One optimisation. `apply` says what changes, `obstacle` why that cannot be done here, if it cannot."""
+
+    name: str
+    """What `--rungs` and `--skip` call it; the part before the first dash is its group."""
+    place: int
+    """Where it stands on the ladder; rungs are climbed in rising order."""
+    title: str
+    """A few words, for tables and figures."""
+    why: str
+    """What it does and why that should pay: one or two sentences for the reader of the page."""
+    apply: Callable[[Setting, Situation], Setting]
+    obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
+    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None."""
+    changes_numerics: bool = False
+    """Whether results differ beyond the order of summation."""
+    compared_by: Literal["samples", "flops"] = "samples"
+    """What is compared per second: samples, or the model's FLOPs where a sample itself grows."""
+    carried: bool = True
+    """Whether later rungs build on it where it pays; if not, it is only reported."""
+
+
+_RUNGS: dict[str, Rung] = {}
+
+
+def register(rung: Rung) -> Rung:
+    """Put a rung on the ladder. Raises ConfigError where its name is taken."""
+    if rung.name in _RUNGS and _RUNGS[rung.name] != rung:
+        raise ConfigError(f"There already is a rung named {rung.name!r}; give the new one another name.")
+    _RUNGS[rung.name] = rung
+    return rung
+
+
+def all_rungs() -> tuple[Rung, ...]:
+    """Every registered rung, in the order of climbing."""
+    from penstock.ladder import rungs
+
+    for module in pkgutil.iter_modules(rungs.__path__):
+        importlib.import_module(f"{rungs.__name__}.{module.name}")
+    return tuple(sorted(_RUNGS.values(), key=lambda rung: (rung.place, rung.name)))
+
+
+def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+    """The rungs to climb: those named in `only` (all, if empty) but for those in `skip`.
+
+    A name is a rung's own or its group's (`optimizer` names every `optimizer-…`). Raises ConfigError for unknown ones.
+    """
+    rungs = all_rungs()
+    names = {rung.name for rung in rungs} | {_group(rung) for rung in rungs}
+    problems = [
+        f"There is no rung {name!r}.{nearest(name, sorted(names))} The rungs are {', '.join(r.name for r in rungs)}."
+        for name in (*only, *skip)
+        if name not in names
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+    def named(rung: Rung, names: tuple[str, ...]) -> bool:
+        return rung.name in names or _group(rung) in names
+
+    return tuple(rung for rung in rungs if (not only or named(rung, only)) and not named(rung, skip))
+
+
+def _group(rung: Rung) -> str:
+    return rung.name.split("-", 1)[0]

@@ -1,0 +1,31 @@
+"""The pooled classifier: no class token."""
+
+from dataclasses import replace
+
+from penstock.ladder.rung import Rung, Setting, Situation, register
+
+
+def _apply(setting: Setting, situation: Situation) -> Setting:
+    assert setting.model is not None  # `_obstacle` holds this
+    return replace(setting, model=replace(setting.model, classifier="pooled"))
+
+
+def _obstacle(setting: Setting, situation: Situation) -> str | None:
+    if setting.model is None:
+        return "it rebuilds the model from a Penstock configuration, and this model is your own"
+    if setting.model.classifier == "pooled":
+        return "the model has a pooled classifier already"
+    return None
+
+
+register(
+    Rung(
+        name="classifier",
+        place=400,
+        title="pooled classifier",
+        why="The mean over patches is classified instead of a class token: one token less, and a rounder length.",
+        apply=_apply,
+        obstacle=_obstacle,
+        changes_numerics=True,
+    )
+)

@@ -1,0 +1,34 @@
+"""Everything in half precision: weights, gradients, activations and optimizer state."""
+
+from dataclasses import replace
+
+from penstock.config.plan import HalfDtype
+from penstock.ladder.rung import Rung, Setting, Situation, register
+
+
+def _dtype(situation: Situation) -> HalfDtype:
+    return "bf16" if "bf16" in situation.machine.peak_flops else "fp16"
+
+
+def _apply(setting: Setting, situation: Situation) -> Setting:
+    return replace(setting, plan=replace(setting.plan, precision="O3", dtype=_dtype(situation)))
+
+
+def _obstacle(setting: Setting, situation: Situation) -> str | None:
+    if _dtype(situation) not in situation.machine.peak_flops:
+        return f"{situation.machine.name} computes in neither bf16 nor fp16"
+    return None
+
+
+register(
+    Rung(
+        name="whole-half",
+        place=1000,
+        title="whole model half",
+        why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
+        "Small updates can be lost in rounding, so look at the loss.",
+        apply=_apply,
+        obstacle=_obstacle,
+        changes_numerics=True,
+    )
+)

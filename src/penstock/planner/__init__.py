@@ -1,1 +1,4 @@
-"""What a model costs on a machine, from configurations alone. Nothing in here imports torch."""
+"""What a model under a Plan on a Machine costs: counts, time and memory, from first principles and free of torch."""
+
+from penstock.planner.prediction import Prediction as Prediction
+from penstock.planner.prediction import predict as predict

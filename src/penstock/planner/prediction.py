@@ -1,0 +1,92 @@
+"""What a Plan will cost, said before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.planner import counts
+from penstock.planner.memory import step_memory
+from penstock.planner.time import Workload, compute_type, step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Time and memory of one optimizer step on one device."""
+
+    plan: Plan
+    machine: str
+    iteration_seconds: float
+    """One optimizer step: `plan.accumulate` micro-batches and one update."""
+    samples_per_second: float
+    memory_bytes: int
+    """Peak, without what the allocator and libraries add."""
+    fits: bool
+    """Whether that is less than the machine's memory."""
+    model_flops_per_second_per_gpu: float
+    """Forward and backward of the model; what is computed twice is not counted."""
+    mfu: float
+    """Model FLOP/s as a share of `peak_flops`."""
+    hfu: float
+    """The same with what is computed twice."""
+    peak_flops: float
+    """The machine's peak in the type that the plan computes its matrix products in."""
+    peak_name: str
+    seconds: dict[str, float]
+    """`iteration_seconds` by part."""
+    memory: dict[str, int]
+    """`memory_bytes` by part."""
+
+
+def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
+    """Predict one optimizer step of `model` under `plan` on one device of `machine`.
+
+    Raises ConfigError where the machine cannot compute in the plan's type.
+    """
+    return predict_workload(workload(model, plan), machine, plan)
+
+
+def workload(model: ModelConfig, plan: Plan) -> Workload:
+    """The operations, parameters and activations of one micro-batch of `model`."""
+    return Workload(
+        operations=counts.operations(model, plan.micro_batch),
+        samples=plan.micro_batch,
+        parameters=counts.parameters(model),
+        tensors=counts.parameter_tensors(model),
+        activation_bytes=counts.activation_bytes(model, plan.micro_batch, plan),
+    )
+
+
+def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
+    """As `predict`, for any model whose operations are known. Raises ConfigError as it does."""
+    peak_name = compute_type(plan, machine)
+    if peak_name not in machine.peak_flops:
+        able = ", ".join(machine.peak_flops)
+        raise ConfigError(
+            f"Machine {machine.name} has no rate for {peak_name}, which plan.precision={plan.precision} computes in; "
+            f"it has {able}. Choose another plan.dtype or plan.precision."
+        )
+    peak = machine.peak_flops[peak_name]
+    seconds = step_seconds(work, machine, plan)
+    memory = step_memory(work, plan)
+    total = sum(seconds.values())
+    useful = plan.accumulate * sum(op.count * op.flops for op in work.operations)
+    again = plan.accumulate * sum(op.count * op.recomputed_flops for op in work.operations)
+    return Prediction(
+        plan=plan,
+        machine=machine.name,
+        iteration_seconds=total,
+        samples_per_second=work.samples * plan.accumulate / total,
+        memory_bytes=sum(memory.values()),
+        fits=not machine.memory_bytes or sum(memory.values()) <= machine.memory_bytes,
+        model_flops_per_second_per_gpu=useful / total,
+        mfu=useful / total / peak,
+        hfu=(useful + again) / total / peak,
+        peak_flops=peak,
+        peak_name=peak_name,
+        seconds=seconds,
+        memory=memory,
+    )

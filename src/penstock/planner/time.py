@@ -1,0 +1,211 @@
+"""How long one optimizer step takes: a roofline over the operations of a model.
+
+Each operation takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline: an
+insightful visual performance model"), where the rate of a matrix product depends on its type and shape. Launches
+come on top on a CPU, which runs what it launches; a GPU is launched ahead of, so there a step takes the longer
+of the two. Free of torch.
+
+The constants below are the only fitted numbers. They hold where a Machine has no measurement to say better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.config.machine import GemmSample, Machine
+from penstock.config.plan import Plan
+from penstock.planner.counts import Op
+
+UNMEASURED_SHARE = 0.75
+"""Share of a datasheet's peak that large matrix products reach, where no measured ceiling is known."""
+TILE = 128
+"""Rows and columns of the tile that one multiprocessor of a GPU works on."""
+WAVE = 128
+"""Tiles that a GPU works on at once: between the 108 multiprocessors of an A100 and the 148 of a B200."""
+TILE_DEPTH = 64
+"""Inner length at which a tile's loads and stores take as long as its products."""
+NEAR_SAMPLES = 4
+"""Measured products between which the rate of an unmeasured shape is interpolated."""
+OPTIMIZER_OPERATORS = 10
+"""Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
+OPTIMIZER_ACCESSES = 20
+"""Numbers those operators read and write per parameter; one fused kernel reads 4 and writes 3."""
+FUSED_ACCESSES = 7
+MULTI_TENSOR_ELEMENTS = 320 * 65536
+"""Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
+
+_MATRIX = ("gemm", "bmm", "conv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What one micro-batch makes a device do, forward and backward, as plain fp32 eager code would do it."""
+
+    operations: tuple[Op, ...]
+    samples: int
+    parameters: int
+    tensors: int
+    """Parameter tensors: an optimizer that loops launches its operators for each."""
+    activation_bytes: int
+    """Kept from forward for backward, under the plan at hand."""
+
+
+def compute_type(plan: Plan, machine: Machine) -> str:
+    """The key of `machine.peak_flops` that matrix products run under; fp32 where the wish is not on offer."""
+    if plan.precision != "O0":
+        wish: str = plan.dtype
+    elif plan.matmul == "highest":
+        wish = "fp32"
+    else:
+        wish = "tf32" if machine.device == "cuda" else "fp32_medium"
+    return wish if wish in machine.peak_flops or plan.precision != "O0" else "fp32"
+
+
+def gemm_rate(machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1) -> float:
+    """FLOP/s of `batch` products (m, k) @ (k, n) in one launch.
+
+    Measured shapes are interpolated (by inverse square distance in the logarithms of m, n and k, over the nearest
+    few); without any, the best known rate is lowered by what tiles and waves leave idle. Raises KeyError where the
+    machine cannot compute in this type.
+    """
+    samples = tuple(sample for sample in machine.gemm if sample.dtype == type_)
+    if samples:
+        return min(_interpolated(samples, m, n, k), machine.peak_flops[type_])
+    ceiling = machine.achievable_flops.get(type_, UNMEASURED_SHARE * machine.peak_flops[type_])
+    if machine.device == "cpu":
+        return ceiling
+    tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * batch
+    within = m * n * batch / (tiles * TILE * TILE)
+    across = tiles / (math.ceil(tiles / WAVE) * WAVE)
+    return ceiling * within * across * k / (k + TILE_DEPTH)
+
+
+def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, float]:
+    """Seconds of one optimizer step by part: `gemm`, `attention`, `pointwise`, `optimizer` and `launch`.
+
+    They sum to the whole step, `plan.accumulate` micro-batches and one update.
+    """
+    operations = _under_plan(work, plan, machine)
+    parts = dict.fromkeys(("gemm", "attention", "pointwise", "optimizer", "launch"), 0.0)
+    launches = 0
+    for op in operations:
+        parts[_part(op)] += op.count * _op_seconds(op, machine, plan) * plan.accumulate
+        launches += op.count * plan.accumulate
+    moved, updates = optimizer_traffic(work.parameters, work.tensors, plan, machine.device)
+    parts["optimizer"] = moved / _bandwidth(machine)
+    launched = (launches + updates) * machine.launch_seconds
+    if machine.device == "cpu":
+        parts["launch"] = launched
+    else:
+        parts["launch"] = max(0.0, launched - sum(parts.values()))
+    return parts
+
+
+def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) -> tuple[float, int]:
+    """Bytes moved and operators launched by one AdamW update (Loshchilov and Hutter, ICLR 2019, algorithm 2).
+
+    `loop` launches every operator for every tensor. `foreach` moves as much with a launch per chunk of tensors (on
+    a CPU torch has no such kernel and loops inside). `fused` reads weight, gradient and both moments and writes
+    all but the gradient. `contiguous` does so on flat buffers, into which gradients are accumulated after being
+    cleared: four more accesses.
+    """
+    size = 2 if plan.precision == "O3" else 4
+    if plan.optimizer in ("loop", "foreach"):
+        chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
+        each = tensors if plan.optimizer == "loop" or device == "cpu" else chunks
+        return float(parameters * OPTIMIZER_ACCESSES * size), each * OPTIMIZER_OPERATORS
+    if plan.optimizer == "fused":
+        each = tensors if device == "cpu" else max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
+        return float(parameters * FUSED_ACCESSES * size), each
+    return float(parameters * (FUSED_ACCESSES + 4) * size), 2
+
+
+def _under_plan(work: Workload, plan: Plan, machine: Machine) -> list[Op]:
+    """The operations as the plan runs them: attention fused or not, casts under autocast, compiled runs of
+    pointwise operations merged into one."""
+    operations: Iterable[Op] = work.operations
+    if plan.precision == "O1":
+        operations = [*_casts(work), *operations]
+    if plan.compile != "none":
+        operations = _merged(operations)
+    return list(operations)
+
+
+def _casts(work: Workload) -> list[Op]:
+    """What autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
+    cast = [
+        Op(name="cast.weights", kind="copy", phase="forward", count=work.tensors,
+           read_elements=work.parameters // max(work.tensors, 1),
+           written_elements=work.parameters // max(work.tensors, 1)),
+        Op(name="cast.gradients", kind="copy", phase="backward", count=work.tensors,
+           read_elements=work.parameters // max(work.tensors, 1),
+           written_elements=work.parameters // max(work.tensors, 1)),
+    ]  # fmt: skip
+    for op in work.operations:
+        if op.kind == "norm":
+            moved = max(op.written_elements, 1)
+            cast.append(
+                Op(name="cast.norm", kind="copy", phase=op.phase, count=op.count, read_elements=moved,
+                   written_elements=moved)
+            )  # fmt: skip
+    return cast
+
+
+def _merged(operations: Iterable[Op]) -> list[Op]:
+    """Neighbouring operations other than matrix products become one kernel: it reads what the largest reads."""
+    merged: list[Op] = []
+    for op in operations:
+        last = merged[-1] if merged else None
+        mergeable = last is not None and last.kind not in _MATRIX and op.kind not in _MATRIX
+        if last is not None and mergeable and last.count == op.count and last.phase == op.phase:
+            merged[-1] = Op(
+                name=f"{last.name}+{op.name}", kind="pointwise", phase=op.phase, count=op.count,
+                read_elements=max(last.read_elements, op.read_elements),
+                written_elements=max(last.written_elements, op.written_elements),
+            )  # fmt: skip
+        else:
+            merged.append(op)
+    return merged
+
+
+def _op_seconds(op: Op, machine: Machine, plan: Plan) -> float:
+    """The roofline of one operation done once."""
+    moved = (op.read_elements + op.written_elements) * _element_bytes(op, plan)
+    seconds = moved / _bandwidth(machine)
+    if op.kind in _MATRIX:
+        rate = gemm_rate(machine, compute_type(plan, machine), op.m, op.n, op.k, op.batch)
+        seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
+    return seconds
+
+
+def _element_bytes(op: Op, plan: Plan) -> float:
+    """Bytes of an element that an operation moves: autocast keeps norms and the residual stream in fp32."""
+    if plan.precision == "O0":
+        return 4.0
+    if plan.precision == "O3" or op.kind in _MATRIX or op.kind == "softmax":
+        return 2.0
+    return 3.0 if op.kind == "copy" else 4.0 if op.kind == "norm" else 3.0
+
+
+def _part(op: Op) -> str:
+    if op.name.startswith("attention") and op.kind != "gemm":
+        return "attention"
+    return "gemm" if op.kind in _MATRIX else "pointwise"
+
+
+def _bandwidth(machine: Machine) -> float:
+    return machine.memory_bytes_per_second or math.inf
+
+
+@lru_cache(maxsize=65536)
+def _interpolated(samples: tuple[GemmSample, ...], m: int, n: int, k: int) -> float:
+    near: list[tuple[float, float]] = []
+    for sample in samples:
+        apart = math.log(sample.m / m) ** 2 + math.log(sample.n / n) ** 2 + math.log(sample.k / k) ** 2
+        near.append((apart, sample.flops_per_second))
+    near.sort()
+    weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in near[:NEAR_SAMPLES]]
+    return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)

@@ -86,7 +86,7 @@ def draw(
 
 
 def _crop_boxes(table: Floats, scale_min: float, height: int, width: int) -> Boxes:
-    """Boxes of uniform area share, log-uniform ratio and uniform place; a side beyond the image is cut to it."""
+    """Boxes of uniform area share, log-uniform ratio and uniform place; a side too long is cut."""
     boxes = np.empty((len(table), 4), np.int64)
     if scale_min >= 1:
         boxes[:] = (0, 0, height, width)
@@ -161,7 +161,7 @@ def mix_images(images: Tensor, mix: Mix) -> Tensor:
 
 
 def soft_targets(labels: Tensor, classes: int, smoothing: float, mix: Mix | None) -> Tensor:
-    """(B,) to (B, classes): 1 − s on the class and s spread over all (Szegedy et al., CVPR 2016, section 7)."""
+    """(B,) to (B, classes): 1 − s on the class and s over all (Szegedy et al., CVPR 2016, section 7)."""
     off = smoothing / classes
     targets = torch.full((len(labels), classes), off, device=labels.device)
     targets.scatter_(1, labels[:, None], 1 - smoothing + off)
@@ -208,9 +208,7 @@ def augment_batch(
 
 @torch.no_grad()
 def center_batch(images: Tensor, *, image_size: int, crop_share: float = 0.875) -> Tensor:
-    """For evaluation: the centre square of `crop_share` of the side, resized and normalised, with nothing
-    random.
-    """
+    """For evaluation, nothing random: the centre of `crop_share` of each side, resized and normalised."""
     height, width = images.shape[1:3]
     tall, wide = max(1, round(height * crop_share)), max(1, round(width * crop_share))
     box = ((height - tall) // 2, (width - wide) // 2, tall, wide)

@@ -101,7 +101,7 @@ class Loader:
         self._reader = _open_reader(source, batch, workers)
         self._pump: Pump | None = None
         self._ahead: _Staged | None = None
-        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended = False
         self._finalizer = weakref.finalize(self, _close, [], self._reader)
 
@@ -132,8 +132,8 @@ class Loader:
             if state[key] != now:
                 raise DataError(
                     f"The saved position belongs to a sample stream with {key} {state[key]}, but "
-                    f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data and "
-                    "seed, or start a new run."
+                    f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data "
+                    "and seed, or start a new run."
                 )
         self._restart(int(state["position"]))
 

@@ -25,6 +25,10 @@ class Reader(Protocol):
         """The oldest request's images and labels. The pixels are only valid until the next call."""
         ...
 
+    def discard(self) -> None:
+        """Drop what was submitted and not received."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -44,8 +48,11 @@ class InProcess:
         out = self._room[: len(indices)]
         return out, self._source.read_into(indices, out)
 
-    def close(self) -> None:
+    def discard(self) -> None:
         self._pending.clear()
+
+    def close(self) -> None:
+        self.discard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +103,7 @@ class Pump:
         return item
 
     def stop(self) -> None:
-        """End the thread; what it still had in flight is read and dropped, so that the reader can be used
-        again.
-        """
+        """End the thread and drop what it still had under way; the reader can be used again."""
         self._stopped.set()
         self._thread.join()
 
@@ -114,10 +119,10 @@ class Pump:
                     return
                 pixels, reading = self._reader.receive()
                 self._put(self._keep(flying.pop(0), pixels, reading))
-            for _ in flying:
-                self._reader.receive()
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
+        finally:
+            self._reader.discard()
 
     def _keep(self, request: Request, pixels: Pixels, reading: Reading) -> HostBatch:
         images = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=self._pin)

@@ -128,9 +128,9 @@ class Tally:
         self.failed += failed
         if failed and self.failed > self.limit * max(self.tried, min(self.samples, 100_000)):
             raise DataError(
-                f"More than {self.limit:.0%} of the images are bad: {self.failed} of {self.tried} read so far "
-                f"from a set of {self.samples}. The last was {last}. Mend the data set; the path of each bad "
-                "image was logged."
+                f"More than {self.limit:.0%} of the images are bad: {self.failed} of {self.tried} read "
+                f"so far from a set of {self.samples}. The last was {last}. Mend the data set; the path of "
+                "each bad image was logged."
             )
 
 

@@ -1,0 +1,144 @@
+"""Bytes of a JPEG, PNG or WebP to a square of pixels, never trusting them.
+
+The header is read first (`header.py`); only what it claims within reason reaches a decoder. JPEGs go through
+simplejpeg and OpenCV where both are installed (the `images` extra; about twice Pillow's speed), everything
+else through Pillow. Both let libjpeg shrink while it decodes. Free of torch, so that a reading process stays
+small.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from penstock.data.header import Header, Unreadable, check_size, read_header
+
+Pixels = NDArray[np.uint8]
+
+# The plugins are called by name, for `Image.open` would try dozens of formats and applies a process-wide
+# limit.
+_PLUGINS: dict[str, Any] = {
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+}
+
+_DECODER_FAILURES = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    OverflowError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow's plugins and simplejpeg raise on broken files. MemoryError is not one of them."""
+
+
+@functools.cache
+def fast_path() -> tuple[ModuleType, ModuleType] | None:
+    """simplejpeg and cv2 where both can be imported."""
+    try:
+        import cv2
+        import simplejpeg
+    except ImportError:
+        return None
+    cv2.setNumThreads(1)  # Reading is parallel over images already.
+    return simplejpeg, cv2
+
+
+def backend() -> str:
+    """What decodes JPEGs: `simplejpeg+cv2` or `pillow`. Their pixels differ by a few grey levels."""
+    return "simplejpeg+cv2" if fast_path() else "pillow"
+
+
+def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
+    """Decode into `out` (size, size, channels): upright, the shorter side resized to size, the centre kept.
+
+    Raises Unreadable for whatever cannot or must not be decoded.
+    """
+    header = read_header(data)
+    check_size(header, len(data), max_pixels)
+    fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
+    if fast is not None:
+        _decode_fast(*fast, data, header, out)
+    else:
+        _decode_pillow(data, header, out)
+    if header.orientation != 1:
+        # Turning a centred square is the same before and after the crop, and cheaper after.
+        out[...] = upright(out.copy(), header.orientation)
+    return header
+
+
+def upright(image: Pixels, orientation: int) -> Pixels:
+    """Undo an EXIF orientation (Exif 2.32, tag 274) of an image (H, W, C)."""
+    if orientation in (5, 6, 7, 8):
+        image = image.swapaxes(0, 1)
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    return image
+
+
+def _center(width: int, height: int) -> tuple[int, int, int]:
+    """left, top and side of the central square."""
+    side = min(width, height)
+    return (width - side) // 2, (height - side) // 2, side
+
+
+def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: Header, out: Pixels) -> None:
+    size, channels = out.shape[0], out.shape[2]
+    try:
+        image = simplejpeg.decode_jpeg(
+            data, colorspace="RGB" if channels == 3 else "GRAY", min_height=size, min_width=size
+        )
+    except _DECODER_FAILURES as error:
+        raise Unreadable(f"it cannot be decoded ({error})") from error
+    height, width = image.shape[:2]
+    left, top, side = _center(width, height)
+    image = image[top : top + side, left : left + side]
+    if side != size:
+        how = cv2.INTER_AREA if side > size else cv2.INTER_LINEAR
+        image = cv2.resize(np.ascontiguousarray(image), (size, size), interpolation=how)
+    out[...] = image.reshape(out.shape)
+
+
+def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
+    size, channels = out.shape[0], out.shape[2]
+    mode = "RGB" if channels == 3 else "L"
+    try:
+        with _PLUGINS[header.format](io.BytesIO(data)) as opened:
+            if opened.size != (header.width, header.height):
+                raise Unreadable("its parts contradict each other about its size")
+            image = _convert(opened, mode, size)
+            left, top, side = _center(*image.size)
+            box = (left, top, left + side, top + side)
+            small = image.resize((size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+    except _DECODER_FAILURES as error:
+        raise Unreadable(f"it cannot be decoded ({error})") from error
+    out[...] = np.asarray(small).reshape(out.shape)
+
+
+def _convert(opened: ImageFile.ImageFile, mode: str, size: int) -> Image.Image:
+    """Decode and convert; libjpeg shrinks meanwhile, as far as the shorter side stays above `size`."""
+    if opened.format == "JPEG":
+        opened.draft(mode, (size, size))
+    opened.load()
+    image: Image.Image = opened
+    if image.mode.startswith("I"):  # 16 bits a sample: keep the upper 8
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)

@@ -1,0 +1,163 @@
+"""Size and orientation of a JPEG, PNG or WebP from its first bytes, before anything is decoded.
+
+A few hundred bytes can claim a picture of gigabytes, so nothing is handed to a decoder until the header has
+been read here and found reasonable. Free of torch, numpy and image libraries; microseconds per image.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal, NamedTuple
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+
+
+class Header(NamedTuple):
+    """What an image claims to be."""
+
+    format: Literal["JPEG", "PNG", "WEBP"]
+    width: int
+    height: int
+    components: int
+    """Colour components of a JPEG (1, 3 or 4); 0 where the decoder will tell."""
+    orientation: int
+    """EXIF orientation 1..8; 1 is upright."""
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+
+class Unreadable(Exception):
+    """Why an image cannot be read, as the end of a sentence."""
+
+
+def read_header(data: bytes) -> Header:
+    """Raises Unreadable for other formats, and for headers that are broken or cut off."""
+    try:
+        if data[:2] == b"\xff\xd8":
+            header = _jpeg(data)
+        elif data[:8] == b"\x89PNG\r\n\x1a\n":
+            header = _png(data)
+        elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            header = _webp(data)
+        else:
+            raise Unreadable("it is neither a JPEG, a PNG nor a WebP" if data else "it is empty")
+    except (struct.error, IndexError) as error:
+        raise Unreadable("its header is cut off") from error
+    if header.pixels == 0:
+        raise Unreadable(f"its header claims {header.width} × {header.height} pixels")
+    return header
+
+
+def check_size(header: Header, file_bytes: int, max_pixels: int) -> None:
+    """Raises Unreadable if decoding would take unreasonable memory.
+
+    Beyond the limit on pixels, a file above 16 million pixels may not claim more than a thousand for each of
+    its bytes: a JPEG cannot hold more than 512 (an 8 × 8 block takes a bit at least), a PNG not more than
+    1,032 at 8 bits (deflate's greatest ratio); what claims more is cut off or a bomb.
+    """
+    size = f"{header.width} × {header.height} = {header.pixels:,} pixels"
+    if header.pixels > max_pixels:
+        raise Unreadable(
+            f"its header claims {size}, more than data.max_pixels = {max_pixels:,}, so it was not decoded"
+        )
+    if header.pixels > max(16_000_000, 1000 * file_bytes):
+        raise Unreadable(f"its header claims {size} in only {file_bytes:,} bytes, so it was not decoded")
+
+
+def _jpeg(data: bytes) -> Header:
+    """Walk the marker segments up to the start of frame (ITU-T T.81, annex B)."""
+    orientation, at = 1, 2
+    while True:
+        if data[at] != 0xFF:
+            raise Unreadable("its JPEG header is broken")
+        marker = data[at + 1]
+        if marker == 0xFF:  # fill byte
+            at += 1
+            continue
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers without a segment
+            at += 2
+            continue
+        if marker in (0xD9, 0xDA):
+            raise Unreadable("its JPEG header has no frame")
+        (length,) = struct.unpack_from(">H", data, at + 2)
+        if length < 2:
+            raise Unreadable("its JPEG header is broken")
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if marker not in (0xC0, 0xC1, 0xC2):
+                raise Unreadable("it is an arithmetic, lossless or hierarchical JPEG, which is not supported")
+            precision, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            if precision != 8:
+                raise Unreadable(f"it is a JPEG of {precision} bits per sample; only 8 are supported")
+            return Header("JPEG", width, height, components, orientation)
+        if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
+            orientation = _orientation(data[at + 10 : at + 2 + length])
+        at += 2 + length
+
+
+def _orientation(tiff: bytes) -> int:
+    """Tag 0x0112 of an EXIF block's first directory (TIFF 6.0); 1 where there is none or it is broken."""
+    try:
+        order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+        if order is None:
+            return 1
+        (start,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (entries,) = struct.unpack_from(f"{order}H", tiff, start)
+        for entry in range(entries):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", tiff, start + 2 + 12 * entry)
+            if tag == 0x0112 and kind == 3:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+def _png(data: bytes) -> Header:
+    """IHDR is first by definition; an eXIf chunk may stand before the pixels (PNG 3rd edition, 11.3.4.5)."""
+    if data[12:16] != b"IHDR":
+        raise Unreadable("its PNG header is broken")
+    width, height = struct.unpack_from(">II", data, 16)
+    at, orientation = 8, 1
+    while at + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            break
+        if kind == b"eXIf":
+            orientation = _orientation(data[at + 8 : at + 8 + length])
+            break
+        at += 12 + length
+    return Header("PNG", width, height, 0, orientation)
+
+
+def _webp(data: bytes) -> Header:
+    """The first chunk tells the canvas (RFC 9649, section 2); EXIF stands after the pixels."""
+    kind = data[12:16]
+    if kind == b"VP8 ":
+        if data[23:26] != b"\x9d\x01\x2a":
+            raise Unreadable("its WebP header is broken")
+        width, height = struct.unpack_from("<HH", data, 26)
+        return Header("WEBP", width & 0x3FFF, height & 0x3FFF, 0, 1)
+    if kind == b"VP8L":
+        if data[20] != 0x2F:
+            raise Unreadable("its WebP header is broken")
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return Header("WEBP", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, 0, 1)
+    if kind == b"VP8X":
+        width = int.from_bytes(data[24:27], "little") + 1
+        height = int.from_bytes(data[27:30], "little") + 1
+        if len(data) < 30:
+            raise Unreadable("its header is cut off")
+        return Header("WEBP", width, height, 0, _webp_orientation(data) if data[20] & 0x08 else 1)
+    raise Unreadable("its WebP header is broken")
+
+
+def _webp_orientation(data: bytes) -> int:
+    at = 12
+    while at + 8 <= len(data):
+        kind, length = struct.unpack_from("<4sI", data, at)
+        if kind == b"EXIF":
+            block = data[at + 8 : at + 8 + length]
+            return _orientation(block.removeprefix(b"Exif\0\0"))
+        at += 8 + length + (length & 1)
+    return 1

@@ -1,0 +1,145 @@
+"""An image folder: one folder per class, any depth of folders within."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.config.run import DataConfig
+from penstock.data.decode import decode
+from penstock.data.header import EXTENSIONS, Unreadable
+from penstock.data.source import BadImage, Pixels, Source, Split, is_val
+from penstock.errors import DataError
+
+log = logging.getLogger(__name__)
+
+SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
+
+
+class Listing(NamedTuple):
+    """The images of one folder of classes: relative paths in a fixed order, and each one's class number."""
+
+    root: Path
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+
+
+def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
+    """List `path/train` and `path/val` where there are such folders; else every fifth image of a class is
+    val.
+
+    Raises DataError where there is nothing to read.
+    """
+    train, val = split_folders(path)
+    if val is None:
+        return _fifth(list_classes(train), split)
+    learned = list_classes(train)
+    if split == "train":
+        return learned
+    held_out = list_classes(val)
+    unknown = sorted(set(held_out.classes) - set(learned.classes))
+    if unknown:
+        raise DataError(
+            f"The validation folder {val} has classes that {train} lacks: {', '.join(unknown[:5])}"
+            f"{' and more' if len(unknown) > 5 else ''}. Give both the same class folders."
+        )
+    number = {name: index for index, name in enumerate(learned.classes)}
+    labels = tuple(number[held_out.classes[label]] for label in held_out.labels)
+    return Listing(val, learned.classes, held_out.paths, labels)
+
+
+def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
+    """The folders of the train and val sets; without both, the one that holds everything, and none."""
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(f"The image folder {root} does not exist or is no folder. Check data.source.")
+    found = {
+        split: next((root / name for name in names if (root / name).is_dir()), None)
+        for split, names in SPLIT_FOLDERS.items()
+    }
+    if found["train"] is None or found["val"] is None:
+        return found["train"] or root, None
+    return found["train"], found["val"]
+
+
+def list_classes(root: Path) -> Listing:
+    """Every image under each class folder, sorted by name, so that the order is the same on every machine."""
+    classes = tuple(
+        sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != ".")
+    )
+    paths: list[str] = []
+    labels: list[int] = []
+    ignored = 0
+    for label, name in enumerate(classes):
+        found, others = _images(root, name)
+        ignored += others
+        paths += found
+        labels += [label] * len(found)
+    if ignored:
+        log.info("%s: %d files that are not %s were left out.", root, ignored, ", ".join(EXTENSIONS))
+    if not paths:
+        raise DataError(
+            f"No image was found under {root}. It must hold one folder per class, with "
+            f"{', '.join(EXTENSIONS)} files."
+        )
+    return Listing(root, classes, tuple(paths), tuple(labels))
+
+
+def _images(root: Path, name: str) -> tuple[list[str], int]:
+    found, others = [], 0
+    for file in _files(root / name):
+        if file.lower().endswith(EXTENSIONS):
+            found.append(os.path.relpath(file, root))
+        else:
+            others += 1
+    return sorted(found), others
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            yield os.path.join(directory, name)
+
+
+def _fifth(listing: Listing, split: Split) -> Listing:
+    labels = np.array(listing.labels)
+    within = np.arange(len(labels)) - np.searchsorted(labels, labels, side="left")
+    keep = np.flatnonzero(is_val(within) == (split == "val")).tolist()
+    return listing._replace(
+        paths=tuple(listing.paths[i] for i in keep), labels=tuple(listing.labels[i] for i in keep)
+    )
+
+
+class ImageFolder(Source):
+    """Decodes to size × size: shorter side resized, centre kept, EXIF orientation applied."""
+
+    def __init__(self, path: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
+        listing = list_split(path, split)
+        self.name = f"imagefolder:{path} ({split})"
+        self.classes = listing.classes
+        self.labels = np.array(listing.labels, np.int64)
+        self.size = size
+        self.channels = channels
+        self.bad_images = config.bad_images
+        self._root = listing.root
+        self._paths = listing.paths
+        self._max_pixels = config.max_pixels
+
+    def path(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self._root / self._paths[index]
+
+    def load(self, index: int, out: Pixels) -> None:
+        path = self.path(index)
+        try:
+            decode(path.read_bytes(), out, max_pixels=self._max_pixels)
+        except Unreadable as error:
+            raise BadImage(str(path), str(error)) from error
+        except OSError as error:
+            raise BadImage(str(path), error.strerror or str(error)) from error

@@ -1,0 +1,264 @@
+"""Packed sets: pre-resized images in a few large files, read by memory map. Layout version 1.
+
+    manifest.json     what it is: layout version, records (raw or jpeg), size, classes, and of every file its
+    bytes and
+                      SHA-256
+    index.npy         one row per record (INDEX): where it lies, its CRC-32 and its class
+    shard-00000.bin   records one after the other: size × size × 3 bytes of RGB each, or one JPEG each
+
+Or two such folders, `train` and `val`, in one. File sizes and the index are checked whenever a pack is
+opened, a record's CRC-32 when a process first reads it, the SHA-256 of the shards by `verify`. Nothing is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.run import DataConfig
+from penstock.data.decode import decode
+from penstock.data.header import Unreadable
+from penstock.data.source import BadImage, Pixels, Source, Split, is_val
+from penstock.errors import DataError
+
+Records = Literal["raw", "jpeg"]
+
+LAYOUT = "penstock-pack"
+VERSION = 1
+MANIFEST = "manifest.json"
+INDEX_FILE = "index.npy"
+INDEX = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("shard", "<u4"), ("label", "<i4")])
+LUMA = np.array([299, 587, 114], np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a pack as the manifest has it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    records: Records
+    size: int
+    count: int
+    classes: tuple[str, ...]
+    index: File
+    shards: tuple[File, ...]
+    skipped: int
+    """Bad images that were left out when the pack was made."""
+    made_by: dict[str, Any]
+    """Version and settings of the packer, for the record."""
+
+    def to_json(self) -> str:
+        return json.dumps({"layout": LAYOUT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Raises DataError where it is missing, broken, or of another version."""
+    path = root / MANIFEST
+    try:
+        table = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{root} is no packed set: {path} cannot be read ({error.strerror}). Make one with `penstock pack`."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is broken: {error}. Pack the set again.") from error
+    if not isinstance(table, dict) or table.get("layout") != LAYOUT:
+        raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
+    if table.get("version") != VERSION:
+        raise DataError(
+            f"{path} has layout version {table.get('version')!r}, but this release reads {VERSION}. "
+            "Pack the set again, or use the release that made it."
+        )
+    try:
+        manifest = Manifest(
+            records=table["records"],
+            size=int(table["size"]),
+            count=int(table["count"]),
+            classes=tuple(map(str, table["classes"])),
+            index=_file(table["index"]),
+            shards=tuple(map(_file, table["shards"])),
+            skipped=int(table["skipped"]),
+            made_by=dict(table["made_by"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is broken: {error!r}. Pack the set again.") from error
+    names = [manifest.index.name, *(shard.name for shard in manifest.shards)]
+    if (
+        manifest.records not in ("raw", "jpeg")
+        or not 1 <= manifest.size <= 1 << 14
+        or not all(re.fullmatch(r"index\.npy|shard-\d{5}\.bin", name) for name in names)
+    ):
+        raise DataError(f"{path} is broken: it names impossible records, sizes or files. Pack the set again.")
+    return manifest
+
+
+def _file(table: dict[str, Any]) -> File:
+    return File(str(table["name"]), int(table["bytes"]), str(table["sha256"]))
+
+
+def _check_sizes(root: Path, manifest: Manifest) -> None:
+    for file in (manifest.index, *manifest.shards):
+        try:
+            found = (root / file.name).stat().st_size
+        except OSError as error:
+            raise DataError(
+                f"The pack file {root / file.name} is missing ({error.strerror}). Copy the pack again."
+            ) from error
+        if found != file.bytes:
+            raise DataError(
+                f"The pack file {root / file.name} has {found:,} bytes, but was written with {file.bytes:,}. "
+                "It is cut off or was changed; copy the pack again."
+            )
+
+
+def sha256(path: Path) -> str:
+    """Of a file of any size, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sum(root: Path, file: File) -> None:
+    if sha256(root / file.name) != file.sha256:
+        raise DataError(
+            f"The pack file {root / file.name} is not what was written: its SHA-256 differs from the manifest's. "
+            "Copy the pack again, or pack the set again."
+        )
+
+
+def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
+    _check_sum(root, manifest.index)
+    path = root / manifest.index.name
+    try:
+        index: NDArray[np.void] = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{path} is no index: {error}. Pack the set again.") from error
+    if index.dtype != INDEX or index.shape != (manifest.count,) or not manifest.count:
+        raise DataError(
+            f"{path} does not hold the {manifest.count:,} records of its manifest. Pack the set again."
+        )
+    sizes = np.array([shard.bytes for shard in manifest.shards], np.uint64)
+    shard = index["shard"]
+    known = shard < len(sizes)
+    inside = known & (index["offset"] <= sizes[np.where(known, shard, 0)])
+    inside &= index["length"] <= sizes[np.where(known, shard, 0)] - np.where(inside, index["offset"], 0)
+    label = index["label"]
+    if not inside.all() or label.min() < 0 or label.max() >= len(manifest.classes):
+        raise DataError(f"{path} points outside its shards or classes. Pack the set again.")
+    if manifest.records == "raw" and (index["length"] != manifest.size**2 * 3).any():
+        raise DataError(
+            f"{path} has records that are no image of {manifest.size} pixels. Pack the set again."
+        )
+    return index
+
+
+def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
+    """The folders of a packed set: `train` and `val`, or the one that holds everything under the name ''."""
+    root = Path(path)
+    both = {name: root / name for name in ("train", "val")}
+    if all((folder / MANIFEST).is_file() for folder in both.values()):
+        return both
+    return {"": root}
+
+
+def verify(path: str | os.PathLike[str]) -> int:
+    """Check every byte of a pack against its manifest. Returns the bytes checked; raises DataError."""
+    total = 0
+    for root in splits(path).values():
+        manifest = read_manifest(root)
+        _check_sizes(root, manifest)
+        _read_index(root, manifest)
+        for shard in manifest.shards:
+            _check_sum(root, shard)
+        total += sum(file.bytes for file in (manifest.index, *manifest.shards))
+    return total
+
+
+class Pack(Source):
+    """Reads a packed set. Without folders `train` and `val`, every fifth image of a class is the validation
+    set.
+    """
+
+    def __init__(self, path: str, split: Split, channels: int, config: DataConfig) -> None:
+        folders = splits(path)
+        self._root = folders.get(split) or folders[""]
+        self.manifest = read_manifest(self._root)
+        _check_sizes(self._root, self.manifest)
+        index = _read_index(self._root, self.manifest)
+        if "" in folders:
+            index = index[is_val(_place_in_class(index["label"])) == (split == "val")]
+        elif self.manifest.classes != read_manifest(folders["train"]).classes:
+            raise DataError(
+                f"The train and val sets of {path} have different classes. Pack them together again."
+            )
+        self.name = f"pack:{path} ({split})"
+        self.classes = self.manifest.classes
+        self.labels = index["label"].astype(np.int64)
+        self.size = self.manifest.size
+        self.channels = channels
+        self.bad_images = config.bad_images
+        self._index = index
+        self._checked = np.zeros(len(index), bool)
+        self._maps: dict[int, memoryview] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def _record(self, index: int) -> memoryview:
+        row = self._index[index]
+        shard, offset = int(row["shard"]), int(row["offset"])
+        if shard not in self._maps:
+            with (self._root / self.manifest.shards[shard].name).open("rb") as file:
+                self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        record = self._maps[shard][offset : offset + int(row["length"])]
+        if not self._checked[index]:
+            if zlib.crc32(record) != int(row["crc"]):
+                raise BadImage(self._where(index), "its checksum is wrong, so it changed since it was packed")
+            self._checked[index] = True
+        return record
+
+    def _where(self, index: int) -> str:
+        row = self._index[index]
+        name = self.manifest.shards[int(row["shard"])].name
+        return f"{self._root / name} at byte {int(row['offset'])}"
+
+    def load(self, index: int, out: Pixels) -> None:
+        record = self._record(index)
+        if self.manifest.records == "jpeg":
+            try:
+                decode(bytes(record), out, max_pixels=self.size**2)
+            except Unreadable as error:
+                raise BadImage(self._where(index), str(error)) from error
+            return
+        image = np.frombuffer(record, np.uint8).reshape(self.size, self.size, 3)
+        if self.channels == 3:
+            out[...] = image
+        else:
+            out[..., 0] = (image @ LUMA + 500) // 1000
+
+
+def _place_in_class(labels: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Each sample's position among those of its class, in the order of the pack."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    place = np.empty(len(labels), np.int64)
+    place[order] = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
+    return place

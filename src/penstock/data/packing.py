@@ -1,0 +1,312 @@
+"""Making a packed set from an image folder or tar shards, streamed: memory does not grow with the set."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from penstock import __version__
+from penstock.data.decode import backend, decode, fast_path
+from penstock.data.header import Unreadable
+from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
+from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records, sha256
+from penstock.data.source import Pixels, Tally
+from penstock.data.tar import Sample, read_tar, shards_of
+from penstock.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 30
+
+Progress = Callable[[int], None]
+"""Called with the number of images done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a set is packed."""
+
+    size: int = 256
+    records: Records = "jpeg"
+    quality: int = 90
+    """Of JPEG records."""
+    bad_images: Literal["fail", "skip"] = "fail"
+    max_pixels: int = 100_000_000
+    threads: int = 0
+    """Decoding threads; 0 takes one per core."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 1 <= self.size <= 1 << 14:
+            problems.append(
+                f"The size of packed images is {self.size}, but must be between 1 and 16384 pixels."
+            )
+        if self.records not in ("raw", "jpeg"):
+            problems.append(f"The format of packed images is {self.records!r}, but must be 'raw' or 'jpeg'.")
+        if not 1 <= self.quality <= 100:
+            problems.append(f"The JPEG quality is {self.quality}, but must be between 1 and 100.")
+        if problems:
+            raise ConfigError(problems)
+
+
+class Packed(NamedTuple):
+    """What was written: one manifest per folder ('' where the set has no split)."""
+
+    manifests: dict[str, Manifest]
+    bytes: int
+
+
+class _Stored(NamedTuple):
+    record: bytes
+    label: int | str
+    path: str
+
+
+class _Refused(NamedTuple):
+    path: str
+    why: str
+
+
+def pack_source(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    packing: Packing | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Packed:
+    """Pack `source` (a folder of class folders, a tar shard or a folder of shards; or of `train` and `val` of
+    either) into the new folder `target`.
+
+    `progress` is called with the number of images done. Raises DataError for bad images by the policy, for
+    more than 1 % of them, and where `target` exists. The pack appears under its name only when it is
+    complete.
+    """
+    packing = packing or Packing()
+    source, target = Path(source), Path(target)
+    if target.exists():
+        raise DataError(f"{target} exists already. Remove it, or choose another name for the pack.")
+    streams = _streams(source)
+    part = target.parent / f".{target.name}.part-{os.getpid()}"
+    part.mkdir(parents=True)
+    try:
+        manifests: dict[str, Manifest] = {}
+        classes: tuple[str, ...] | None = None
+        for split, (known, samples) in streams.items():
+            writer = _Writer(part / split, packing, known or classes)
+            manifests[split] = writer.write(samples, progress)
+            classes = manifests[split].classes
+        os.rename(part, target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    total = sum(file.bytes for manifest in manifests.values() for file in (manifest.index, *manifest.shards))
+    return Packed(manifests, total)
+
+
+_Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[Sample]]]
+
+
+def _streams(source: Path) -> _Streams:
+    """For each split its classes, where they are known beforehand, and its samples. Train comes first."""
+    if not source.exists():
+        raise DataError(f"{source} does not exist, so there is nothing to pack.")
+    tars = shards_of(source)
+    if tars:
+        return {"": (None, _from_tars(tars))}
+    train, val = split_folders(source)
+    if val is None:
+        folders = {"": train}
+    else:
+        folders = {"train": train, "val": val}
+    if all(shards_of(folder) for folder in folders.values()):
+        return {split: (None, _from_tars(shards_of(folder))) for split, folder in folders.items()}
+    if val is None:
+        listings = {"": list_classes(train)}
+    else:
+        listings = {"train": list_split(source, "train"), "val": list_split(source, "val")}
+    return {split: (listing.classes, _from_folder(listing)) for split, listing in listings.items()}
+
+
+def _from_tars(shards: Iterable[Path]) -> Iterator[Sample]:
+    for shard in shards:
+        yield from read_tar(shard)
+
+
+def _from_folder(listing: Listing) -> Iterator[Sample]:
+    for path, label in zip(listing.paths, listing.labels):
+        yield Sample((listing.root / path).read_bytes(), label, str(listing.root / path))
+
+
+def _encode(image: Pixels, quality: int) -> bytes:
+    """A JPEG with chroma at half resolution, which decodes half as fast again as at full."""
+    fast = fast_path()
+    if fast is not None:
+        encoded: bytes = fast[0].encode_jpeg(image, quality=quality, colorspace="RGB", colorsubsampling="420")
+        return encoded
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue()
+
+
+def _convert(sample: Sample, packing: Packing) -> _Stored | _Refused:
+    """What one sample becomes. Runs in a thread: the decoders release the interpreter while they work."""
+    image = np.empty((packing.size, packing.size, 3), np.uint8)
+    try:
+        decode(sample.data, image, max_pixels=packing.max_pixels)
+    except Unreadable as error:
+        return _Refused(sample.path, str(error))
+    record = image.tobytes() if packing.records == "raw" else _encode(image, packing.quality)
+    return _Stored(record, sample.label, sample.path)
+
+
+class _Writer:
+    """Writes one folder of a pack: shards, then the index, then the manifest."""
+
+    def __init__(self, root: Path, packing: Packing, classes: tuple[str, ...] | None) -> None:
+        self._root = root
+        self._packing = packing
+        self._classes = classes
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._labels: list[int | str] = []
+        self._shards: list[File] = []
+        self._skipped = 0
+
+    def write(self, samples: Iterator[Sample], progress: Progress | None) -> Manifest:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._write_shards(self._accepted(samples, progress))
+        if not self._rows:
+            raise DataError("There is no image to pack. Check the source.")
+        classes, numbers = _number(self._labels, self._classes)
+        index = np.empty(len(self._rows), INDEX)
+        for name, column in zip(("offset", "length", "crc", "shard"), zip(*self._rows)):
+            index[name] = column
+        index["label"] = numbers
+        with (self._root / INDEX_FILE).open("wb") as file:
+            np.save(file, index, allow_pickle=False)
+            _flush(file)
+        path = self._root / INDEX_FILE
+        settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
+        manifest = Manifest(
+            records=self._packing.records,
+            size=self._packing.size,
+            count=len(self._rows),
+            classes=classes,
+            index=File(INDEX_FILE, path.stat().st_size, sha256(path)),
+            shards=tuple(self._shards),
+            skipped=self._skipped,
+            made_by={"penstock": __version__, "decoder": backend(), **settings},
+        )
+        with (self._root / MANIFEST).open("w", encoding="utf-8") as text:
+            text.write(manifest.to_json())
+            _flush(text)
+        _sync(self._root)
+        return manifest
+
+    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[_Stored]:
+        """What can be packed, in order; the rest by the policy."""
+        refused = 0
+        for done, result in enumerate(_in_threads(samples, self._packing), start=1):
+            if progress is not None:
+                progress(done)
+            if isinstance(result, _Stored):
+                yield result
+                continue
+            refused += 1
+            if self._packing.bad_images == "fail":
+                raise DataError(
+                    f"The image {result.path} cannot be packed: {result.why}. Mend or remove it, or leave such "
+                    "images out with --bad-images skip (up to 1 % of the set)."
+                )
+            log.warning("Left out the bad image %s: %s.", result.path, result.why)
+            self._skipped += 1
+        if refused > Tally.limit * (len(self._rows) + refused):
+            raise DataError(
+                f"{refused} of {len(self._rows) + refused} images are bad, more than {Tally.limit:.0%}. "
+                "Mend the data set; each bad image's path was logged."
+            )
+
+    def _write_shards(self, stored: Iterator[_Stored]) -> None:
+        item = next(stored, None)
+        while item is not None:
+            name = f"shard-{len(self._shards):05d}.bin"
+            digest, offset = hashlib.sha256(), 0
+            with (self._root / name).open("wb") as file:
+                while item is not None and offset < SHARD_BYTES:
+                    file.write(item.record)
+                    digest.update(item.record)
+                    self._rows.append((offset, len(item.record), zlib.crc32(item.record), len(self._shards)))
+                    self._labels.append(item.label)
+                    offset += len(item.record)
+                    item = next(stored, None)
+                _flush(file)
+            self._shards.append(File(name, offset, digest.hexdigest()))
+
+
+def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[_Stored | _Refused]:
+    """Convert in threads, in order, with a bounded number under way."""
+    threads = packing.threads or os.cpu_count() or 1
+    flying: deque[Future[_Stored | _Refused]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
+        try:
+            for sample in samples:
+                flying.append(pool.submit(_convert, sample, packing))
+                if len(flying) >= 4 * threads:
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+        finally:
+            for future in flying:
+                future.cancel()
+
+
+def _number(labels: list[int | str], classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], list[int]]:
+    """Class names, and the number of each label: numbers stay what they are, names count in sorted order."""
+    numbers = [label for label in labels if isinstance(label, int)]
+    if len(numbers) == len(labels):
+        if max(numbers) >= 1 << 20:
+            raise DataError(
+                f"A sample has class number {max(numbers)}; class numbers must be below 1,048,576."
+            )
+        names = classes or tuple(map(str, range(max(numbers) + 1)))
+        if max(numbers) >= len(names):
+            raise DataError(
+                f"The val set has class {max(numbers)}, but the train set only {len(names)} classes from 0 on."
+            )
+        return names, numbers
+    if numbers:
+        raise DataError("Some samples name their class and others number it. Use one of the two throughout.")
+    words = [label for label in labels if isinstance(label, str)]
+    names = classes or tuple(sorted(set(words)))
+    number = {name: index for index, name in enumerate(names)}
+    unknown = sorted(set(words) - set(names))
+    if unknown:
+        raise DataError(f"The val set has classes that the train set lacks: {', '.join(unknown[:5])}.")
+    return names, [number[word] for word in words]
+
+
+def _flush(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

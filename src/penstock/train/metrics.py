@@ -22,30 +22,10 @@ from typing import Any, TextIO
 import torch
 
 from penstock.config.machine import Machine
-from penstock.config.plan import Plan
 from penstock.errors import EnvironmentProblem
+from penstock.planner import Prediction
 
 Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The rate that utilisation is a share of, and where it is from. No rate: the machine has none for the
-    type."""
-
-    flops_per_second: float | None
-    name: str
-
-
-def peak_of(machine: Machine, plan: Plan) -> Peak:
-    """The machine's peak in the type that `plan` computes its matrix products in."""
-    if plan.precision != "O0":
-        kind: str = plan.dtype
-    elif plan.matmul == "highest":
-        kind = "fp32"
-    else:
-        kind = "tf32" if machine.device == "cuda" else "fp32_medium"
-    return Peak(machine.peak_flops.get(kind), f"{machine.name} {kind}, {machine.source}")
 
 
 class StepTimer:
@@ -89,30 +69,44 @@ class StepTimer:
 class Meter:
     """Turns step times into the numbers that are logged.
 
-    `model_flops` counts forward and backward of one sample, as the planner does. No Plan recomputes
-    activations yet, so what the hardware executes is the same number, and HFU equals MFU.
+    FLOPs are those the planner counts: of one sample forward and backward (`model_flops`), and with what the hardware
+    computes twice (`hardware_flops`). Attention counts in full, for no model here is causal.
     """
 
     samples_per_step: int
     model_flops: float
-    peak: Peak
+    hardware_flops: float
+    peak_flops: float
+    peak: str
+    """Which peak that is: machine, type, datasheet or measured."""
 
-    def speed(self, step_seconds: Sequence[float], wait_seconds: float) -> dict[str, Any]:
+    @classmethod
+    def of(cls, prediction: Prediction, machine: Machine) -> Meter:
+        """The meter of a run of which `prediction` was made on `machine`."""
+        plan = prediction.plan
+        model_flops = prediction.model_flops_per_second_per_gpu / prediction.samples_per_second
+        return cls(
+            samples_per_step=plan.micro_batch * plan.accumulate,
+            model_flops=model_flops,
+            hardware_flops=model_flops * prediction.hfu / prediction.mfu,
+            peak_flops=prediction.peak_flops,
+            peak=f"{machine.name} {prediction.peak_name}, {machine.source}",
+        )
+
+    def speed(self, step_seconds: Sequence[float], wait_seconds: float) -> dict[str, float]:
         """Numbers of a window of steps; times in seconds, rates per second, shares in [0, 1]."""
         total = sum(step_seconds)
-        if not step_seconds or total <= 0:
+        if total <= 0:
             return {}
         rate = len(step_seconds) * self.samples_per_step / total
-        flops = rate * self.model_flops
-        share = flops / self.peak.flops_per_second if self.peak.flops_per_second else None
         return {
             "samples_per_second": rate,
             "step_seconds_median": statistics.median(step_seconds),
             "step_seconds_p95": percentile(step_seconds, 0.95),
             "data_wait_share": min(wait_seconds / total, 1.0),
-            "model_flops_per_second": flops,
-            "mfu": share,
-            "hfu": share,
+            "model_flops_per_second": rate * self.model_flops,
+            "mfu": rate * self.model_flops / self.peak_flops,
+            "hfu": rate * self.hardware_flops / self.peak_flops,
         }
 
 
@@ -130,6 +124,10 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+_AFTER_RESUME = ("resume", "prediction")
+"""What a run records at the step it goes on from, before it has done anything."""
+
+
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, each whole line on its way to the disk at once.
 
@@ -142,10 +140,14 @@ class MetricsFile:
         self._file: TextIO | None = None
 
     def rewind(self, step: int) -> None:
-        """Keep the whole records up to and including `step`; the file is replaced atomically."""
+        """Keep what was recorded before the checkpoint of `step` was made; the file is replaced atomically."""
         if not self._path.exists():
             return
-        kept = [line for line, record in _whole_lines(self._path) if record.get("step", 0) <= step]
+        kept = [
+            line
+            for line, record in _whole_lines(self._path)
+            if record["step"] < step or (record["step"] == step and record["event"] not in _AFTER_RESUME)
+        ]
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(self._path)
@@ -176,7 +178,7 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if line.endswith("\n") and isinstance(record, dict):
+        if line.endswith("\n") and isinstance(record, dict) and record.keys() >= {"event", "step"}:
             found.append((line, record))
     return found
 

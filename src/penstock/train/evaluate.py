@@ -1,0 +1,60 @@
+"""Top-1, top-5 and loss over a whole split, with one wait for the device at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Labelled(Protocol):
+    """What evaluation needs of a batch."""
+
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Shares in [0, 1] of samples whose class is the best, or among the five best; mean cross-entropy in
+    nats."""
+
+    samples: int
+    top1: float
+    top5: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Labelled]) -> Evaluation:
+    """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
+
+    Targets are class numbers, (B,) int64. Draws no random number, so training goes on as if nothing had been.
+    With fewer than five classes, top-5 counts as many as there are.
+    """
+    training = model.training
+    model.eval()
+    samples = 0
+    totals: Tensor | None = None
+    try:
+        for batch in batches:
+            logits = model(batch.images).float()  # (B, classes)
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
+            hits = best == batch.targets[:, None]
+            loss = F.cross_entropy(logits, batch.targets, reduction="sum")
+            sums = torch.stack([hits[:, 0].sum(), hits.sum()]).double()
+            sums = torch.cat([sums, loss.double()[None]])
+            totals = sums if totals is None else totals + sums
+            samples += len(batch.targets)
+    finally:
+        model.train(training)
+    if totals is None:
+        raise ValueError("There is nothing to evaluate: the split has no batches.")
+    top1, top5, loss_sum = totals.tolist()
+    return Evaluation(samples, top1 / samples, top5 / samples, loss_sum / samples)

@@ -1,0 +1,48 @@
+"""Running out of memory, said in words that help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.config.plan import Plan
+from penstock.errors import OutOfMemory
+
+_CPU_MESSAGE = "can't allocate memory"
+"""What torch's CPU allocator says, in a plain RuntimeError."""
+
+
+@contextmanager
+def memory_advice(plan: Plan) -> Iterator[None]:
+    """Turn an allocator's failure inside into an `OutOfMemory` with what would make the run fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_MESSAGE in str(error)
+        if not known:
+            raise
+        raise OutOfMemory(f"{_first_line(error)} {_advice(plan)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"Memory ran out: {lines[0].rstrip('.')}." if lines else "Memory ran out."
+
+
+def _advice(plan: Plan) -> str:
+    ways = []
+    if plan.micro_batch > 1:
+        half = (plan.micro_batch + 1) // 2
+        ways.append(
+            f"halve what is in flight with the plan micro_batch={half} accumulate={plan.accumulate * 2}"
+        )
+    if plan.precision == "O0":
+        ways.append("compute in half width with precision=O1")
+    if plan.precision != "O3":
+        ways.append("keep weights in half width too with precision=O3")
+    if plan.attention in ("plain", "math"):
+        ways.append("choose an attention that keeps no score matrix with attention=sdpa")
+    ways.append("take a smaller model or model.image_size")
+    return f"To make it fit: {'; or '.join(ways)}."

@@ -1,0 +1,94 @@
+"""Everything outside the weights that a run's future depends on: random generators, and what was
+configured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError
+
+# Nothing of the run's arithmetic depends on these, so a resumed run may change them.
+_FREE = (
+    "output",
+    "keep",
+    "log_every",
+    "checkpoint_every",
+    "machine",
+    "device",
+    "init_from",
+    "data.workers",
+    "recipe.eval_every_epochs",
+)
+# These change rounding or the order of sums, never what is computed: allowed, but said.
+_CHANGES_ROUNDING = (
+    "plan.matmul",
+    "plan.optimizer",
+    "plan.layout",
+    "plan.attention",
+    "plan.compile",
+    "plan.micro_batch",
+    "plan.accumulate",
+)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of all random generators a step can draw from, as a tree of tensors and numbers."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators back to what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What a resumed run would do in another way than the run it goes on from, as sentences to be logged.
+
+    Raises:
+        ConfigError: a change that makes it another run, each named with both values.
+    """
+    old, new = _flat(stored), _flat(current)
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    names = [name for name in names if name not in _FREE]
+    refused = [name for name in names if name not in _CHANGES_ROUNDING]
+    if _global_batch(old) != _global_batch(new):
+        refused += [name for name in ("plan.micro_batch", "plan.accumulate") if name in names]
+    if refused:
+        raise ConfigError(
+            [
+                f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
+                for name in refused
+            ]
+            + ["Give back the old values to resume, start anew with --no-resume, or choose another --output."]
+        )
+    return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]
+
+
+def _global_batch(flat: Mapping[str, Any]) -> int:
+    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"])
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found

@@ -1,0 +1,63 @@
+"""The numbers of the steps since the last log, kept on the device and fetched in one transfer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import NumericError
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a window held: one loss per step, and the gradient norm before clipping of the last one, if clipped."""
+
+    losses: list[float]
+    grad_norm: float | None
+
+
+class Window:
+    """Room for the losses and gradient norms of `length` steps on `device`."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._values = torch.zeros(2, length, device=device)  # losses, gradient norms
+        self._normed = False
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, loss: Tensor, grad_norm: Tensor | None) -> None:
+        """Note a step's 0-d results. Waits for nothing."""
+        self._values[0, self._count].copy_(loss, non_blocking=True)
+        self._normed = grad_norm is not None
+        if grad_norm is not None:
+            self._values[1, self._count].copy_(grad_norm, non_blocking=True)
+        self._count += 1
+
+    def read(self, step: int) -> Read:
+        """Fetch and empty the window whose last step is `step`. Waits for the device.
+
+        Raises:
+            NumericError: a loss is not finite; names the first such step.
+        """
+        losses, norms = self._values[:, : self._count].tolist()
+        first = step - self._count + 1
+        self._count = 0
+        for offset, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise NumericError(
+                    f"The loss became {loss} at step {first + offset} "
+                    f"(found on checking steps {first} to {step}). {REMEDY}"
+                )
+        return Read(losses, norms[-1] if self._normed and norms else None)
+
+
+REMEDY = (
+    "Checkpoints before it are finite. Start a new run, from one's weights.safetensors by init_from if you like, "
+    "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
+    "(plan dtype=bf16, or precision=O0)."
+)

@@ -1,0 +1,108 @@
+"""A terminal gets a live display, everything else whole lines."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.train.display import PlainDisplay, RichDisplay, describe, display_for, scaled
+
+STEPS: dict[str, Any] = {
+    "event": "steps",
+    "step": 20,
+    "epoch": 1.5,
+    "loss": 1.25,
+    "lr": 1e-3,
+    "samples_per_second": 1234.0,
+    "model_flops_per_second": 3.1e9,
+    "mfu": 0.123,
+    "data_wait_share": 0.3,
+}
+EVALUATION: dict[str, Any] = {
+    "event": "evaluation",
+    "step": 20,
+    "samples": 359,
+    "top1": 0.975,
+    "top5": 0.999,
+    "loss": 0.1,
+    "ema": True,
+}
+
+
+def test_lines_say_what_matters() -> None:
+    assert describe(STEPS, 40) == (
+        "step 20/40  epoch 1.50  loss 1.2500  1,234 samples/s  3.1 GFLOP/s  MFU 12.3%  "
+        "waiting for data 30%  lr 1.00e-03"
+    )
+    assert describe(EVALUATION, 40) == (
+        "step 20/40  evaluation of 359 samples: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
+    )
+    assert describe({"event": "start", "step": 0}, 40) == ""
+    assert "loss not finite" in describe(STEPS | {"loss": None}, 40)
+
+
+def test_predicted_stands_beside_measured() -> None:
+    predicted = {"iteration_seconds": 0.012, "memory_bytes": 3e6, "samples_per_second": 700.0}
+    measured = {
+        "step_seconds_median": 1.5,
+        "step_seconds_p95": 2.5,
+        "memory_bytes": 4e9,
+        "memory_kind": "allocated",
+    }
+    record = {"event": "summary", "step": 40, "predicted": predicted, "measured": measured}
+    assert describe(record, 40) == (
+        "step 40/40  a step took 1.50 s (median; p95 2.50 s), predicted 12.0 ms; "
+        "memory 4 GB (allocated), predicted 3 MB"
+    )
+    assert "12.0 ms a step" in describe({"event": "prediction", "step": 0} | predicted, 40)
+
+
+def test_plain_lines_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, seconds=10)
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    display.begin(total=60, step=0)
+    for step in range(1, 61):
+        now += 1
+        display.show(STEPS | {"step": step})
+    display.show(EVALUATION | {"step": 60})
+    display.end()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == [
+        "1/60",
+        "11/60",
+        "21/60",
+        "31/60",
+        "41/60",
+        "51/60",
+        "60/60",
+        "60/60",
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
+    stream = io.StringIO()
+    display = RichDisplay(Console(file=stream, force_terminal=True, width=200))
+    display.begin(total=40, step=0)
+    display.show(STEPS)
+    display.show(EVALUATION)
+    display.end()
+    display.end()
+    text = stream.getvalue()
+    assert "20/40" in text
+    assert "1,234 samples/s" in text
+    assert "top-1 97.50%" in text
+
+
+def test_what_is_no_terminal_gets_plain_lines() -> None:
+    assert isinstance(display_for(io.StringIO()), PlainDisplay)
+
+
+@pytest.mark.parametrize(("value", "text"), [(12_300, "12.3 k"), (1.5e12, "1.5 T"), (7, "7 "), (2e15, "2 P")])
+def test_prefixes(value: float, text: str) -> None:
+    assert scaled(value) == text

@@ -1,0 +1,82 @@
+"""Random generators go back exactly, and a changed configuration is noticed before it spoils a run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config.load import to_dict
+from penstock.config.plan import Plan
+from penstock.config.run import DataConfig, Recipe, RunConfig
+from penstock.errors import ConfigError
+from penstock.train.state import changes, random_state, set_random_state
+from penstock.train.tree import pack, unpack
+
+BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
+
+
+def draw(device: str = "cpu") -> tuple[object, ...]:
+    torch_numbers = torch.rand(3).tolist() + torch.rand(3, device=device).tolist()
+    return (*torch_numbers, *np.random.rand(3), np.random.randn(), random.random(), random.gauss(0, 1))
+
+
+def test_all_generators_continue_where_they_were() -> None:
+    draw()  # leaves half-used pairs of Gaussians behind
+    state = random_state(torch.device("cpu"))
+    expected = draw()
+    assert draw() != expected
+    set_random_state(unpack(*pack(state)), torch.device("cpu"))
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+def test_the_devices_generator_continues_too() -> None:
+    state = random_state(torch.device("cuda"))
+    expected = draw("cuda")
+    set_random_state(unpack(*pack(state)), torch.device("cuda"))
+    assert draw("cuda") == expected
+
+
+def test_the_same_configuration_changes_nothing() -> None:
+    assert changes(to_dict(BASE), to_dict(BASE)) == []
+
+
+def test_what_the_arithmetic_does_not_depend_on_may_change() -> None:
+    other = replace(
+        BASE,
+        output="elsewhere",
+        keep=5,
+        log_every=1,
+        checkpoint_every=7,
+        device="cpu",
+        data=DataConfig(workers=2),
+    )
+    assert changes(to_dict(BASE), to_dict(other)) == []
+
+
+def test_another_recipe_is_refused_with_both_values() -> None:
+    other = replace(BASE, seed=1, recipe=Recipe(lr=0.5))
+    with pytest.raises(ConfigError) as caught:
+        changes(to_dict(BASE), to_dict(other))
+    text = str(caught.value)
+    assert "recipe.lr is 0.5, but the checkpoint was made with 0.001" in text
+    assert "seed is 1, but the checkpoint was made with 0" in text
+    assert "--no-resume" in text
+
+
+def test_another_split_of_the_same_batch_is_allowed_and_said() -> None:
+    other = replace(BASE, plan=Plan(micro_batch=4, accumulate=4, optimizer="fused"))
+    said = changes(to_dict(BASE), to_dict(other))
+    assert len(said) == 3
+    assert "plan.optimizer was 'loop' and is now 'fused'." in said
+
+
+def test_another_global_batch_and_another_precision_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.micro_batch is 4"):
+        changes(to_dict(BASE), to_dict(replace(BASE, plan=Plan(micro_batch=4, accumulate=2))))
+    with pytest.raises(ConfigError, match=r"plan\.precision is 'O3'"):
+        changes(to_dict(BASE), to_dict(replace(BASE, plan=replace(BASE.plan, precision="O3"))))

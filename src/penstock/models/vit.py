@@ -122,8 +122,8 @@ class ViT(nn.Module):
         """Tokens of the last block to logits (B, classes)."""
         dim = 0 if self.stem.sequence_first else 1
         if self.class_token is not None:
-            # Only the class token is read, so only it is normalised.
-            x = self.norm(x.select(dim, 0))
+            # Only the class token is read, so only it is normalised; a copy, so that the rest can be freed.
+            x = self.norm(x.select(dim, 0).clone())
         elif self.config.pool_norm == "before":
             x = self.norm(x).mean(dim)
         else:

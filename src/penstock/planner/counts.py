@@ -1,61 +1,43 @@
-"""What a model costs, from its configuration alone: parameters, operations with their FLOPs and traffic,
-memory.
+"""What a model costs, from its configuration alone: parameters, FLOPs, and the memory its backward pass
+needs.
 
 A multiply-add is two FLOPs, and only matrix products and convolutions are counted as FLOPs, as is usual:
-elementwise work is memory traffic. Attention is counted in full (nothing here is causal). Tests hold these
-counts to torch's FlopCounterMode and to the tensors that autograd really keeps.
-
-Shapes: B samples, N tokens, D width, M MLP width, H heads, K features per head.
+elementwise work is memory traffic, which `operations` lists. Attention is counted in full, as nothing here is
+causal. Tests hold the counts to real modules, to torch's FlopCounterMode and to what autograd really keeps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.planner.activations import activation_bytes, activation_parts
+from penstock.planner.operations import Op, conv_widths, operations
 
-from penstock.config.model import ModelConfig, ViTConfig
-
-OpKind = Literal["gemm", "bmm", "conv", "pointwise", "norm", "softmax", "copy", "reduce"]
-Phase = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """One operation, done `count` times. All figures but `count` are of one time.
-
-    `gemm` and `bmm` multiply (m, k) by (k, n); a `bmm` does so for `batch` pairs in one launch.
-    """
-
-    name: str
-    kind: OpKind
-    phase: Phase
-    count: int = 1
-    batch: int = 1
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    read_elements: int = 0
-    written_elements: int = 0
-    recomputed_flops: int = 0
-    """FLOPs that repeat forward work: part of hardware utilisation (HFU), not of model utilisation (MFU)."""
-
-    @property
-    def flops(self) -> int:
-        """Model FLOPs of one time."""
-        return 2 * self.batch * self.m * self.n * self.k
+__all__ = [
+    "Op",
+    "activation_bytes",
+    "activation_parts",
+    "backward_flops",
+    "forward_flops",
+    "model_flops_per_sample",
+    "operations",
+    "parameter_parts",
+    "parameters",
+    "recomputed_flops",
+]
 
 
 def parameters(config: ModelConfig) -> int:
-    """Learned numbers of the model, buffers not counted."""
-    return sum(parameter_shapes_total(config).values())
+    """Learned numbers of the model; buffers are not counted."""
+    return sum(parameter_parts(config).values())
 
 
-def parameter_shapes_total(config: ViTConfig) -> dict[str, int]:
-    """Parameters by part: stem, embeddings, blocks, head."""
+def parameter_parts(config: ModelConfig) -> dict[str, int]:
+    """Learned numbers by part: `stem`, `embeddings`, `blocks` (all of them), `head` (with the last norm)."""
     d, m = config.width, config.mlp_width
-    block = 2 * 2 * d  # two norms
-    block += 3 * d * d + 3 * d * config.qkv_bias + d * d + d  # qkv, out
-    block += 2 * d * m + m + d
+    block = 2 * 2 * d  # norms
+    block += 3 * d * d + 3 * d * config.qkv_bias + d * d + d  # qkv and out
+    block += d * m + m + m * d + d  # up and down
     if config.qk_norm:
         block += 2 * 2 * config.head_width
     if config.layer_scale is not None:
@@ -68,17 +50,36 @@ def parameter_shapes_total(config: ViTConfig) -> dict[str, int]:
     }
 
 
-def _stem_parameters(config: ViTConfig) -> int:
+def _stem_parameters(config: ModelConfig) -> int:
     if config.stem == "patchify":
         return config.channels * config.patch_size**2 * config.width + config.width
     total, channels = 0, config.channels
     for width in conv_widths(config):
-        total += 9 * channels * width + 2 * width
+        total += 9 * channels * width + 2 * width  # no bias, batch norm's two
         channels = width
     return total + channels * config.width + config.width
 
 
-def conv_widths(config: ViTConfig) -> list[int]:
-    """Output channels of each stride-2 convolution of the conv stem: doubling up to the model's width."""
-    halvings = config.patch_size.bit_length() - 1
-    return [max(8, config.width >> (halvings - 1 - i)) for i in range(halvings)]
+def forward_flops(config: ModelConfig, batch: int = 1) -> int:
+    """FLOPs of one forward pass of `batch` samples."""
+    return sum(op.count * op.flops for op in operations(config, batch) if op.phase == "forward")
+
+
+def backward_flops(config: ModelConfig, batch: int = 1) -> int:
+    """FLOPs of one backward pass: twice the forward pass, less the gradient of the image, which nobody
+    needs.
+    """
+    return sum(op.count * op.flops for op in operations(config, batch) if op.phase == "backward")
+
+
+def model_flops_per_sample(config: ModelConfig) -> int:
+    """Forward and backward FLOPs of one sample: the numerator of MFU. Nothing recomputed is in it."""
+    return forward_flops(config) + backward_flops(config)
+
+
+def recomputed_flops(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
+    """FLOPs that the backward pass repeats of the forward pass: HFU counts them, MFU does not.
+
+    Fused attention kernels keep no scores and compute them again.
+    """
+    return sum(op.count * op.recomputed_flops for op in operations(config, batch, plan, device=device))

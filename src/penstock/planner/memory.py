@@ -14,20 +14,19 @@ from penstock.planner.time import Workload
 def step_memory(work: Workload, plan: Plan) -> dict[str, int]:
     """Bytes at the peak by part: `weights`, `optimizer`, `gradients`, `activations` and `temporary`.
 
-    `temporary` are half-precision copies of weights that autocast keeps, and what an unfused AdamW computes in
-    between. The allocator's own overhead is not counted, nor what libraries take for themselves.
+    `activations` hold the half-precision copies of weights that autocast keeps too; `temporary` is what an unfused
+    AdamW computes in between. The allocator's own overhead is not counted, nor what libraries take for themselves.
     """
     size = 2 if plan.precision == "O3" else 4
     weights = work.parameters * size
     state = 2 * work.parameters * size
     # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.
     standing = weights if plan.optimizer == "contiguous" or plan.accumulate > 1 else 0
-    copies = 2 * work.parameters if plan.precision == "O1" else 0
-    forward_end = {"gradients": standing, "activations": work.activation_bytes, "temporary": copies}
+    forward_end = {"gradients": standing, "activations": work.activation_bytes, "temporary": 0}
     backward_end = {
         "gradients": weights,
         "activations": 0,
-        "temporary": max(copies, _scratch(work, plan, size)),
+        "temporary": _scratch(work, plan, size),
     }
     worst = max(forward_end, backward_end, key=lambda moment: sum(moment.values()))
     return {"weights": weights, "optimizer": state, **worst}

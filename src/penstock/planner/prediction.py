@@ -8,8 +8,9 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner import counts
+from penstock.planner.counts import activation_bytes, operations, parameters
 from penstock.planner.memory import step_memory
+from penstock.planner.operations import conv_widths
 from penstock.planner.time import Workload, compute_type, step_seconds
 
 
@@ -46,18 +47,26 @@ def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
 
     Raises ConfigError where the machine cannot compute in the plan's type.
     """
-    return predict_workload(workload(model, plan), machine, plan)
+    return predict_workload(workload(model, machine, plan), machine, plan)
 
 
-def workload(model: ModelConfig, plan: Plan) -> Workload:
+def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
     """The operations, parameters and activations of one micro-batch of `model`."""
+    batch, device = plan.micro_batch, machine.device
     return Workload(
-        operations=counts.operations(model, plan.micro_batch),
-        samples=plan.micro_batch,
-        parameters=counts.parameters(model),
-        tensors=counts.parameter_tensors(model),
-        activation_bytes=counts.activation_bytes(model, plan.micro_batch, plan),
+        operations=operations(model, batch, plan, device=device),
+        samples=batch,
+        parameters=parameters(model),
+        tensors=parameter_tensors(model),
+        activation_bytes=activation_bytes(model, batch, plan, device=device),
     )
+
+
+def parameter_tensors(model: ModelConfig) -> int:
+    """How many tensors the parameters are: what an optimizer loops over."""
+    block = 2 * 2 + 4 * 2 - (not model.qkv_bias) + 4 * model.qk_norm + 2 * (model.layer_scale is not None)
+    stem = 2 if model.stem == "patchify" else 3 * len(conv_widths(model)) + 2
+    return stem + 1 + (model.classifier == "token") + model.depth * block + 2 + 2
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from penstock.config.machine import GemmSample, Machine
 from penstock.config.plan import Plan
-from penstock.planner.counts import Op
+from penstock.planner.operations import Op
 
 UNMEASURED_SHARE = 0.75
 """Share of a datasheet's peak that large matrix products reach, where no measured ceiling is known."""
@@ -27,6 +27,8 @@ WAVE = 128
 """Tiles that a GPU works on at once: between the 108 multiprocessors of an A100 and the 148 of a B200."""
 TILE_DEPTH = 64
 """Inner length at which a tile's loads and stores take as long as its products."""
+SPLIT_DEPTH = 2048
+"""Inner length from which kernels split one product over several tiles."""
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 OPTIMIZER_OPERATORS = 10
@@ -79,7 +81,8 @@ def gemm_rate(machine: Machine, type_: str, m: int, n: int, k: int, batch: int =
         return ceiling
     tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * batch
     within = m * n * batch / (tiles * TILE * TILE)
-    across = tiles / (math.ceil(tiles / WAVE) * WAVE)
+    parallel = tiles * math.ceil(k / SPLIT_DEPTH)
+    across = parallel / (math.ceil(parallel / WAVE) * WAVE)
     return ceiling * within * across * k / (k + TILE_DEPTH)
 
 

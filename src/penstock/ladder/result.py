@@ -1,0 +1,175 @@
+"""What a climb found, as plain data: free of torch, and JSON as it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["baseline", "kept", "left", "reported", "unsupported", "out of memory", "failed", "not run"]
+"""`kept`: it pays, and later rungs build on it. `left`: measured, and does not pay. `reported`: measured, and by its
+nature not built upon. The others have no measurement, and a reason."""
+
+MEASURED: tuple[Status, ...] = ("baseline", "kept", "left", "reported")
+
+PAYS_FROM = 1.01
+"""A rung pays when the median of its ratios is at least this, and three quarters of them are above 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median and quartiles over the interleaved rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value; quartiles are interpolated between order statistics."""
+        if len(values) == 1:
+            return cls(median=values[0], low=values[0], high=values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high)
+
+    def pays(self) -> bool:
+        """Whether ratios with this spread are a gain, by the rule of `PAYS_FROM`."""
+        return self.median >= PAYS_FROM and self.low > 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the planner said of a rung before it was measured."""
+
+    samples_per_second: float
+    to_previous: float
+    """Predicted gain over the setting that the rung builds on, in what the rung is compared by."""
+    to_baseline: float
+    memory_bytes: int
+    mfu: float
+    seconds: dict[str, float]
+    """Of one step, by part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungResult:
+    """One rung: predicted, measured, and what became of it."""
+
+    name: str
+    title: str
+    why: str
+    status: Status
+    reason: str = ""
+    """Why there is no measurement, or why it was not kept."""
+    plan: str = ""
+    """The Plan it was measured under, as a line."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model that differ from the baseline's."""
+    changes_numerics: bool = False
+    compared_by: str = "samples"
+    forecast: Forecast | None = None
+    samples_per_second: Spread | None = None
+    model_flops_per_second: Spread | None = None
+    to_previous: Spread | None = None
+    """Median of the paired ratios to the best setting so far, in what the rung is compared by."""
+    to_baseline: Spread | None = None
+    interleaved: bool = True
+    """False where memory did not hold both contenders at once, so that they were timed one after the other."""
+    memory_bytes: int | None = None
+    compile_seconds: float | None = None
+    losses: tuple[float, ...] = ()
+    loss: float | None = None
+    """Mean over the last quarter of the loss run."""
+    loss_difference: float | None = None
+    """`loss` less the baseline's, from the same weights and the same order of samples."""
+    wall_seconds: float = 0.0
+    """What measuring it took in all."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are figures."""
+        return self.status in MEASURED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How much the baseline's loss changes from seed to seed: weights and order of samples both drawn anew."""
+
+    seeds: tuple[int, ...]
+    losses: tuple[float, ...]
+    """Mean over the last quarter of each seed's loss run."""
+    curves: tuple[tuple[float, ...], ...]
+    deviation: float
+    """Standard deviation of `losses`, of a sample (n - 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderReport:
+    """A whole climb."""
+
+    title: str
+    """What was climbed with."""
+    unit: str
+    """What a sample is: images, or samples."""
+    alone: bool
+    rungs: tuple[RungResult, ...]
+    """The baseline first."""
+    noise: Noise | None
+    plan: str
+    """The best Plan, as a line."""
+    model: dict[str, Any]
+    """Fields of the model that the best setting changes."""
+    train_command: str
+    """The command that trains with the best setting, or the Python call for a model of one's own."""
+    batch: int
+    rounds: int
+    loss_steps: int
+    machine: dict[str, Any]
+    """The Machine that predictions were made with."""
+    environment: dict[str, Any]
+    """Where it was measured; see `penstock.report.record`."""
+    command: str
+    """The command that makes this report again."""
+    wall_seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> RungResult:
+        """What everything is compared with."""
+        return self.rungs[0]
+
+    @property
+    def best(self) -> RungResult:
+        """The highest rung that was kept; alone, the one of the highest gain; the baseline if nothing paid."""
+        kept = [rung for rung in self.rungs if rung.status == "kept" and rung.to_baseline is not None]
+        if not kept:
+            return self.baseline
+        if self.alone:
+            return max(kept, key=lambda rung: rung.to_baseline.median if rung.to_baseline else 0.0)
+        return kept[-1]
+
+    @property
+    def speedup(self) -> float:
+        """Of the best setting over the baseline, measured in interleaved rounds."""
+        return self.best.to_baseline.median if self.best.to_baseline else 1.0
+
+    def outside_noise(self) -> tuple[RungResult, ...]:
+        """Kept rungs whose loss differs from the baseline's by more than two standard deviations over seeds."""
+        if self.noise is None:
+            return ()
+        return tuple(
+            rung
+            for rung in self.rungs
+            if rung.status == "kept"
+            and rung.loss_difference is not None
+            and abs(rung.loss_difference) > 2 * self.noise.deviation
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        values = dataclasses.asdict(self)
+        values["speedup"] = self.speedup
+        values["best"] = self.best.name
+        return values

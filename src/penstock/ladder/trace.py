@@ -1,0 +1,147 @@
+"""The operations of any model, recorded while one forward and backward pass runs: what the roofline needs.
+
+Matrix products are recognised by torch's own FLOP formulas (`torch.utils.flop_counter`); everything else counts as
+memory traffic. Views cost nothing and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from penstock.planner.operations import Op, OpKind
+from penstock.planner.time import Workload
+
+_KINDS: tuple[tuple[str, OpKind], ...] = (
+    ("norm", "norm"), ("softmax", "softmax"), ("clone", "copy"), ("copy", "copy"), ("cat", "copy"),
+    ("sum", "reduce"), ("mean", "reduce"),
+)  # fmt: skip
+
+
+def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int) -> Workload:
+    """Run `loss(model, batch)` and its backward once, as they are, and say what they did.
+
+    Gradients that the run leaves are cleared. Raises whatever the model raises.
+    """
+    recorder = _Recorder()
+    kept = _Kept(model)
+    with recorder:
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
+            value = loss(model, batch)
+        recorder.phase = "backward"
+        value.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Workload(
+        operations=tuple(recorder.operations),
+        samples=samples,
+        parameters=sum(parameter.numel() for parameter in trained),
+        tensors=len(trained),
+        activation_bytes=kept.bytes,
+    )
+
+
+class _Kept:
+    """Bytes that autograd keeps for backward, each storage once, weights not counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bytes = 0
+        self._seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._alive: list[Tensor] = []  # so that no address is used twice while counting
+
+    def pack(self, saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._alive.append(saved.detach())
+            self.bytes += storage.nbytes()
+        return saved
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation that computes or copies."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Op] = []
+        self.phase: Literal["forward", "backward"] = "forward"
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if read and written and not _is_view(func, read, written):
+            self.operations.append(self._op(func, args, kwargs or {}, out, (read, written)))
+        return out
+
+    def _op(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        tensors: tuple[list[Tensor], list[Tensor]],
+    ) -> Op:
+        read, written = tensors
+        name = func._overloadpacket.__name__
+        kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
+        return Op(
+            name=f"attention.{name}" if kind == "bmm" else name,
+            kind=kind,
+            phase=self.phase,
+            batch=batch,
+            m=m,
+            n=n,
+            k=k,
+            read_elements=sum(tensor.numel() for tensor in read),
+            written_elements=sum(tensor.numel() for tensor in written),
+        )
+
+
+def _is_view(func: Any, read: list[Tensor], written: list[Tensor]) -> bool:
+    """Whether nothing was computed: the result shares its memory with an argument that was not written to."""
+    if func._schema.is_mutable:
+        return False
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in read}
+    return all(tensor.untyped_storage().data_ptr() in addresses for tensor in written)
+
+
+def _product(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[OpKind, tuple[int, int, int, int]]:
+    """The kind of an operation, and (batch, m, n, k) where it multiplies matrices."""
+    if "scaled_dot_product" in name:
+        return "bmm", _attention_product(name, args)
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return next((kind for part, kind in _KINDS if part in name), "pointwise"), (1, 0, 0, 0)
+    flops = int(formula(*args, **kwargs, out_val=out))
+    result = tree_leaves(out)[0] if "backward" not in name else args[0]
+    if "bmm" in name:
+        batch, m, n = result.shape
+        return "bmm", (batch, m, n, flops // max(2 * batch * m * n, 1))
+    if "convolution" in name:
+        m, n = result.numel() // result.shape[1], result.shape[1]
+        return "conv", (1, m, n, flops // max(2 * m * n, 1))
+    m, n = result.shape[0], result.numel() // max(result.shape[0], 1)
+    return "gemm", (1, m, n, flops // max(2 * m * n, 1))
+
+
+def _attention_product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
+    """Fused attention as one batch of products: two of (N, K) by (K, N') forward, and twice as much backward."""
+    first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
+    q, k = args[first], args[first + 1]
+    products = 4 if "backward" in name else 2
+    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], products * q.shape[3]

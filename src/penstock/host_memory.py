@@ -1,0 +1,59 @@
+"""Whether the host's allocator keeps freed memory or gives it back to the kernel.
+
+A training step on a CPU frees its activations and allocates the same again a moment later. By default glibc
+returns large blocks to the kernel, which then clears and maps every 4 KiB page anew on the next touch: tens of
+thousands of page faults a step, paid inside whatever operator touches a page first. Kept, the pages are mapped
+once. The price is that the process's resident size stays at its high-water mark.
+
+The names and numbers are those of `mallopt(3)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+from penstock.errors import EnvironmentProblem
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER_TRIM = 2**31 - 1
+_KEEP_UP_TO = 2**30
+# Where glibc's dynamic thresholds settle once large blocks have been freed: what a process has that sets nothing.
+_DYNAMIC_MMAP = 32 * 2**20
+_DYNAMIC_TRIM = 2 * _DYNAMIC_MMAP
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version") else None
+
+
+def unavailable() -> str | None:
+    """Why freed memory cannot be kept on this host, or None where it can."""
+    if _glibc() is None:
+        return "only glibc's allocator can be told to keep freed memory, and this host uses another"
+    return None
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Keep freed blocks up to 1 GiB mapped (`keep`), or return them to the kernel as a fresh process would.
+
+    Acts on the whole process, from now on. Raises EnvironmentProblem where the allocator is not glibc's.
+    """
+    library = _glibc()
+    if library is None:
+        raise EnvironmentProblem(
+            f"plan.host_memory 'keep' cannot be had here: {unavailable()}; use 'release'."
+        )
+    mmap, trim = (_KEEP_UP_TO, _NEVER_TRIM) if keep else (_DYNAMIC_MMAP, _DYNAMIC_TRIM)
+    if not (library.mallopt(_M_MMAP_THRESHOLD, mmap) and library.mallopt(_M_TRIM_THRESHOLD, trim)):
+        raise EnvironmentProblem(
+            "glibc refused the allocator thresholds of plan.host_memory; use plan.host_memory 'release'."
+        )
+    if not keep:
+        library.malloc_trim(0)

@@ -1,0 +1,79 @@
+"""`penstock probe`: measure this machine and store what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from penstock.config.load import to_dict
+from penstock.config.machine import Machine, save_machine
+
+
+def probe(
+    *,
+    device: str = "auto",
+    quick: Annotated[bool, Parameter(negative="")] = False,
+    output: Path | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Measure this machine, and store what was found.
+
+    The result is kept in the cache folder ($PENSTOCK_CACHE or ~/.cache/penstock), where `train` and `ladder` find it
+    for their predictions and for MFU.
+
+    Parameters
+    ----------
+    device
+        auto, cpu, cuda or cuda:N.
+    quick
+        Take seconds instead of about a minute, with fewer shapes.
+    output
+        Also write the machine to this .toml or .json file, which --machine takes.
+    as_json
+        Print the machine as JSON instead of tables.
+    """
+    from penstock.probe import keep
+    from penstock.probe import probe as measure
+
+    machine = measure(device, quick=quick)
+    kept = [path for path in (keep(machine), save_machine(machine, output) if output else None) if path]
+    if as_json:
+        print(json.dumps(to_dict(machine), indent=1))
+        return
+    console = Console()
+    console.print(_summary(machine), _products(machine))
+    for note in machine.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for path in kept:
+        console.print(f"stored in {path}", markup=False, soft_wrap=True)
+
+
+def _summary(machine: Machine) -> Table:
+    table = Table(title=machine.name, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("memory", f"{machine.memory_bytes / 1e9:,.1f} GB")
+    table.add_row("memory bandwidth", f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s")
+    table.add_row("one small operator", f"{machine.launch_seconds * 1e6:,.2f} µs")
+    if machine.collective_bytes_per_second is not None:
+        table.add_row("all-reduce bus bandwidth", f"{machine.collective_bytes_per_second / 1e9:,.2f} GB/s")
+    return table
+
+
+def _products(machine: Machine) -> Table:
+    """One row per shape, one column per type, in GFLOP/s."""
+    kinds = list(dict.fromkeys(sample.dtype for sample in machine.gemm))
+    rates = {(sample.m, sample.n, sample.k, sample.dtype): sample.flops_per_second for sample in machine.gemm}
+    table = Table(title="matrix products, GFLOP/s", title_justify="left")
+    table.add_column("m × n × k")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for m, n, k in dict.fromkeys((sample.m, sample.n, sample.k) for sample in machine.gemm):
+        cells = [rates.get((m, n, k, kind)) for kind in kinds]
+        table.add_row(f"{m} × {n} × {k}", *("–" if rate is None else f"{rate / 1e9:,.0f}" for rate in cells))
+    return table

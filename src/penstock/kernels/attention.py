@@ -60,7 +60,8 @@ def resolve(
 @functools.cache
 def _native_bf16() -> bool:
     """Whether this CPU's matrix products take bf16 natively, through oneDNN."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa") -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import ViTConfig
-from penstock.planner.counts import conv_widths
+from penstock.planner.operations import conv_widths
 
 
 class PatchStem(nn.Module):

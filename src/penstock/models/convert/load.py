@@ -1,0 +1,153 @@
+"""Weights of any known naming into a model, and every difference said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models.convert.files import read_state_dict
+from penstock.models.convert.hf import from_hf
+from penstock.models.convert.positions import resize_positions
+from penstock.models.convert.timm import from_timm
+from penstock.models.vit import ViT
+
+log = logging.getLogger(__name__)
+
+Names = Literal["penstock", "hf", "timm"]
+
+# Parts of transformers' models that a classifier does not have: said, and left out.
+_IGNORED = ("vit.pooler.", "vit.embeddings.mask_token", "decoder.", "vit.decoder.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What `load_weights` did."""
+
+    names: Names
+    """Whose names the weights carried."""
+    resized_from: int | None = None
+    """Tokens that the positions were learned for, where they were interpolated."""
+    drawn: tuple[str, ...] = ()
+    """Parameters left at the model's own initialisation: the head, where that was allowed."""
+    ignored: tuple[str, ...] = ()
+    """Weights that this model has no place for, known to be needless."""
+
+
+def load_weights(
+    model: nn.Module, source: str | Path | Mapping[str, Tensor], *, new_head: bool = False
+) -> Loaded:
+    """Load a safetensors file, a Hugging Face folder, or a state dict into `model`, in place.
+
+    For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
+    size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
+    size: for fine-tuning. Any other model takes its own names only.
+
+    Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
+    CheckpointError for a file that cannot be read.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            "Weights cannot be loaded into a model on the meta device; call model.to_empty(device=…) and "
+            "model.init_weights() first."
+        )
+    state = read_state_dict(source) if isinstance(source, str | Path) else dict(source)
+    if not isinstance(model, ViT):
+        _check(model.state_dict(), state, ())
+        model.load_state_dict(state)
+        return Loaded(names="penstock")
+    names = names_of(state)
+    state = _in_our_names(state, names, model.config)
+    ignored = tuple(name for name in state if name.startswith(_IGNORED))
+    state = {name: tensor for name, tensor in state.items() if name not in ignored}
+    if ignored:
+        log.info("Left out, as a classifier has no use for them: %s.", ", ".join(ignored))
+    state, resized_from = _resized(state, names, model.config)
+    expected = model.state_dict()
+    drawn: tuple[str, ...] = ()
+    if new_head:
+        head = ("head.weight", "head.bias")
+        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
+        drawn = head if drawn else ()
+        state |= {name: expected[name] for name in drawn}
+    _check(expected, state, ("head.weight", "head.bias"))
+    with torch.no_grad():
+        model.load_state_dict(state)
+    return Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
+
+
+def names_of(state: Mapping[str, Tensor]) -> Names:
+    """Whose names a ViT's state dict carries. Raises ConfigError if nobody's that is known."""
+    if "patch_embed.proj.weight" in state:
+        return "timm"
+    if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
+        return "hf"
+    if "positions" in state:
+        return "penstock"
+    first = ", ".join(sorted(state)[:3]) or "none"
+    raise ConfigError(
+        f"The weights carry names of no Vision Transformer known here (the first are: {first}); known are "
+        f"those of Penstock, of transformers' ViT and of timm's VisionTransformer."
+    )
+
+
+def _in_our_names(state: Mapping[str, Tensor], names: Names, config: ViTConfig) -> dict[str, Tensor]:
+    if names == "hf":
+        return from_hf(state, config)
+    return from_timm(state, config) if names == "timm" else dict(state)
+
+
+def _resized(
+    state: dict[str, Tensor], names: Names, config: ViTConfig
+) -> tuple[dict[str, Tensor], int | None]:
+    token = config.classifier == "token"
+    if ("class_token" in state) != token:
+        has, lacks = ("no class token", "has one") if token else ("a class token", "has none")
+        other = "pooled" if token else "token"
+        raise ConfigError(
+            f"The weights have {has}, but a model with model.classifier {config.classifier!r} {lacks}; "
+            f"set model.classifier to {other!r}."
+        )
+    positions = state.get("positions")
+    if positions is None or positions.shape[0] == config.tokens or positions.shape[1] != config.width:
+        return state, None
+    # Each library's own interpolation, so that its weights mean here what they mean there.
+    resized = resize_positions(positions, config.tokens, class_token=token, antialias=names != "hf")
+    return state | {"positions": resized}, positions.shape[0]
+
+
+def _check(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tuple[str, ...]) -> None:
+    """Every name and shape that does not fit, at once."""
+    problems = []
+    missing = [name for name in expected if name not in state]
+    if missing:
+        problems.append(f"The weights lack {_some(missing)}.")
+    extra = [name for name in state if name not in expected]
+    if extra:
+        problems.append(f"The model has no place for {_some(extra)}.")
+    odd = [name for name in expected if name in state and state[name].shape != expected[name].shape]
+    problems += [
+        f"{name} is {tuple(state[name].shape)}, but the model's is {tuple(expected[name].shape)}."
+        for name in odd[:4]
+    ]
+    if len(odd) > 4:
+        problems.append(f"{len(odd) - 4} more have other shapes than the model's.")
+    if not problems:
+        return
+    if head and set(missing + odd) <= set(head) and not extra:
+        problems.append("Pass new_head=True to keep the model's own head, for fine-tuning to other classes.")
+    else:
+        problems.append("Build the model with the configuration that the weights were trained with.")
+    raise ConfigError(problems)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,78 @@
+"""Folders of one model, its configuration and its weights, as transformers lays them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models.convert.files import WEIGHTS, read_json, replace_file
+from penstock.models.convert.hf import config_from_hf, hf_config, to_hf, unrepresentable
+from penstock.models.convert.load import load_weights
+from penstock.models.vit import ViT
+
+OWN_TYPE = "penstock_vit"
+
+
+def save_pretrained(model: ViT, folder: str | Path) -> None:
+    """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
+    such a model, else in Penstock's own names (`model_type` penstock_vit). `from_pretrained` here reads both.
+
+    Each file appears whole or not at all; weights are written last.
+    """
+    folder, config = Path(folder), model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    state: Mapping[str, Tensor] = model.state_dict()
+    if unrepresentable(config):
+        values: dict[str, Any] = {
+            "model_type": OWN_TYPE,
+            "architectures": ["ViT"],
+            "penstock": asdict(config),
+        }
+    else:
+        values, state = hf_config(config), to_hf(state, config)
+    # Copied, because parameters may be views of one flat buffer, which safetensors refuses to write.
+    tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+    replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
+    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+
+
+def from_pretrained(
+    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> ViT:
+    """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier, wrote.
+
+    Raises ConfigError for another family, CheckpointError for broken files.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; give the folder that save_pretrained wrote.")
+    values = read_json(folder / "config.json")
+    if "model_type" not in values and "architecture" in values:
+        raise ConfigError(
+            f"{folder} holds timm's {values['architecture']}, whose config.json does not give its shape; "
+            f"create the model from a preset and call load_weights(model, {str(folder)!r})."
+        )
+    config = _own_config(values) if values.get("model_type") == OWN_TYPE else config_from_hf(values)
+    model = ViT(config, device=device, dtype=dtype)
+    load_weights(model, folder)
+    return model
+
+
+def _own_config(values: Mapping[str, Any]) -> ViTConfig:
+    own = values.get("penstock", {})
+    unknown = sorted(set(own) - {field.name for field in fields(ViTConfig)})
+    if unknown:
+        raise ConfigError(
+            f"config.json has fields that this version of Penstock does not know: {', '.join(unknown)}; "
+            f"install the version that wrote it."
+        )
+    return ViTConfig(**own)

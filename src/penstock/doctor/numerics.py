@@ -1,0 +1,141 @@
+"""Checks of what each device computes, by computing it: number types, and the backends of attention."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.doctor.finding import Finding, first_line
+
+
+def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of `what`, or the reason why it failed, with the warnings that torch explains itself in."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return what(), ""
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+            reasons = [str(warning.message) for warning in caught]
+            useful = [reason for reason in reasons if "not used because" not in reason]
+            reason = first_line(useful[-1] if useful else error)
+            return None, "there is none for this device" if reason.startswith("No viable backend") else reason
+
+
+def types(device: Any) -> Iterator[Finding]:
+    """Multiply matrices in each type, compare with the exact result, and say how fast it was beside fp32.
+
+    A CPU without units for a type computes it right and up to a hundred times slower, which no version number tells.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    size = 256 if device.type == "cpu" else 2048
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(device) for _ in range(2))
+    exact = (a.double() @ b.double().t()).float()
+    half = {
+        name: (a.to(dtype), b.to(dtype))
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    }
+    # Tolerances are what rounding the operands costs, several times over; loose for fp32, because an environment
+    # variable may ask for TF32.
+    products: list[tuple[str, Callable[[], Any], float]] = [
+        ("fp32", lambda: F.linear(a, b), 1e-2),
+        ("bf16", lambda: F.linear(*half["bf16"]), 2e-2),
+        ("fp16", lambda: F.linear(*half["fp16"]), 5e-3),
+        ("fp8", _fp8_product(a, b), 0.1),
+    ]
+    plain = 0.0
+    for name, product, tolerance in products:
+        found, why = _attempt(product)
+        if found is None:
+            yield Finding(area=f"types on {device.type}", name=name, status="absent", detail=why)
+            continue
+        error = float((found.float() - exact).norm() / exact.norm())
+        right = error < tolerance  # not-a-number compares false with everything, so it is not right
+        seconds = _fastest(product, device)
+        plain = plain or seconds
+        speed = "" if name == "fp32" else f", {plain / seconds:.2g} × the speed of fp32"
+        yield Finding(
+            area=f"types on {device.type}",
+            name=name,
+            status="ok" if right else "broken",
+            detail=f"relative error of a product {error:.1e}{speed}"
+            + ("" if right else f", above {tolerance:g}"),
+            remedy="" if right else "Install another build of torch; this one computes wrongly here.",
+            required=name == "fp32",
+        )
+
+
+def _fastest(call: Callable[[], Any], device: Any) -> float:
+    """Seconds of the fastest of five calls: a glance, where `penstock probe` measures.
+
+    On one CPU thread, because with more a busy neighbour slows small products a hundredfold, each by another factor.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    try:
+        for _ in range(5):
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times)
+
+
+def _fp8_product(a: Any, b: Any) -> Callable[[], Any]:
+    import torch
+
+    one = torch.ones((), device=a.device)
+    left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def attention(device: Any) -> Iterator[Finding]:
+    """Run each backend of scaled_dot_product_attention alone, forward and backward, in fp32, bf16 and fp16."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def run(backend: Any, dtype: Any) -> Any:
+        q, k, v = (
+            torch.randn(1, 2, 64, 64, device=device, dtype=dtype, generator=generator).requires_grad_()
+            for _ in range(3)
+        )
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, k, v).sum().backward()  # type: ignore[no-untyped-call]
+        return q.grad
+
+    generator = torch.Generator(device=device).manual_seed(0)
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for name, backend in backends.items():
+        able, reason = [], ""
+        for word, dtype in dtypes.items():
+            found, why = _attempt(lambda backend=backend, dtype=dtype: run(backend, dtype))  # type: ignore[misc]
+            if found is not None and bool(found.isfinite().all()):
+                able.append(word)
+            reason = why or reason
+        yield Finding(
+            area=f"attention on {device.type}",
+            name=name,
+            status="ok" if able else ("broken" if name == "math" else "absent"),
+            detail=f"forward and backward in {', '.join(able)}" if able else reason,
+            remedy="Install another build of torch; its plainest attention fails here."
+            if name == "math" and not able
+            else "",
+            required=name == "math",
+        )

@@ -1,0 +1,79 @@
+"""`penstock ladder`: what each optimisation gains on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.cli._app import configured
+from penstock.errors import ExitCode
+from penstock.ladder.settings import LadderConfig
+
+if TYPE_CHECKING:
+    from penstock.ladder.result import RungResult
+
+
+def _factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
+    """Let `--model package.module:factory` mean `--factory package.module:factory`: a preset's name has no colon."""
+
+    @wraps(verb)
+    def wrapped(*arguments: Any, **given: Any) -> int:
+        for place in ("argument", "setting__model"):
+            value = arguments[0] if place == "argument" and arguments else given.get(place)
+            if isinstance(value, str) and ":" in value:
+                given["setting__factory"] = value
+                given.pop(place, None)
+                arguments = () if place == "argument" else arguments
+        return verb(*arguments, **given)
+
+    wrapped.__signature__ = verb.__signature__  # type: ignore[attr-defined]
+    return wrapped
+
+
+@_factory_as_model
+@configured(LadderConfig, positional="model", hide=("alone", "quick"))
+def ladder(
+    config: LadderConfig,
+    *,
+    alone: Annotated[
+        bool,
+        Parameter(help="Measure each rung by itself against the baseline, instead of climbing.", negative=""),
+    ] = False,
+    quick: Annotated[
+        bool, Parameter(help="Few rounds and short loss runs: a first impression.", negative="")
+    ] = False,
+) -> int:
+    """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
+
+    MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
+    and a function loss(model, batch).
+    """
+    from rich.console import Console
+
+    from penstock.ladder.climb import ladder as climb
+    from penstock.ladder.show import table, write
+
+    console = Console()
+    messages = Console(stderr=True)
+
+    def watch(result: RungResult) -> None:
+        ratio = f"{result.to_previous.median:.2f}×" if result.to_previous else ""
+        reason = f" ({result.reason})" if result.reason else ""
+        messages.print(
+            f"{result.title:<24} {ratio:>7}  {result.status}{reason}", highlight=False, markup=False
+        )
+
+    report = climb(
+        config=replace(config, alone=alone or config.alone, quick=quick or config.quick), watch=watch
+    )
+    html, data = write(report, config.output)
+    console.print(table(report))
+    console.print(f"\nWritten: {html} and {data}\n", highlight=False, markup=False)
+    console.print(f"{report.speedup:.2f}× the baseline's speed, with", highlight=False)
+    # Not wrapped and not styled: this line is there to be copied.
+    console.print(report.train_command, soft_wrap=True, highlight=False, markup=False)
+    return int(ExitCode.DONE)

@@ -1,0 +1,50 @@
+"""The ladder: every optimisation on this machine, one rung at a time, predicted beside measured.
+
+Names are resolved on first use: results and pages can be read where there is no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.ladder.climb import ladder
+    from penstock.ladder.result import LadderReport, RungResult
+    from penstock.ladder.rung import Rung, Setting, Situation, register
+    from penstock.ladder.settings import LadderConfig
+    from penstock.ladder.show import table, to_html, write
+
+__all__ = [
+    "LadderConfig",
+    "LadderReport",
+    "Rung",
+    "RungResult",
+    "Setting",
+    "Situation",
+    "ladder",
+    "register",
+    "table",
+    "to_html",
+    "write",
+]
+
+_HOME = {
+    "LadderConfig": "settings",
+    "LadderReport": "result",
+    "Rung": "rung",
+    "RungResult": "result",
+    "Setting": "rung",
+    "Situation": "rung",
+    "ladder": "climb",
+    "register": "rung",
+    "table": "show",
+    "to_html": "show",
+    "write": "show",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock.ladder' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"penstock.ladder.{_HOME[name]}"), name)

@@ -1,0 +1,129 @@
+"""The baseline, the best setting so far and a challenger, alive at once and timed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.ladder import measure
+from penstock.ladder.measure import Contender
+from penstock.ladder.result import Status
+from penstock.ladder.rung import Setting
+from penstock.ladder.subject import Subject
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds per step of a challenger and of what it is compared with, round by round."""
+
+    challenger: list[float]
+    reference: list[float]
+    baseline: list[float]
+    interleaved: bool
+    """False where memory did not hold them at once: the others' last figures then stand for them."""
+
+
+class Arena:
+    """Who is alive. The baseline and the best setting stay built between rungs, where memory allows."""
+
+    def __init__(self, subject: Subject, seed: int, round_seconds: float) -> None:
+        self.subject = subject
+        self.seed = seed
+        self.round_seconds = round_seconds
+        self.baseline = subject.first
+        self.best = subject.first
+        self._alive: dict[Setting, Contender] = {}
+        self._step_seconds: dict[Setting, float] = {}
+
+    def contender(self, setting: Setting) -> Contender:
+        """The built contender of a setting; built now, if it is not alive."""
+        if setting not in self._alive:
+            contender = measure.contend(self.subject, setting, self.seed)
+            self._alive[setting] = contender
+            self._step_seconds[setting] = contender.step_seconds
+        return self._alive[setting]
+
+    def step_seconds(self, setting: Setting) -> float:
+        """Seconds per step as last measured; the setting need not be alive."""
+        return self._step_seconds[setting]
+
+    def challenge(self, setting: Setting) -> bool:
+        """Bring a challenger to life. False where it had to be alone: memory did not hold the others beside it."""
+        return self._with_room(lambda: self.contender(setting))[1]
+
+    def losses(self, setting: Setting, seed: int, steps: int) -> list[float]:
+        """The loss run of a setting, beside the living if memory allows."""
+        curve = self._with_room(lambda: measure.losses(self.subject, setting, seed, steps))[0]
+        measure.release(self.subject.device, compiled=False)
+        return curve
+
+    def time(self, setting: Setting, reference: Setting, rounds: int, *, together: bool) -> Timing:
+        """Interleaved rounds of the challenger, its reference and the baseline."""
+        if not together:
+            seconds = self._rounds([setting], rounds)[setting]
+            return Timing(
+                challenger=seconds,
+                reference=[self._step_seconds[reference]] * rounds,
+                baseline=[self._step_seconds[self.baseline]] * rounds,
+                interleaved=False,
+            )
+        taken = self._rounds(list(dict.fromkeys([setting, reference, self.baseline])), rounds)
+        return Timing(
+            challenger=taken[setting],
+            reference=taken[reference],
+            baseline=taken[self.baseline],
+            interleaved=True,
+        )
+
+    def retire(self, setting: Setting) -> None:
+        """Let go of a setting that is neither baseline nor best, and give its memory back.
+
+        Compiled code is forgotten too, unless someone who stays would have to compile again.
+        """
+        if setting in (self.baseline, self.best):
+            return
+        self._alive.pop(setting, None)
+        stays = any(other.plan.compile != "none" for other in self._alive)
+        measure.release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
+
+    def accept(self, setting: Setting) -> None:
+        """Make a setting the best; the former best makes room."""
+        former, self.best = self.best, setting
+        self.retire(former)
+
+    def _with_room(self, work: Callable[[], T]) -> tuple[T, bool]:
+        """Do some work; where a GPU's memory runs out, once more after all others had to go (then False)."""
+        try:
+            return work(), True
+        except Exception as error:
+            if self.subject.device.type != "cuda" or failure(error)[0] != "out of memory":
+                raise
+        # Only here, where the exception and the frames it held are gone, is its memory free.
+        self._alive.clear()
+        measure.release(self.subject.device, compiled=False)
+        return work(), False
+
+    def _rounds(self, settings: list[Setting], rounds: int) -> dict[Setting, list[float]]:
+        contenders = [self.contender(setting) for setting in settings]
+        seconds = measure.interleaved(contenders, rounds, self.round_seconds)
+        for setting, contender in zip(settings, contenders, strict=True):
+            self._step_seconds[setting] = contender.step_seconds
+        return dict(zip(settings, seconds, strict=True))
+
+
+def failure(error: BaseException) -> tuple[Status, str]:
+    """What an exception says about a rung: its status, and a line for the report."""
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    memory = isinstance(error, OutOfMemory | MemoryError | torch.OutOfMemoryError)
+    if memory or "can't allocate memory" in first:
+        return "out of memory", first
+    if isinstance(error, ConfigError):
+        return "unsupported", first
+    return "failed", f"{type(error).__name__}: {first}"

@@ -1,0 +1,360 @@
+"""The climb: rung after rung, each measured against the best setting so far and against the baseline.
+
+A rung that pays is built upon; one that does not, or cannot be had here, or runs out of memory, or fails, is
+reported so and climbed past.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from penstock.config.load import load, to_dict
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import ModelConfig
+from penstock.ladder import measure
+from penstock.ladder.arena import Arena, failure
+from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
+from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
+from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig
+from penstock.ladder.subject import Configured, Factory, Own, Subject, load_factory, preset_name
+from penstock.planner.prediction import Prediction, predict_workload
+from penstock.probe import machine_for, resolve_device
+from penstock.report import record
+
+log = logging.getLogger(__name__)
+
+LOSS_SHARE = 0.4
+"""Share of a budget that loss runs may take; the rest is for building and timing."""
+LEAST_LOSS_STEPS = 4
+BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
+
+Watch = Callable[[RungResult], None]
+"""Called with each rung's result as soon as it is there."""
+
+
+def ladder(
+    model: str | ModelConfig | None = None,
+    *,
+    factory: str | Factory | None = None,
+    config: LadderConfig | None = None,
+    watch: Watch | None = None,
+    **settings: Any,
+) -> LadderReport:
+    """Climb the ladder and report what each rung gains on this machine, in speed, memory and loss.
+
+    `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
+    `package.module:name`, that returns (model, batch, loss) with `loss(model, batch)` a scalar tensor. `settings` are
+    fields of `LadderConfig`, over `config`. Nothing is written; see `LadderReport` and `penstock.ladder.write`.
+
+    Raises ConfigError for settings, models and factories that cannot be, EnvironmentProblem for a missing device, and
+    what the baseline itself raises: without it there is nothing to compare with.
+    """
+    overrides = dict(settings)
+    if model is not None:
+        overrides["model"] = model
+    if isinstance(factory, str):
+        overrides["factory"] = factory
+    settled = load(LadderConfig, overrides=overrides, base=config, origin="the call of ladder")
+    if settled.quick:
+        settled = replace(
+            settled,
+            rounds=min(settled.rounds, QUICK_ROUNDS),
+            loss_steps=min(settled.loss_steps, QUICK_LOSS_STEPS),
+            round_seconds=min(settled.round_seconds, 0.1),
+        )
+    rungs = choose(settled.rungs, settled.skip)
+    device = resolve_device(settled.device)
+    machine = load_machine(settled.machine) if settled.machine else machine_for(device)
+    with measure.side_by_side():
+        subject = _subject(settled, factory, device, machine)
+        return _Climb(subject, settled, watch or (lambda result: None)).run(rungs)
+
+
+def _subject(
+    config: LadderConfig, factory: str | Factory | None, device: torch.device, machine: Machine
+) -> Subject:
+    if callable(factory):
+        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device, machine)
+    if config.factory is not None:
+        return Own(load_factory(config.factory), config.factory, config, device, machine)
+    return Configured(config, device, machine)
+
+
+@dataclass(slots=True)
+class _Deadline:
+    """What is left of a budget; without one, everything."""
+
+    seconds: float | None
+    start: float = field(default_factory=time.perf_counter)
+
+    def left(self) -> float:
+        """Seconds that remain."""
+        return math.inf if self.seconds is None else self.seconds - (time.perf_counter() - self.start)
+
+
+class _Climb:
+    """One climb. `run` reads from top to bottom as what happens."""
+
+    def __init__(self, subject: Subject, config: LadderConfig, watch: Watch) -> None:
+        self.subject = subject
+        self.config = config
+        self.watch = watch
+        self.situation: Situation = subject.situation()
+        self.arena = Arena(subject, config.seed, config.round_seconds)
+        self.deadline = _Deadline(config.budget)
+        self.loss_steps = config.loss_steps
+        self.notes: list[str] = []
+
+    def run(self, rungs: Sequence[Rung]) -> LadderReport:
+        """Measure the baseline, then every rung."""
+        self.arena.contender(self.arena.baseline)
+        self._fit_into_budget(len(rungs))
+        noise = self._noise()
+        results = [self._baseline_result(noise)]
+        self.watch(results[0])
+        for index, rung in enumerate(rungs):
+            start = time.perf_counter()
+            result = self._rung(rung, noise, remaining=len(rungs) - index)
+            results.append(replace(result, wall_seconds=time.perf_counter() - start))
+            self.watch(results[-1])
+        return self._report(results, noise)
+
+    def _rung(self, rung: Rung, noise: Noise | None, *, remaining: int) -> RungResult:
+        """Everything about one rung, whatever happens to it."""
+        reference = self.arena.baseline if self.config.alone else self.arena.best
+        result = RungResult(
+            name=rung.name,
+            title=rung.title,
+            why=rung.why,
+            status="unsupported",
+            changes_numerics=rung.changes_numerics,
+            compared_by=rung.compared_by,
+        )
+        obstacle = rung.obstacle(reference, self.situation)
+        if obstacle is not None:
+            return replace(result, reason=obstacle)
+        setting = rung.apply(reference, self.situation)
+        changes = model_changes(self.subject.first.model, setting.model)
+        result = replace(result, plan=setting.plan.line(), model=changes)
+        if self.deadline.left() < self._least_seconds(setting):
+            return replace(
+                result, status="not run", reason=f"the budget of {self.config.budget:g} s was spent"
+            )
+        try:
+            result = replace(result, forecast=self._forecast(setting, reference, rung.compared_by))
+            result = self._measured(result, setting, reference, remaining)
+            result = self._with_losses(result, setting, noise)
+        except Exception as error:  # a rung is an experiment: any way of failing is its result
+            status, reason = failure(error)
+            log.info("rung %s: %s", rung.name, reason, exc_info=error)
+            result = replace(result, status=status, reason=reason)
+        else:
+            status, reason = _verdict(result, carried=rung.carried)
+            result = replace(result, status=status, reason=reason)
+            if status == "kept" and not self.config.alone:
+                self.arena.accept(setting)
+        self.arena.retire(setting)
+        return result
+
+    def _measured(
+        self, result: RungResult, setting: Setting, reference: Setting, remaining: int
+    ) -> RungResult:
+        """Speed and memory of one setting."""
+        together = self.arena.challenge(setting)
+        timing = self.arena.time(setting, reference, self._rounds(setting, remaining), together=together)
+        work = self.subject.model_flops if result.compared_by == "flops" else self.subject.samples
+        here, there, first = (float(work(s)) for s in (setting, reference, self.arena.baseline))
+        contender = self.arena.contender(setting)
+        samples, flops = self.subject.samples(setting), self.subject.model_flops(setting)
+        return replace(
+            result,
+            samples_per_second=Spread.of([samples / s for s in timing.challenger]),
+            model_flops_per_second=Spread.of([flops / s for s in timing.challenger]),
+            to_previous=Spread.of(_ratios(here, timing.challenger, there, timing.reference)),
+            to_baseline=Spread.of(_ratios(here, timing.challenger, first, timing.baseline)),
+            interleaved=timing.interleaved,
+            memory_bytes=measure.peak_memory(contender),
+            compile_seconds=contender.compile_seconds,
+        )
+
+    def _forecast(self, setting: Setting, reference: Setting, compared_by: str) -> Forecast:
+        """What the planner says of a setting, and of the two it will be compared with."""
+        predicted, before, first = (self._predict(s) for s in (setting, reference, self.arena.baseline))
+
+        def rate(prediction: Prediction) -> float:
+            flops = prediction.model_flops_per_second_per_gpu
+            return flops if compared_by == "flops" else prediction.samples_per_second
+
+        return Forecast(
+            samples_per_second=predicted.samples_per_second,
+            to_previous=rate(predicted) / rate(before),
+            to_baseline=rate(predicted) / rate(first),
+            memory_bytes=predicted.memory_bytes,
+            mfu=predicted.mfu,
+            seconds=predicted.seconds,
+        )
+
+    def _predict(self, setting: Setting) -> Prediction:
+        return predict_workload(self.subject.workload(setting), self.subject.machine, setting.plan)
+
+    def _noise(self) -> Noise | None:
+        """The baseline's loss under several seeds; none where no loss runs are made."""
+        if not self.loss_steps:
+            return None
+        first = self.arena.baseline
+        seeds = tuple(self.config.seed + i for i in range(self.config.seeds + 1))
+        curves = tuple(tuple(self.arena.losses(first, seed, self.loss_steps)) for seed in seeds)
+        last = tuple(_tail_mean(curve) for curve in curves)
+        return Noise(seeds=seeds, losses=last, curves=curves, deviation=statistics.stdev(last))
+
+    def _with_losses(self, result: RungResult, setting: Setting, noise: Noise | None) -> RungResult:
+        if noise is None:
+            return result
+        curve = self.arena.losses(setting, self.config.seed, self.loss_steps)
+        loss = _tail_mean(curve)
+        return replace(result, losses=tuple(curve), loss=loss, loss_difference=loss - noise.losses[0])
+
+    def _baseline_result(self, noise: Noise | None) -> RungResult:
+        first = self.arena.baseline
+        seconds = self.arena.time(first, first, self.config.rounds, together=True).challenger
+        samples, flops = self.subject.samples(first), self.subject.model_flops(first)
+        one = Spread(median=1.0, low=1.0, high=1.0)
+        return RungResult(
+            name="baseline",
+            title="baseline fp32",
+            why=BASELINE_WHY,
+            status="baseline",
+            plan=first.plan.line(),
+            forecast=self._forecast(first, first, "samples"),
+            samples_per_second=Spread.of([samples / s for s in seconds]),
+            model_flops_per_second=Spread.of([flops / s for s in seconds]),
+            to_previous=one,
+            to_baseline=one,
+            memory_bytes=measure.peak_memory(self.arena.contender(first)),
+            losses=noise.curves[0] if noise else (),
+            loss=noise.losses[0] if noise else None,
+            loss_difference=0.0 if noise else None,
+        )
+
+    def _fit_into_budget(self, rungs: int) -> None:
+        """Shorten the loss runs, all alike, so that they take no more than their share."""
+        if self.config.budget is None or not self.loss_steps:
+            return
+        runs = rungs + self.config.seeds + 1
+        step = self.arena.step_seconds(self.arena.baseline)
+        affordable = int(LOSS_SHARE * self.deadline.left() / (runs * step))
+        if affordable < self.loss_steps:
+            self.loss_steps = affordable if affordable >= LEAST_LOSS_STEPS else 0
+            said = f"to {self.loss_steps} steps" if self.loss_steps else "to none"
+            self.notes.append(f"The budget shortened loss runs from {self.config.loss_steps} steps {said}.")
+
+    def _rounds(self, setting: Setting, remaining: int) -> int:
+        """As many rounds as wished, or as fit into this rung's part of what is left; at least two."""
+        if self.config.budget is None:
+            return self.config.rounds
+        step = self.arena.step_seconds
+        each = sum(
+            max(self.config.round_seconds, step(s)) for s in {setting, self.arena.best, self.arena.baseline}
+        )
+        fit = int((self.deadline.left() / remaining - self.loss_steps * step(setting)) / each)
+        return max(2, min(self.config.rounds, fit))
+
+    def _least_seconds(self, setting: Setting) -> float:
+        """The least that measuring a setting takes, if it is as quick as the best; compiling is not foreseen."""
+        larger = self.subject.samples(setting) / self.subject.samples(self.arena.best)
+        steps = measure.WARM_UP_STEPS + 2 + self.loss_steps
+        return self.arena.step_seconds(self.arena.best) * steps * max(1.0, larger)
+
+    def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
+        best = self._best_alone(results) if self.config.alone else self.arena.best
+        return LadderReport(
+            title=self.subject.title,
+            unit=self.subject.unit,
+            alone=self.config.alone,
+            rungs=tuple(results),
+            noise=noise,
+            plan=best.plan.line(),
+            model=model_changes(self.subject.first.model, best.model),
+            train_command=self.subject.train_command(best),
+            batch=self.subject.first.plan.micro_batch,
+            rounds=self.config.rounds,
+            loss_steps=self.loss_steps,
+            machine=to_dict(self.subject.machine),
+            environment=record.environment(),
+            command=command_of(self.config),
+            wall_seconds=time.perf_counter() - self.deadline.start,
+            notes=tuple(self.notes),
+        )
+
+    def _best_alone(self, results: list[RungResult]) -> Setting:
+        """The setting of the single rung that gains most."""
+        paying = [(r.to_baseline.median, r.name) for r in results if r.status == "kept" and r.to_baseline]
+        if not paying:
+            return self.arena.baseline
+        rung = next(rung for rung in all_rungs() if rung.name == max(paying)[1])
+        return rung.apply(self.arena.baseline, self.situation)
+
+
+def _verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
+    """What becomes of a measured rung."""
+    if not carried:
+        return "reported", "measured for comparison, not built upon"
+    if any(not math.isfinite(loss) for loss in result.losses):
+        return "left", "its loss left the finite numbers"
+    assert result.to_previous is not None
+    if result.to_previous.pays():
+        return "kept", ""
+    return "left", "slower" if result.to_previous.high < 1.0 else "no clear gain"
+
+
+def _ratios(
+    work: float, seconds: Sequence[float], before: float, before_seconds: Sequence[float]
+) -> list[float]:
+    """Ratio of the rates of two contenders, round by round."""
+    return [(work / s) / (before / b) for s, b in zip(seconds, before_seconds, strict=True)]
+
+
+def _tail_mean(curve: Sequence[float]) -> float:
+    """Mean over the last quarter: one step's loss is mostly that of its samples."""
+    tail = curve[-max(1, len(curve) // 4) :]
+    return sum(tail) / len(tail)
+
+
+def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
+    """Fields of the model that a setting changes."""
+    if first is None or model is None:
+        return {}
+    return {
+        f.name: getattr(model, f.name)
+        for f in fields(model)
+        if getattr(model, f.name) != getattr(first, f.name)
+    }
+
+
+def command_of(config: LadderConfig) -> str:
+    """The command that climbs again with these settings, wherever the call came from."""
+    words = ["penstock ladder"]
+    words.append(f"--model {config.factory}" if config.factory else preset_name(config.model))
+    plain = LadderConfig()
+    for name in ("batch", "rungs", "skip", "alone", "quick", "rounds", "round_seconds", "loss_steps", "seeds", "lr",
+                 "budget", "device", "machine", "seed"):  # fmt: skip
+        value = getattr(config, name)
+        if value == getattr(plain, name) or (
+            config.quick and name in ("rounds", "loss_steps", "round_seconds")
+        ):
+            continue
+        if value is True:
+            words.append(f"--{name}")
+        else:
+            words.append(f"--{name} {','.join(value) if isinstance(value, tuple) else value}")
+    if config.data.source != "digits":
+        words.append(f"--data.source {config.data.source}")
+    return " ".join(words)

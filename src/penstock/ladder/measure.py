@@ -1,0 +1,197 @@
+"""Timing, memory and losses of contenders that live side by side in one process.
+
+A contender is a model built under one Setting with batches to step on. Rounds go round all contenders (A B C, B C A,
+…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from penstock.build import Built
+from penstock.ladder.rung import Setting
+from penstock.ladder.subject import Subject
+
+WARM_UP_STEPS = 3
+RECOMPILE_LIMIT = 256
+"""Contenders share the code of their blocks, so each adds its own compiled form to it."""
+
+
+@dataclass(slots=True)
+class Contender:
+    """One setting, built and warm."""
+
+    setting: Setting
+    device: torch.device
+    built: Built
+    micro_batches: list[Any]
+    step_seconds: float
+    """A first estimate."""
+    compile_seconds: float | None
+
+    def step(self) -> None:
+        """One optimizer step; on a GPU it may still be running when this returns."""
+        self.built.step(self.micro_batches)
+
+
+def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
+    """Build and warm up. What compiling costs is what the first steps take longer than later ones."""
+    built = subject.build(setting, seed)
+    batches = subject.batches(setting, seed)
+    micro_batches = [next(batches) for _ in range(setting.plan.accumulate)]
+    _close(batches)
+    contender = Contender(
+        setting=setting,
+        device=subject.device,
+        built=built,
+        micro_batches=micro_batches,
+        step_seconds=0.0,
+        compile_seconds=None,
+    )
+    warm = [timed(contender, 1) for _ in range(WARM_UP_STEPS)]
+    contender.step_seconds = warm[-1]
+    if setting.plan.compile != "none":
+        contender.compile_seconds = max(0.0, sum(warm[:-1]) - len(warm[:-1]) * warm[-1])
+    return contender
+
+
+def timed(contender: Contender, steps: int) -> float:
+    """Seconds per step over so many steps."""
+    device = contender.device
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        contender.step()
+    _wait(device)
+    return (time.perf_counter() - start) / steps
+
+
+def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: float) -> list[list[float]]:
+    """Seconds per step, by contender and round. Each round starts with another contender."""
+    steps = [max(1, math.ceil(least_seconds / max(c.step_seconds, 1e-9))) for c in contenders]
+    seconds: list[list[float]] = [[] for _ in contenders]
+    order = list(range(len(contenders)))
+    for turn in range(rounds):
+        for index in order[turn % len(order) :] + order[: turn % len(order)]:
+            seconds[index].append(timed(contenders[index], steps[index]))
+    for contender, taken in zip(contenders, seconds, strict=True):
+        contender.step_seconds = statistics.median(taken)
+    return seconds
+
+
+def peak_memory(contender: Contender) -> int:
+    """Bytes of tensors at the worst moment of one step, with weights and optimizer state.
+
+    A GPU's allocator keeps that count. On a CPU the resident size of the process says little, so one step is run
+    under torch's memory profiler, which sees every allocation of tensors, those of compiled code too.
+    """
+    device = contender.device
+    resident = resident_bytes(contender)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        contender.step()
+        _wait(device)
+        return resident + torch.cuda.max_memory_allocated(device) - before
+    return resident + _allocated_by(contender)
+
+
+def resident_bytes(contender: Contender) -> int:
+    """Bytes that outlive a step: weights, buffers, gradients, optimizer state, batch; each storage once."""
+    model, optimizer = contender.built.model, contender.built.optimizer
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors += [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    tensors += [leaf for batch in contender.micro_batches for leaf in _tensors(batch)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def losses(subject: Subject, setting: Setting, seed: int, steps: int) -> list[float]:
+    """The loss of each of so many optimizer steps, from the seed's weights and in its order of samples."""
+    built = subject.build(setting, seed)
+    batches = subject.batches(setting, seed)
+    try:
+        torch.manual_seed(seed)  # dropout, where there is any
+        values = [
+            built.step([next(batches) for _ in range(setting.plan.accumulate)]).loss for _ in range(steps)
+        ]
+        return [float(value) for value in torch.stack(values).float().cpu()]
+    finally:
+        _close(batches)
+
+
+def release(device: torch.device, *, compiled: bool) -> None:
+    """Give back what dropped contenders held; `compiled` forgets all compiled code too."""
+    if compiled:
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """Let many compiled contenders live at once, each for its own shapes rather than for dynamic ones."""
+    import torch._dynamo.config as dynamo
+
+    with dynamo.patch(
+        recompile_limit=RECOMPILE_LIMIT,
+        accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
+        automatic_dynamic_shapes=False,
+    ):
+        yield
+
+
+def _allocated_by(contender: Contender) -> int:
+    """The highest sum of what one step allocates less what it frees."""
+    # The profiler's own messages would go to stderr; it reads this when it first starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        contender.step()
+    assert recorded.profiler is not None
+    results = recorded.profiler.kineto_results
+    assert results is not None
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Tensors of a batch: of a pytree, or of an object's attributes (our own Batch is a dataclass)."""
+    leaves = tree_leaves(batch)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not found:
+        names = getattr(type(batch), "__dataclass_fields__", {})
+        found = [value for name in names if isinstance(value := getattr(batch, name), Tensor)]
+    return found
+
+
+def _close(batches: Any) -> None:
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

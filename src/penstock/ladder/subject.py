@@ -1,0 +1,320 @@
+"""What climbs the ladder: a Penstock model on real images, or anybody's own model with its own batch and loss.
+
+A subject builds itself under any Setting, always from the same weights for the same seed, and feeds itself the same
+samples in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from penstock.build import Built, build
+from penstock.config.machine import Machine
+from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.run import Recipe
+from penstock.data import Loader, open_source
+from penstock.errors import ConfigError
+from penstock.ladder.rung import Setting, Situation
+from penstock.ladder.settings import LadderConfig
+from penstock.ladder.trace import trace
+from penstock.models import create
+from penstock.models.anatomy import set_attention, set_layout
+from penstock.planner.prediction import workload
+from penstock.planner.time import Workload
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Factory = Callable[[], tuple[nn.Module, Any, Loss]]
+
+BATCH = {"cpu": 8, "cuda": 64}
+"""Samples per step of the baseline, where nobody says."""
+
+
+class Subject(ABC):
+    """What is built, fed and measured."""
+
+    title: str
+    unit: str
+    first: Setting
+    """The baseline."""
+    device: torch.device
+    machine: Machine
+    recipe: Recipe
+
+    @abstractmethod
+    def situation(self) -> Situation:
+        """What rungs may ask about."""
+
+    @abstractmethod
+    def build(self, setting: Setting, seed: int) -> Built:
+        """The model under a setting, from the weights that belong to the seed."""
+
+    @abstractmethod
+    def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
+        """Batches of `setting.plan.micro_batch` samples on the device, without end, in the seed's order."""
+
+    @abstractmethod
+    def workload(self, setting: Setting) -> Workload:
+        """What one micro-batch makes the device do."""
+
+    @abstractmethod
+    def train_command(self, setting: Setting) -> str:
+        """How to train with a setting."""
+
+    def samples(self, setting: Setting) -> int:
+        """Samples of one optimizer step."""
+        return setting.plan.micro_batch * setting.plan.accumulate
+
+    def model_flops(self, setting: Setting) -> int:
+        """FLOPs of one optimizer step, forward and backward; what is computed twice is not counted."""
+        each = sum(op.count * op.flops for op in self.workload(setting).operations)
+        return each * setting.plan.accumulate
+
+
+class Configured(Subject):
+    """A Penstock model, on images of a data source."""
+
+    unit = "images"
+
+    def __init__(self, config: LadderConfig, device: torch.device, machine: Machine) -> None:
+        self.title = preset_name(config.model)
+        self.device, self.machine = device, machine
+        self.recipe = Recipe(lr=config.lr)
+        batch = config.batch if config.batch is not None else BATCH[machine.device]
+        self.first = Setting(model=config.model, plan=Plan(micro_batch=batch))
+        self._source = open_source(config.data, split="train", channels=config.model.channels)
+        self._data = config.data.source
+        self._starts: dict[int, dict[str, Tensor]] = {}
+
+    def situation(self) -> Situation:
+        return Situation(
+            machine=self.machine,
+            micro_batch=self.first.plan.micro_batch,
+            attention=get_args(AttentionBackend),
+            layouts=("batch_first", "batch_second"),
+        )
+
+    def build(self, setting: Setting, seed: int) -> Built:
+        assert setting.model is not None
+        setting.plan.validate(setting.model, self.machine)
+        built = build(
+            setting.model,
+            setting.plan,
+            device=self.device,
+            recipe=self.recipe,
+            seed=seed,
+            machine=self.machine,
+        )
+        _adopt(built.model, self._start(seed))
+        return built
+
+    def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
+        assert setting.model is not None
+        return iter(
+            Loader(
+                self._source,
+                batch=setting.plan.micro_batch,
+                image_size=setting.model.image_size,
+                classes=setting.model.classes,
+                seed=seed,
+                device=self.device,
+            )
+        )
+
+    def workload(self, setting: Setting) -> Workload:
+        assert setting.model is not None
+        return workload(setting.model, self.machine, setting.plan)
+
+    def train_command(self, setting: Setting) -> str:
+        assert setting.model is not None
+        words = ["penstock train", *model_words(setting.model), f'--plan "{setting.plan.line()}"']
+        if self._data != "digits":
+            words.append(f"--data {self._data}")
+        return " ".join(words)
+
+    def _start(self, seed: int) -> dict[str, Tensor]:
+        """The baseline's first weights, which every rung starts from as far as its shapes allow."""
+        if seed not in self._starts:
+            assert self.first.model is not None
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = create(self.first.model)
+            self._starts[seed] = {name: value.detach().clone() for name, value in model.named_parameters()}
+        return self._starts[seed]
+
+
+class Own(Subject):
+    """A model of the user's: what a factory returns. Its one batch is fed at every step."""
+
+    unit = "samples"
+
+    def __init__(
+        self, factory: Factory, name: str, config: LadderConfig, device: torch.device, machine: Machine
+    ) -> None:
+        self.title = name
+        self.device, self.machine = device, machine
+        self.recipe = Recipe(lr=config.lr)
+        self._factory = factory
+        model, self._batch, self._loss = self._make(config.seed)
+        self._samples = _samples_of(self._batch)
+        self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
+        self._attention = tuple(
+            backend for backend in get_args(AttentionBackend) if _accepts(set_attention, model, backend)
+        )
+        self._layouts = tuple(
+            layout for layout in ("batch_first", "batch_second") if _accepts(set_layout, model, layout)
+        )
+        self._traces: dict[int, Workload] = {}
+
+    def situation(self) -> Situation:
+        return Situation(
+            machine=self.machine,
+            micro_batch=self.first.plan.micro_batch,
+            splittable=self._samples is not None,
+            attention=self._attention,
+            layouts=self._layouts,
+        )
+
+    def build(self, setting: Setting, seed: int) -> Built:
+        model, _, loss = self._make(seed)
+        return build(
+            model,
+            setting.plan,
+            device=self.device,
+            recipe=self.recipe,
+            loss=loss,
+            seed=seed,
+            machine=self.machine,
+        )
+
+    def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
+        return itertools.repeat(self._enlarged(setting.plan.micro_batch))
+
+    def workload(self, setting: Setting) -> Workload:
+        """Traced once per batch size in fp32; what is kept for backward is halved where products are."""
+        size = setting.plan.micro_batch
+        if size not in self._traces:
+            model, _, loss = self._make(0)
+            self._traces[size] = trace(model.to(self.device), self._enlarged(size), loss, size)
+        work = self._traces[size]
+        if setting.plan.precision == "O0":
+            return work
+        return replace(work, activation_bytes=work.activation_bytes // 2)
+
+    def train_command(self, setting: Setting) -> str:
+        plan = setting.plan.line()
+        return f'penstock.build(model, penstock.Plan.parse("{plan}"), loss=loss)  # with the model of {self.title}'
+
+    def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
+        """What the factory returns; the model is copied, for a factory may return the same one again."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = self._factory()
+        if not (
+            isinstance(made, tuple)
+            and len(made) == 3
+            and isinstance(made[0], nn.Module)
+            and callable(made[2])
+        ):
+            raise ConfigError(
+                f"The factory {self.title} returned {type(made).__name__}, but must return three things: a "
+                f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
+            )
+        model, batch, loss = made
+        return copy.deepcopy(model).train(), batch, loss
+
+    def _enlarged(self, size: int) -> Any:
+        """The example batch on the device, repeated to `size` samples."""
+        times = size // (self._samples or 1)
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.to(self.device)
+            grows = times > 1 and leaf.ndim > 0 and leaf.shape[0] == self._samples
+            return torch.cat([leaf] * times) if grows else leaf
+
+        return tree_map(move, self._batch)
+
+
+def preset_name(model: ModelConfig) -> str:
+    """The words that `penstock` takes for a model: a preset and what differs from it."""
+    return " ".join(model_words(model))
+
+
+def model_words(model: ModelConfig) -> list[str]:
+    """As `preset_name`, word by word: the preset that the fewest fields differ from, and those fields as options."""
+    fewest: list[str] | None = None
+    for name, preset in PRESETS.items():
+        differ = [
+            f"--model.{field.name} {_word(getattr(model, field.name))}"
+            for field in fields(model)
+            if getattr(model, field.name) != getattr(preset, field.name)
+        ]
+        if fewest is None or len(differ) + 1 < len(fewest):
+            fewest = [name, *differ]
+    assert fewest is not None
+    return fewest
+
+
+def load_factory(path: str) -> Factory:
+    """The function at `package.module:name`, looked for in the working directory too. Raises ConfigError."""
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The module {module_name} of the factory {path} cannot be imported: {error}. Run from the folder that "
+            f"holds it, or install it."
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(
+            f"The module {module_name} has no function {name!r}; write the factory as package.module:function."
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+@torch.no_grad()
+def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
+    """Copy weights of the same name and shape; positions may have lost the class token's row."""
+    for name, parameter in model.named_parameters():
+        value = start.get(name.replace("_orig_mod.", ""))
+        if value is None:
+            continue
+        if value.shape[1:] == parameter.shape[1:] and value.shape[0] == parameter.shape[0] + 1:
+            value = value[1:]
+        if value.shape == parameter.shape:
+            parameter.copy_(value)
+
+
+def _samples_of(batch: Any) -> int | None:
+    """The size of the first dimension, where all tensors of a batch agree on it."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    return int(sizes.pop()) if len(sizes) == 1 else None
+
+
+def _accepts(switch: Callable[[nn.Module, Any], None], model: nn.Module, value: str) -> bool:
+    try:
+        switch(model, value)
+    except ConfigError:
+        return False
+    return True

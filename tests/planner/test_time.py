@@ -1,0 +1,189 @@
+"""The roofline against arithmetic done by hand, and against what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.machine import GemmSample, Machine, load_machine
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.planner import predict
+from penstock.planner.operations import Op
+from penstock.planner.prediction import parameter_tensors, predict_workload
+from penstock.planner.time import Workload, compute_type, gemm_rate, optimizer_traffic, step_seconds
+
+CPU = Machine(
+    name="toy", device="cpu", source="measured", peak_flops={"fp32": 100e9, "fp32_medium": 200e9, "bf16": 400e9},
+    memory_bytes_per_second=10e9, memory_bytes=8e9, launch_seconds=1e-6,
+)  # fmt: skip
+TINY = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=128, classes=10)
+ONE_GEMM = Op(name="a", kind="gemm", phase="forward", count=3, m=1000, n=1000, k=1000, read_elements=2_000_000,
+              written_elements=1_000_000)  # fmt: skip
+ONE_COPY = Op(name="b", kind="pointwise", phase="forward", count=2, read_elements=500, written_elements=500)
+
+
+def _work(*operations: Op, parameters: int = 0, tensors: int = 0) -> Workload:
+    return Workload(
+        operations=operations, samples=4, parameters=parameters, tensors=tensors, activation_bytes=0
+    )
+
+
+def test_a_product_takes_the_longer_of_computing_and_moving() -> None:
+    machine = replace(CPU, achievable_flops={"fp32": 100e9})
+    seconds = step_seconds(_work(ONE_GEMM), machine, Plan(optimizer="fused"))
+    assert seconds["gemm"] == pytest.approx(3 * 2e9 / 100e9)
+    slow_memory = replace(machine, memory_bytes_per_second=1e8)
+    seconds = step_seconds(_work(ONE_GEMM), slow_memory, Plan(optimizer="fused"))
+    assert seconds["gemm"] == pytest.approx(3 * 12e6 / 1e8)
+
+
+def test_pointwise_work_takes_its_traffic_and_its_launches() -> None:
+    seconds = step_seconds(_work(ONE_COPY), CPU, Plan(optimizer="fused", accumulate=5))
+    assert seconds["pointwise"] == pytest.approx(5 * 2 * 4000 / 10e9)
+    # The fused update of no tensors launches nothing; each micro-batch launches both operations.
+    assert seconds["launch"] == pytest.approx(5 * 2 * 1e-6)
+
+
+def test_a_gpu_hides_launches_behind_work() -> None:
+    gpu = replace(load_machine("a100-80g"), launch_seconds=1e-6)
+    assert step_seconds(_work(ONE_GEMM), gpu, Plan(optimizer="fused"))["launch"] == 0.0
+    launches = step_seconds(_work(*[ONE_COPY] * 100), gpu, Plan(optimizer="fused"))
+    assert sum(launches.values()) == pytest.approx(201 * 1e-6)  # 200 operations and the update
+
+
+def test_measured_products_decide_the_rate() -> None:
+    samples = (
+        GemmSample(dtype="fp32", m=64, n=64, k=64, flops_per_second=10e9),
+        GemmSample(dtype="fp32", m=1024, n=1024, k=1024, flops_per_second=90e9),
+    )
+    machine = replace(CPU, gemm=samples)
+    assert gemm_rate(machine, "fp32", 1024, 1024, 1024) == pytest.approx(90e9, rel=1e-3)
+    assert gemm_rate(machine, "fp32", 64, 64, 64) == pytest.approx(10e9, rel=1e-3)
+    assert gemm_rate(machine, "fp32", 256, 256, 256) == pytest.approx(50e9, rel=1e-3)  # halfway in logarithms
+    assert 10e9 <= gemm_rate(machine, "fp32", 4096, 64, 512) <= 90e9
+
+
+def test_without_measurement_odd_shapes_are_slower_than_round_ones() -> None:
+    gpu = load_machine("h100")
+    best = gpu.achievable_flops["bf16"]
+    assert 0.9 * best < gemm_rate(gpu, "bf16", 8192, 8192, 8192) <= best
+    assert gemm_rate(gpu, "bf16", 8192, 129, 8192) < 0.6 * gemm_rate(gpu, "bf16", 8192, 128, 8192)
+    assert gemm_rate(gpu, "bf16", 128, 128, 512) < 0.05 * best
+
+
+@pytest.mark.parametrize(
+    ("line", "cpu", "cuda"),
+    [
+        ("baseline", "fp32", "fp32"),
+        ("matmul=medium", "fp32_medium", "tf32"),
+        ("precision=O1", "bf16", "bf16"),
+        ("precision=O3 dtype=fp16", "fp16", "fp16"),
+    ],
+)
+def test_compute_type(line: str, cpu: str, cuda: str) -> None:
+    assert compute_type(Plan.parse(line), CPU) == cpu
+    assert compute_type(Plan.parse(line), load_machine("a100-80g")) == cuda
+
+
+def test_optimizer_forms_move_and_launch_what_they_say() -> None:
+    def traffic(form: str, device: str) -> tuple[float, int]:
+        return optimizer_traffic(1_000_000, 100, Plan.parse(f"optimizer={form}"), device)
+
+    assert traffic("loop", "cuda") == (80e6, 1000)
+    assert traffic("foreach", "cuda") == (80e6, 10)
+    assert traffic("foreach", "cpu") == (80e6, 1000)  # torch loops inside on a CPU
+    assert traffic("fused", "cuda") == (28e6, 1)
+    halved = optimizer_traffic(1_000_000, 100, Plan.parse("optimizer=fused precision=O3"), "cuda")
+    assert halved[0] == 14e6
+
+
+def test_every_rung_of_precision_is_predicted_faster_on_a_gpu() -> None:
+    gpu = load_machine("h100")
+    lines = ("baseline", "matmul=high", "precision=O1", "precision=O1 optimizer=fused",
+             "precision=O1 optimizer=fused compile=blocks", "precision=O3 optimizer=fused compile=blocks")  # fmt: skip
+    speeds = [
+        predict(PRESETS["vit-b16"], gpu, Plan.parse(f"{line} micro_batch=64")).samples_per_second
+        for line in lines
+    ]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 5 * speeds[0]
+
+
+def test_a_prediction_adds_up_and_keeps_physics() -> None:
+    gpu = load_machine("a100-80g")
+    for line in ("baseline", "precision=O1 optimizer=fused attention=flash", "attention=plain accumulate=3"):
+        p = predict(PRESETS["vit-b16"], gpu, Plan.parse(line))
+        assert sum(p.seconds.values()) == pytest.approx(p.iteration_seconds)
+        assert sum(p.memory.values()) == p.memory_bytes
+        assert 0 < p.mfu <= p.hfu < 1
+        assert p.samples_per_second == pytest.approx(8 * p.plan.accumulate / p.iteration_seconds)
+        assert p.fits
+    flash = predict(PRESETS["vit-b16"], gpu, Plan.parse("precision=O1 attention=flash"))
+    assert flash.hfu > flash.mfu  # the scores are computed twice
+    plain = predict(PRESETS["vit-b16"], gpu, Plan.parse("precision=O1 attention=plain"))
+    assert plain.hfu == plain.mfu
+    assert plain.memory_bytes > flash.memory_bytes
+
+
+def test_memory_tells_what_does_not_fit() -> None:
+    small = replace(load_machine("v100"), memory_bytes=1e9)
+    assert not predict(PRESETS["vit-h14"], small, Plan()).fits
+
+
+def test_memory_of_the_moments() -> None:
+    work = Workload(operations=(ONE_GEMM,), samples=1, parameters=1000, tensors=4, activation_bytes=100_000)
+    activations_win = predict_workload(work, CPU, Plan(optimizer="fused")).memory
+    assert activations_win == {
+        "weights": 4000, "optimizer": 8000, "gradients": 0, "activations": 100_000, "temporary": 0,
+    }  # fmt: skip
+    gradients_win = predict_workload(
+        replace(work, activation_bytes=10), CPU, Plan(optimizer="foreach")
+    ).memory
+    assert gradients_win == {
+        "weights": 4000, "optimizer": 8000, "gradients": 4000, "activations": 0, "temporary": 4000,
+    }  # fmt: skip
+    flat = predict_workload(work, CPU, Plan(optimizer="contiguous")).memory
+    assert flat["gradients"] == 4000  # their buffer is there throughout
+    halved = predict_workload(work, CPU, Plan(optimizer="fused", precision="O3")).memory
+    assert (halved["weights"], halved["optimizer"]) == (2000, 4000)
+
+
+def test_a_type_the_machine_lacks_is_refused_with_what_it_has() -> None:
+    with pytest.raises(ConfigError, match=r"no rate for fp16.*fp32, fp32_medium, bf16"):
+        predict(TINY, CPU, Plan.parse("precision=O1 dtype=fp16"))
+
+
+def test_a_slower_memory_or_a_larger_batch_never_makes_a_step_shorter() -> None:
+    base = predict(TINY, CPU, Plan()).iteration_seconds
+    assert predict(TINY, replace(CPU, memory_bytes_per_second=5e9), Plan()).iteration_seconds > base
+    assert predict(TINY, CPU, Plan(micro_batch=16)).iteration_seconds > base
+    assert math.isfinite(predict(TINY, replace(CPU, memory_bytes_per_second=0.0), Plan()).iteration_seconds)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        replace(TINY, classifier="pooled", qkv_bias=False, qk_norm=True, layer_scale=1e-5),
+        replace(TINY, stem="conv"),
+    ],
+)
+def test_parameter_tensors_are_those_of_the_module(config: ViTConfig) -> None:
+    from penstock.models import create
+
+    assert parameter_tensors(config) == len(list(create(config, device="meta").parameters()))
+
+
+def test_predicting_needs_no_torch() -> None:
+    code = (
+        "import sys; from penstock.planner import predict; from penstock.config.machine import load_machine; "
+        "from penstock.config.model import PRESETS; from penstock.config.plan import Plan; "
+        "predict(PRESETS['vit-b16'], load_machine('h100'), Plan()); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,140 @@
+"""Figures are drawn where the numbers say, are well-formed, and never show what was not measured."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.report.figures import Bar, Curve, Dot, difference_dots, loss_curves, memory_bars, waterfall
+from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.svg import number, ticks, wrap
+
+BARS = [
+    Bar(label="baseline", state="baseline", value=1.0),
+    Bar(label="half & half", state="kept", value=2.0, low=1.9, high=2.1, floor=1.0, predicted=2.5),
+    Bar(label="slower one", state="left", value=1.5, floor=2.0),
+    Bar(label="absent <one>", state="absent", reason="out of memory", predicted=3.0),
+]
+
+
+def _elements(svg: str, tag: str) -> list[ElementTree.Element]:
+    return [element for element in ElementTree.fromstring(svg).iter() if element.tag.endswith(tag)]
+
+
+def _bar(svg: str, tip: str) -> list[ElementTree.Element]:
+    """Rectangles that tell a pointer `tip`."""
+    return [rect for rect in _elements(svg, "rect") if any((child.text or "") == tip for child in rect)]
+
+
+def test_bars_stand_on_one_line_and_their_heights_are_their_values() -> None:
+    svg = waterfall(BARS, title="t", y_label="y")
+    (base,) = _bar(svg, "baseline: 1.00×")
+    start, gain = _bar(svg, "half & half: 2.00×")
+    (left,) = _bar(svg, "slower one: 1.50×")
+    unit = float(base.get("height") or 0)
+    assert float(start.get("height") or 0) == pytest.approx(unit, abs=0.2)
+    assert float(gain.get("height") or 0) == pytest.approx(unit, abs=0.2)  # from 1 to 2
+    assert float(left.get("height") or 0) == pytest.approx(1.5 * unit, abs=0.3)
+    floors = {round(float(r.get("y") or 0) + float(r.get("height") or 0)) for r in (base, start, left)}
+    assert len(floors) == 1
+
+
+def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
+    svg = waterfall(BARS, title="t", y_label="y")
+    assert not _bar(svg, "absent <one>: 0.00×")
+    assert "out of memory" in svg
+    assert "<one>" not in svg  # words are escaped
+    assert len(_elements(svg, "polygon")) == 2 + 1  # two predictions and the legend's
+
+
+def test_a_figure_without_any_measurement_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one measured bar"):
+        waterfall([Bar(label="x", state="absent")], title="t", y_label="y")
+
+
+def test_memory_bars_label_their_values() -> None:
+    svg = memory_bars([Bar(label="a", state="baseline", value=812.0)], title="t", y_label="MiB")
+    assert ">812<" in svg
+
+
+def test_curves_fall_where_losses_fall() -> None:
+    curves = [Curve(label="one", values=[3.0, 2.0, 1.0], bold=True), Curve(label="none", values=[])]
+    svg = loss_curves(curves, band=([2.9, 1.9, 0.9], [3.1, 2.1, 1.1]), band_label="seeds", title="t")
+    (line,) = _elements(svg, "polyline")
+    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    assert heights == sorted(heights)  # y grows downwards
+    assert ">none<" not in svg
+
+
+def test_differences_beyond_noise_are_coloured() -> None:
+    svg = difference_dots([Dot(label="a", value=0.5), Dot(label="b", value=0.1), Dot(label="c", value=None)],
+                          noise=0.1, title="t")  # fmt: skip
+    circles = _elements(svg, "circle")
+    assert ["--bad" in (circle.get("style") or "") for circle in circles] == [True, False]
+
+
+def test_all_differences_zero_is_no_division_by_zero() -> None:
+    assert "svg" in difference_dots([Dot(label="a", value=0.0)], noise=0.0, title="t")
+
+
+def test_a_figure_alone_is_a_file_of_its_own() -> None:
+    svg = waterfall(BARS, title="t", y_label="y", alone=True)
+    assert 'xmlns="http://www.w3.org/2000/svg"' in svg
+    assert "prefers-color-scheme:dark" in svg
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 3.1, [0, 1, 2, 3, 4]),
+        (0, 0.5, [0, 0.1, 0.2, 0.3, 0.4, 0.5]),
+        (-0.04, 0.04, [-0.04, -0.02, 0, 0.02, 0.04]),
+    ],
+)
+def test_ticks_are_round_and_span(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bad", [(1.0, 1.0), (0.0, float("nan")), (0.0, float("inf"))])
+def test_ticks_refuse_an_axis_that_does_not_rise(bad: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must rise"):
+        ticks(*bad)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "0"), (1234.5, "1,234"), (21.46, "21.5"), (0.01234, "0.0123"), (1.0, "1.00")]
+)
+def test_numbers_have_three_digits(value: float, words: str) -> None:
+    assert number(value) == words
+
+
+def test_axis_numbers_have_the_decimals_of_their_step() -> None:
+    steps = ticks(0, 0.5)
+    assert [number(step, steps) for step in steps[:3]] == ["0.0", "0.1", "0.2"]
+    assert number(2.5, [0, 2.5, 5]) == "2.5"
+
+
+def test_labels_break_between_words() -> None:
+    assert wrap("larger image (FLOP/s)", 12) == ["larger image", "(FLOP/s)"]
+
+
+def test_a_page_is_self_contained_and_escaped() -> None:
+    html = page(
+        "A <title>", "lead", [Tile(value="2×", words="faster & better", lead=True)],
+        [Section(title="s", text="one\n\ntwo", code="a < b", figures=["<svg></svg>"], columns=[Cell("c")],
+                 rows=[("kept", [Cell("1", "small")])], facts={"k": "v"})],
+    )  # fmt: skip
+    assert "A &lt;title&gt;" in html
+    assert "a &lt; b" in html
+    assert "faster &amp; better" in html
+    assert not re.search(r"<script|<link|src=|href=|url\(|@import|https?://", html)
+    assert html.count("<p>") == 2
+
+
+def test_drawing_needs_no_torch() -> None:
+    code = "import sys, penstock.report.figures, penstock.report.page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -34,7 +34,9 @@ def _theirs(config: ViTConfig, **changes: Any) -> Any:
     """A randomly initialised transformers model of our configuration, biases and norms not at their neutral
     values.
     """
-    values = {k: v for k, v in hf_config(config).items() if k not in ("architectures", "model_type", "penstock")}
+    values = {
+        k: v for k, v in hf_config(config).items() if k not in ("architectures", "model_type", "penstock")
+    }
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**(values | changes))).eval()
     _disturb(model)
     return model
@@ -81,14 +83,17 @@ def test_whole_base_model_equals_transformers() -> None:
         _close(ours(images), theirs(images).logits)
 
 
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": False}, {"activation": "gelu_tanh"}, {"norm_eps":
-1e-3}]) def test_transformers_reads_what_we_write(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"qkv_bias": False}, {"activation": "gelu_tanh"}, {"norm_eps": 1e-3}]
+)
+def test_transformers_reads_what_we_write(changes: dict[str, Any], tmp_path: Path) -> None:
     config = replace(TINY, **changes)
     ours = ViT(config).eval()
     _disturb(ours)
     save_pretrained(ours, tmp_path)
-    theirs, report = transformers.ViTForImageClassification.from_pretrained(tmp_path,
-    output_loading_info=True) assert not any(report.values())
+    reader = transformers.ViTForImageClassification
+    theirs, report = reader.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
     images = torch.randn(2, 3, 32, 32)
     _close(ours(images), theirs.eval()(images).logits)
 

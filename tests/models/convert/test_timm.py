@@ -1,0 +1,177 @@
+"""Names and shapes against timm's, as recorded from it; logits too, where timm can be imported.
+
+timm's imports need a torchvision that fits the torch beside it, which CPU installations often lack. Each
+manifest holds a factory of timm's and its arguments, our configuration of the same model, and the state
+dict's shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models import ViT
+from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.models.convert import from_timm, load_weights, to_timm
+
+MANIFESTS = {
+    path.stem: json.loads(path.read_text()) for path in (Path(__file__).parents[1] / "manifests").iterdir()
+}
+TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
+
+
+def _shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+def test_every_shape_family_is_recorded() -> None:
+    assert len(MANIFESTS) == 13
+
+
+@pytest.mark.parametrize("name", sorted(MANIFESTS))
+def test_recorded_weights_load(name: str) -> None:
+    manifest = MANIFESTS[name]
+    config = ViTConfig(**manifest["config"])
+    state = {key: torch.empty(shape, device="meta") for key, shape in manifest["state"].items()}
+    ours = ViT(config, device="meta").state_dict()
+    assert _shapes(from_timm(state, config)) == _shapes(ours)
+
+
+@pytest.mark.parametrize("name", sorted(set(MANIFESTS) - {"position_free_class_token"}))
+def test_written_names_and_shapes_are_timms(name: str) -> None:
+    manifest = MANIFESTS[name]
+    config = ViTConfig(**manifest["config"])
+    written = to_timm(ViT(config, device="meta").state_dict(), config)
+    assert _shapes(written) == manifest["state"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"classifier": "pooled"},
+        {"classifier": "pooled", "pool_norm": "after"},
+        {"qk_norm": True, "layer_scale": 0.1, "qkv_bias": False},
+    ],
+)
+def test_there_and_back_is_exact(changes: dict[str, Any]) -> None:
+    config = replace(TINY, **changes)
+    first, second = ViT(config), ViT(config)
+    loaded = load_weights(second, to_timm(first.state_dict(), config))
+    assert loaded.names == "timm"
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_qkv_rows_go_where_timm_reads_them() -> None:
+    """timm reads row (kind, head, feature); ours is (head, kind, feature)."""
+    config = replace(TINY, depth=1)
+    state = ViT(config).state_dict()
+    theirs = to_timm(state, config)["blocks.0.attn.qkv.weight"]
+    width, k = config.width, config.head_width
+    for kind, head, feature in [(0, 0, 0), (1, 2, 5), (2, 3, 11)]:
+        ours = state["blocks.0.attention.qkv.weight"][head * 3 * k + kind * k + feature]
+        assert torch.equal(theirs[kind * width + head * k + feature], ours)
+
+
+def test_a_class_token_without_position_gets_one_of_zeros() -> None:
+    state = to_timm(ViT(TINY).state_dict(), TINY)
+    state["pos_embed"] = state["pos_embed"][:, 1:]
+    positions = from_timm(state, TINY)["positions"]
+    assert positions.shape == (17, 48)
+    assert not positions[0].any()
+
+
+def test_a_conv_stem_is_refused() -> None:
+    config = replace(TINY, stem="conv")
+    with pytest.raises(ConfigError, match="no convolutional stem"):
+        to_timm(ViT(config).state_dict(), config)
+
+
+def test_unknown_parts_are_said_by_name() -> None:
+    state = to_timm(ViT(TINY).state_dict(), TINY)
+    state["reg_token"] = torch.zeros(1, 4, 48)
+    with pytest.raises(ConfigError, match="no place for reg_token"):
+        load_weights(ViT(TINY), state)
+
+
+@pytest.fixture
+def timm() -> Any:
+    """timm, or a skip where it, or the torchvision it needs, cannot be imported."""
+    try:
+        import timm as module
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"timm cannot be imported: {error}")
+    return module
+
+
+def _theirs(timm: Any, manifest: dict[str, Any]) -> Any:
+    model = timm.create_model(manifest["factory"], **manifest["arguments"]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(MANIFESTS))
+def test_logits_equal_timms(name: str, timm: Any) -> None:
+    manifest = MANIFESTS[name]
+    theirs = _theirs(timm, manifest)
+    assert _shapes(theirs.state_dict()) == manifest["state"]
+    ours = ViT(ViTConfig(**manifest["config"])).eval()
+    load_weights(ours, theirs.state_dict())
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected, got = theirs(images), ours(images)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    if name != "position_free_class_token":
+        theirs.load_state_dict(to_timm(ours.state_dict(), ours.config))
+
+
+@pytest.mark.gpu
+def test_another_image_size_interpolates_as_timm_does(timm: Any) -> None:
+    manifest = MANIFESTS["pooled_norm_before"]
+    theirs = _theirs(timm, manifest)
+    for size in (160, 288):
+        ours = ViT(ViTConfig(**manifest["config"], image_size=size)).eval()
+        assert load_weights(ours, theirs.state_dict()).resized_from == 196
+        larger = timm.create_model(manifest["factory"], **manifest["arguments"], img_size=size).eval()
+        state = theirs.state_dict()
+        larger.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(state, larger))
+        images = torch.randn(1, 3, size, size)
+        with torch.no_grad():
+            expected, got = larger(images), ours(images)
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.gpu
+def test_timms_model_is_enrolled(timm: Any) -> None:
+    model = _theirs(timm, MANIFESTS["qk_norm_layer_scale"])
+    anatomy = anatomy_of(model)
+    assert anatomy.family == "timm_vit"
+    assert anatomy.blocks == ("blocks.0", "blocks.1")
+    named = anatomy.blocks + anatomy.stem + anatomy.embeddings + anatomy.final_norms + anatomy.head
+    assert all(name.startswith(named) for name, _ in model.named_parameters())
+    parts = anatomy.norms + anatomy.attention + anatomy.mlp + anatomy.column_parallel + anatomy.row_parallel
+    for name in anatomy.within(parts + anatomy.dropouts):
+        model.get_submodule(name)
+    images = torch.randn(1, 3, 224, 224)
+    expected = model(images)
+    set_attention(model, "plain")
+    assert not model.blocks[0].attn.fused_attn
+    torch.testing.assert_close(model(images), expected)
+    set_attention(model, "sdpa")
+    assert model.blocks[0].attn.fused_attn
+    with pytest.raises(ConfigError, match="plain or sdpa"):
+        set_attention(model, "flash")
+    with pytest.raises(ConfigError, match="no layout but batch_first"):
+        set_layout(model, "batch_second")

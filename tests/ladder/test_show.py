@@ -1,0 +1,140 @@
+"""The report of a climb as table, page and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
+from penstock.ladder.show import table, to_html, write
+
+
+def _rung(name: str, status: Status, ratio: float, total: float, *, difference: float = 0.0) -> RungResult:
+    return RungResult(
+        name=name,
+        title=f"{name} rung",
+        why=f"Why {name}.",
+        status=status,
+        plan="precision=O1",
+        forecast=Forecast(
+            samples_per_second=20.0, to_previous=1.5, to_baseline=2.5, memory_bytes=300 * 2**20, mfu=0.4,
+            seconds={"gemm": 0.1},
+        ),
+        samples_per_second=Spread(median=8 * total, low=7.9 * total, high=8.1 * total),
+        model_flops_per_second=Spread(median=1e11 * total, low=9e10 * total, high=1.1e11 * total),
+        to_previous=Spread(median=ratio, low=ratio - 0.01, high=ratio + 0.01),
+        to_baseline=Spread(median=total, low=total - 0.01, high=total + 0.01),
+        memory_bytes=350 * 2**20,
+        compile_seconds=12.5 if "compile" in name else None,
+        losses=(2.0, 1.5 + difference),
+        loss=1.5 + difference,
+        loss_difference=difference,
+    )  # fmt: skip
+
+
+REPORT = LadderReport(
+    title="vit-s16",
+    unit="images",
+    alone=False,
+    rungs=(
+        _rung("baseline", "baseline", 1.0, 1.0),
+        _rung("half", "kept", 2.0, 2.0, difference=0.02),
+        replace(_rung("layout", "left", 0.97, 1.94), reason="slower"),
+        _rung("compile", "kept", 1.25, 2.5, difference=0.5),
+        replace(_rung("image", "reported", 1.1, 2.75), compared_by="flops"),
+        RungResult(name="flash", title="flash rung", why="Why flash.", status="unsupported", reason="no <kernel> here"),
+        RungResult(name="batch", title="batch rung", why="Why batch.", status="out of memory", reason="tried 9 GiB"),
+    ),
+    noise=Noise(seeds=(0, 1, 2), losses=(1.5, 1.6, 1.4), curves=((2.0, 1.5), (2.1, 1.6), (1.9, 1.4)), deviation=0.1),
+    plan="precision=O1 compile=blocks",
+    model={"classifier": "pooled"},
+    train_command='penstock train vit-s16 --model.classifier pooled --plan "precision=O1 compile=blocks"',
+    batch=8,
+    rounds=7,
+    loss_steps=2,
+    machine={"name": "toy", "device": "cpu", "source": "measured", "peak_flops": {"fp32": 2e11},
+             "memory_bytes_per_second": 4e10},
+    environment={"machine": {"processor": "Toy", "cores": 2, "threads": 2, "gpus": [], "system": "Linux"},
+                 "versions": {"torch": "2.13"}, "commit": "abc", "time": "2026-11-21"},
+    command="penstock ladder vit-s16",
+    wall_seconds=100.0,
+    notes=("A note.",),
+)  # fmt: skip
+
+
+def test_the_best_is_the_last_rung_kept() -> None:
+    assert REPORT.best.name == "compile"
+    assert REPORT.speedup == 2.5
+    assert [rung.name for rung in REPORT.outside_noise()] == ["compile"]
+
+
+def test_alone_the_best_is_the_highest() -> None:
+    alone = replace(REPORT, alone=True, rungs=(*REPORT.rungs[:2], _rung("matmul", "kept", 1.5, 1.5)))
+    assert alone.best.name == "half"
+    nothing_paid = replace(REPORT, rungs=REPORT.rungs[:1])
+    assert nothing_paid.best.name == "baseline"
+    assert nothing_paid.speedup == 1.0
+
+
+def test_the_table_tells_every_rung_with_its_verdict() -> None:
+    out = io.StringIO()
+    Console(file=out, width=200).print(table(REPORT))
+    text = out.getvalue()
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if line.count("│") > 3}
+    assert "2.00×" in rows["half rung"]
+    assert "1.50×" in rows["half rung"]  # predicted
+    assert "+0.0200" in rows["half rung"]
+    assert "left: slower" in rows["layout rung"]
+    assert "12.5" in rows["compile rung"]
+    assert "unsupported: no <kernel> here" in rows["flash rung"]
+    assert "out of memory: tried 9 GiB" in rows["batch rung"]
+
+
+def test_the_page_holds_what_was_found_and_nothing_from_outside() -> None:
+    html = to_html(REPORT)
+    for words in ("2.50×", "no &lt;kernel&gt; here", "The ladder of vit-s16", "penstock ladder vit-s16", "Why flash.",
+                  "A note.", "compile rung", "Toy", "--model.classifier pooled"):  # fmt: skip
+        assert words in html, words
+    assert html.count("<svg") == 4
+    assert not re.search(r"<script|<link|src=|href=|url\(|@import|https?://", html)
+
+
+def test_without_loss_runs_there_is_no_loss_section() -> None:
+    bare = replace(
+        REPORT,
+        noise=None,
+        rungs=tuple(replace(r, losses=(), loss=None, loss_difference=None) for r in REPORT.rungs),
+    )
+    html = to_html(bare)
+    assert html.count("<svg") == 2
+    assert "What it does to the loss" not in html
+
+
+def test_written_json_reads_back(tmp_path: Path) -> None:
+    html, data = write(REPORT, tmp_path / "new" / "folder")
+    found = json.loads(data.read_text(encoding="utf-8"))
+    assert found["speedup"] == 2.5
+    assert found["best"] == "compile"
+    assert found["rungs"][1]["forecast"]["seconds"] == {"gemm": 0.1}
+    assert found["rungs"][5]["status"] == "unsupported"
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    assert Spread.of([1.0]) == Spread(median=1.0, low=1.0, high=1.0)
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(median=3.0, low=2.0, high=4.0)
+    assert Spread(median=1.02, low=1.001, high=1.03).pays()
+    assert not Spread(median=1.02, low=0.999, high=1.2).pays()  # more than a quarter of the rounds say no
+    assert not Spread(median=1.005, low=1.004, high=1.006).pays()  # below the threshold
+
+
+def test_showing_needs_no_torch() -> None:
+    code = "import sys, penstock.ladder.show, penstock.ladder.settings; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

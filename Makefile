@@ -1,0 +1,104 @@
+# Two commands do everything on a machine with only Python and make:
+#   make demo    trains on real images and measures what each optimisation gains here
+#   make test    runs the tests
+# Each installs what it needs into .venv first, once: a stamp file per set of packages remembers what is there.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUNS   ?= runs/demo
+
+# What the demo climbs and trains; `make demo DEMO_LADDER_MODEL=vit-s16` climbs another.
+DEMO_LADDER_MODEL ?= vit-ti16
+DEMO_LADDER       ?= --quick --budget 120
+DEMO_TRAIN_MODEL  ?= vit-digits
+DEMO_TRAIN        ?=
+DEMO_PLAN         ?= $(RUNS)/plan.txt
+PYTEST            ?=
+
+BIN := $(VENV)/bin
+PY  := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help demo test test-all test-gpu check format install install-all relock clean clean-runs
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      train on real images and measure what each optimisation gains here"
+	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
+	@echo "make test-all  run the slow tests too"
+	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make check     format and lint checks, and types"
+	@echo "make format    mend what the formatter and the linter can"
+	@echo "make clean     remove .venv, caches and the demo's runs"
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Penstock needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 3; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "Python's venv module is missing or broken; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 3; }
+	@$(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --upgrade pip
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.made $(INPUTS)
+	@echo "installing Penstock and torch into $(VENV) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	@echo "installing what the tests need ..."
+	@$(PIP) --editable '.[images,hf,track,test]'
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.core
+	@echo "installing the checkers ..."
+	@$(PIP) --editable '.[check]'
+	@touch $@
+
+install: $(VENV)/.core
+install-all: $(VENV)/.core $(VENV)/.test $(VENV)/.check
+
+demo: $(RUNS)/train/.done
+	@echo
+	@echo "the ladder, with figures:  $(RUNS)/ladder/ladder.html"
+	@echo "the trained model:         $(RUNS)/train"
+	@echo "measure again:             make clean-runs demo"
+
+$(RUNS)/ladder/ladder.json: | $(VENV)/.core
+	@mkdir -p $(RUNS)
+	$(BIN)/penstock ladder $(DEMO_LADDER_MODEL) $(DEMO_LADDER) --output $(RUNS)/ladder
+
+$(RUNS)/plan.txt: $(RUNS)/ladder/ladder.json
+	@$(PY) -c 'import json, sys; print(json.load(open(sys.argv[1]))["plan"])' $< > $@
+
+$(RUNS)/train/.done: $(RUNS)/plan.txt
+	$(BIN)/penstock train $(DEMO_TRAIN_MODEL) $(DEMO_TRAIN) --plan "$$(cat $(DEMO_PLAN))" --output $(RUNS)/train
+	@touch $@
+
+test: $(VENV)/.test
+	$(PY) -m pytest $(PYTEST)
+
+test-all: $(VENV)/.test
+	$(PY) -m pytest -m 'not gpu' $(PYTEST)
+
+test-gpu: $(VENV)/.test
+	$(PY) -m pytest -m gpu $(PYTEST)
+
+check: $(VENV)/.check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+relock: install-all
+	$(PY) tools/relock.py
+	@touch $(VENV)/.core $(VENV)/.test $(VENV)/.check
+
+clean-runs:
+	rm -rf $(RUNS)
+
+clean: clean-runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

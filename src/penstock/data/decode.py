@@ -42,8 +42,11 @@ _DECODER_FAILURES = (
     TypeError,
     struct.error,
     zlib.error,
+    Warning,
 )
-"""What Pillow's plugins and simplejpeg raise on broken files. MemoryError is not one of them."""
+"""What Pillow's plugins and simplejpeg raise on broken files; Pillow's warnings too, where they are errors.
+MemoryError is not one of them.
+"""
 
 
 @functools.cache
@@ -71,12 +74,12 @@ def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
     header = read_header(data)
     check_size(header, len(data), max_pixels)
     fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
-    if fast is not None:
-        _decode_fast(*fast, data, header, out)
-    else:
+    # What simplejpeg declines (it is stricter about harmless blemishes) Pillow judges, so that both installations
+    # call the same images bad.
+    if fast is None or not _decode_fast(*fast, data, out):
         _decode_pillow(data, header, out)
     if header.orientation != 1:
-        # Turning a centred square is the same before and after the crop, and cheaper after.
+        # A centred square can as well be turned after the crop, which is cheaper.
         out[...] = upright(out.copy(), header.orientation)
     return header
 
@@ -98,14 +101,15 @@ def _center(width: int, height: int) -> tuple[int, int, int]:
     return (width - side) // 2, (height - side) // 2, side
 
 
-def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: Header, out: Pixels) -> None:
+def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, out: Pixels) -> bool:
+    """Whether simplejpeg could decode it."""
     size, channels = out.shape[0], out.shape[2]
     try:
         image = simplejpeg.decode_jpeg(
             data, colorspace="RGB" if channels == 3 else "GRAY", min_height=size, min_width=size
         )
-    except _DECODER_FAILURES as error:
-        raise Unreadable(f"it cannot be decoded ({error})") from error
+    except _DECODER_FAILURES:
+        return False
     height, width = image.shape[:2]
     left, top, side = _center(width, height)
     image = image[top : top + side, left : left + side]
@@ -113,6 +117,7 @@ def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: H
         how = cv2.INTER_AREA if side > size else cv2.INTER_LINEAR
         image = cv2.resize(np.ascontiguousarray(image), (size, size), interpolation=how)
     out[...] = image.reshape(out.shape)
+    return True
 
 
 def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:

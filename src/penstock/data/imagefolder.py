@@ -108,9 +108,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _fifth(listing: Listing, split: Split) -> Listing:
-    labels = np.array(listing.labels)
-    within = np.arange(len(labels)) - np.searchsorted(labels, labels, side="left")
-    keep = np.flatnonzero(is_val(within) == (split == "val")).tolist()
+    keep = np.flatnonzero(is_val(np.array(listing.labels)) == (split == "val")).tolist()
     return listing._replace(
         paths=tuple(listing.paths[i] for i in keep), labels=tuple(listing.labels[i] for i in keep)
     )

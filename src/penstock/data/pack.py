@@ -204,7 +204,7 @@ class Pack(Source):
         _check_sizes(self._root, self.manifest)
         index = _read_index(self._root, self.manifest)
         if "" in folders:
-            index = index[is_val(_place_in_class(index["label"])) == (split == "val")]
+            index = index[is_val(index["label"]) == (split == "val")]
         elif self.manifest.classes != read_manifest(folders["train"]).classes:
             raise DataError(
                 f"The train and val sets of {path} have different classes. Pack them together again."
@@ -253,12 +253,3 @@ class Pack(Source):
             out[...] = image
         else:
             out[..., 0] = (image @ LUMA + 500) // 1000
-
-
-def _place_in_class(labels: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Each sample's position among those of its class, in the order of the pack."""
-    order = np.argsort(labels, kind="stable")
-    ordered = labels[order]
-    place = np.empty(len(labels), np.int64)
-    place[order] = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
-    return place

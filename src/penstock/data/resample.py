@@ -81,7 +81,7 @@ def resample(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) 
     `boxes` and `flips` are host arrays. Every box must lie in the image and hold at least one pixel.
     """
     unmoved = not flips.any() and bool(np.all(boxes == boxes[0]))
-    top, left, height, width = boxes[0].tolist() if len(boxes) else (0, 0, size, size)
+    top, left, height, width = boxes[0].tolist()
     if unmoved and (height, width) == (size, size):
         crop = images[:, top : top + size, left : left + size]
         return crop.permute(0, 3, 1, 2).contiguous().float()

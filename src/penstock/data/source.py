@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,9 +134,13 @@ class Tally:
             )
 
 
-def is_val(position_in_class: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which samples form the fixed validation fifth, from each one's position within its class."""
-    chosen: NDArray[np.bool_] = position_in_class % VAL_EVERY == VAL_EVERY - 1
+def is_val(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Which samples form the fixed validation fifth: every fifth of each class, in the order of the set."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    place = np.empty(len(labels), np.int64)
+    place[order] = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
+    chosen: NDArray[np.bool_] = place % VAL_EVERY == VAL_EVERY - 1
     return chosen
 
 
@@ -149,7 +153,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
     """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
 
     `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
-    of their own. Raises ConfigError for an unknown kind and DataError where the path holds no such data.
+    of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
     """
     kind, _, path = config.source.partition(":")
     problems = []
@@ -159,10 +163,6 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
-    if kind not in ("digits", "imagefolder", "pack") or bool(path) == (kind == "digits"):
-        problems.append(
-            f"data.source is {config.source!r}, but must be 'digits', 'imagefolder:PATH' or 'pack:PATH'."
-        )
     if problems:
         raise ConfigError(problems)
     if kind == "digits":

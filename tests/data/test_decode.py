@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import io
+import json
+import struct
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from penstock.data import decode as decoding
+from penstock.data.header import Unreadable
+from penstock.testing.images import encoded, photo, pixels, smooth
+
+LIMIT = 100_000_000
+BACKENDS = [
+    "pillow",
+    pytest.param("fast", marks=pytest.mark.skipif(not decoding.fast_path(), reason="no extra")),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "pillow":
+        monkeypatch.setattr(decoding, "fast_path", lambda: None)
+    return request.param
+
+
+def decoded(data: bytes, size: int = 64, channels: int = 3, limit: int = LIMIT) -> np.ndarray:
+    out = np.full((size, size, channels), 77, np.uint8)
+    decoding.decode(data, out, max_pixels=limit)
+    return out
+
+
+def reference(data: bytes, size: int, mode: str) -> np.ndarray:
+    """The slow way: decode at full size, turn upright, crop the centre, shrink by area."""
+    with Image.open(io.BytesIO(data)) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")
+        image = image.convert(mode)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    return pixels(image.resize((size, size), Image.Resampling.BOX, box=box))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_images_come_upright_and_centred(backend: str, kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    data = encoded(smooth(180, 130, seed=1), kind, exif=exif.tobytes())
+    error = np.abs(decoded(data).astype(int) - reference(data, 64, "RGB"))
+    # Filters differ (libjpeg's shrinking, triangle or area): 2.8 levels on average at most. A wrong turn gives 30.
+    assert error.mean() < 4
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "P", "RGBA", "LA", "1", "I;16"])
+def test_every_mode_becomes_grey_or_colour(backend: str, mode: str, channels: int) -> None:
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    picture = smooth(90, 70, seed=2)
+    if mode == "1":  # in large areas: a dither is noise to every filter
+        picture = picture.convert("L").point(lambda level: 255 * (level > 128))
+    if mode == "I;16":
+        wide = np.asarray(picture.convert("L")).astype(np.uint16) * 256 + 99
+        data, expected = encoded(Image.fromarray(wide), kind), picture.convert("L")
+    else:
+        data = encoded(picture.quantize(64) if mode == "P" else picture.convert(mode), kind)
+        expected = Image.open(io.BytesIO(data))
+    error = np.abs(
+        decoded(data, channels=channels).astype(int)
+        - reference(encoded(expected.convert("RGB"), "PNG"), 64, "RGB" if channels == 3 else "L")
+    )
+    assert error.mean() < 4
+
+
+def test_small_images_are_enlarged(backend: str) -> None:
+    flat = encoded(Image.new("RGB", (5, 9), (200, 100, 50)), "PNG")
+    assert np.unique(decoded(flat).reshape(-1, 3), axis=0).tolist() == [[200, 100, 50]]
+
+
+@pytest.mark.skipif(not decoding.fast_path(), reason="needs the images extra")
+def test_both_backends_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(smooth(500, 375, seed=3), quality=92)
+    fast = decoded(data, 256).astype(int)
+    assert decoding.backend() == "simplejpeg+cv2"
+    monkeypatch.setattr(decoding, "fast_path", lambda: None)
+    assert decoding.backend() == "pillow"
+    error = np.abs(fast - decoded(data, 256))
+    assert 0 < error.mean() < 2  # measured 1.0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.97])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_truncated_images_are_refused(backend: str, kind: str, share: float) -> None:
+    data = encoded(smooth(180, 130), kind)
+    with pytest.raises(Unreadable):
+        decoded(data[: int(len(data) * share)])
+
+
+@pytest.mark.skipif(not decoding.fast_path(), reason="needs the images extra")
+def test_harmless_blemishes_are_judged_alike(backend: str) -> None:
+    """Bytes before a marker make simplejpeg give up and libjpeg only warn."""
+    data = encoded(smooth(180, 130))
+    blemished = data[:-2] + b"\0\0\0" + data[-2:]
+    np.testing.assert_allclose(decoded(blemished).astype(int), decoded(data).astype(int), atol=40)
+
+
+def bomb(side: int) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    packer = zlib.compressobj(9)
+    body = b"".join([packer.compress(bytes(side + 1)) for _ in range(side)]) + packer.flush()
+    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def test_a_bomb_is_refused_at_once(backend: str) -> None:
+    data = bomb(20_000)
+    assert len(data) < 400_000
+    fastest = 1.0
+    for _ in range(3):
+        start = time.perf_counter()
+        with pytest.raises(Unreadable, match=r"20000 × 20000 = 400,000,000 pixels, more than"):
+            decoded(data)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 0.01
+
+
+def test_the_limit_is_the_users(backend: str) -> None:
+    data = encoded(photo(100, 50), "PNG")
+    decoded(data, limit=5000)
+    with pytest.raises(Unreadable, match=r"data\.max_pixels = 4,999"):
+        decoded(data, limit=4999)
+
+
+def test_pillows_own_limit_is_not_in_the_way(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    decoded(encoded(photo(100, 50), "PNG"))
+
+
+def hostile(count: int) -> None:
+    command = [sys.executable, "-W", "error", "-m", "penstock.testing.hostile", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr  # a crash would be a negative number, its signal
+    report = json.loads(done.stdout)
+    assert report["images"] == count
+    assert set(report["outcomes"]) == {"decoded", "refused"}
+    assert min(report["outcomes"].values()) > count / 20
+    assert not report["torch"]
+    assert report["peak_bytes"] < 500e6
+    assert report["slowest_seconds"] < 5
+
+
+def test_a_thousand_broken_images() -> None:
+    hostile(1000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_broken_images() -> None:
+    hostile(10_000)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.config.run import DataConfig
+from penstock.data.imagefolder import ImageFolder, list_classes
+from penstock.data.source import Source, open_source
+from penstock.errors import DataError
+from penstock.testing.images import encoded, photo, write_folder
+
+
+def opened(root: Path, split: str = "train", **config: object) -> Source:
+    return open_source(DataConfig(source=f"imagefolder:{root}", **config), split=split, image_size=28)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_split_by_fifths_of_each_class(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=11)
+    train, val = opened(root), opened(root, "val")
+    assert (len(train), len(val)) == (18, 4)
+    assert train.classes == val.classes == ("cat", "dog")
+    assert np.bincount(val.labels).tolist() == [2, 2]
+    assert isinstance(train, ImageFolder)
+    assert isinstance(val, ImageFolder)
+    files = [source.path(i) for source in (train, val) for i in range(len(source))]
+    assert sorted(files) == sorted(root.rglob("*.jpg"))
+    assert val.path(0).name == "0004.jpg"
+
+
+def test_images_have_the_models_size(tmp_path: Path) -> None:
+    images, labels = opened(write_folder(tmp_path / "set", per_class=5)).read(np.array([0, 7]))
+    assert images.shape == (2, 32, 32, 3)
+    assert labels.tolist() == [0, 1]
+    assert images.std() > 10
+
+
+def test_folders_of_train_and_val_are_taken(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", per_class=3, classes=("a", "b", "c"))
+    write_folder(tmp_path / "validation", per_class=2, classes=("c", "b"))
+    val = opened(tmp_path, "val")
+    assert len(opened(tmp_path)) == 9
+    assert val.classes == ("a", "b", "c")
+    assert val.labels.tolist() == [1, 1, 2, 2]
+
+
+def test_classes_only_in_val_are_an_error(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", per_class=1, classes=("a",))
+    write_folder(tmp_path / "val", per_class=1, classes=("a", "z"))
+    with pytest.raises(DataError, match=r"has classes that .* lacks: z"):
+        opened(tmp_path, "val")
+
+
+def test_nested_and_foreign_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_folder(tmp_path, per_class=1, classes=("a/deep", "b", ".hidden"))
+    (tmp_path / "a" / "notes.txt").write_text("x")
+    (tmp_path / "b" / "UPPER.JPG").write_bytes(encoded(photo(9, 9)))
+    with caplog.at_level(logging.INFO):
+        listing = list_classes(tmp_path)
+    assert listing.classes == ("a", "b")
+    assert listing.paths == ("a/deep/0000.jpg", "b/0000.jpg", "b/UPPER.JPG")
+    assert "1 files that are not .jpg" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda root: None, lambda root: (root / "empty").mkdir(parents=True)])
+def test_nothing_to_read_is_an_error(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "set")  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"does not exist|No image was found"):
+        opened(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:90]), "cannot be read: its header is cut off"),
+        (lambda path: path.write_bytes(b""), "it is empty"),
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: Image.new("RGB", (200, 200)).save(path), r"more than data\.max_pixels = 9,999"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, spoil: object, why: str) -> None:
+    root = write_folder(tmp_path / "set", per_class=4)
+    source = opened(root, max_pixels=9999)
+    path = root / "dog" / "0001.jpg"
+    spoil(path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=why) as caught:
+        source.read(np.arange(8))
+    assert str(path) in str(caught.value)
+
+
+def test_skipping_tells_the_path(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=4)
+    (root / "cat" / "0002.jpg").write_bytes(b"\xff\xd8")
+    source = opened(root, bad_images="skip")
+    reading = source.read_into(np.arange(8), np.empty((8, 32, 32, 3), np.uint8))
+    assert [path for path, _ in reading.bad] == [str(root / "cat" / "0002.jpg")]
+    assert reading.ids[2] != 2

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config.run import Augment, DataConfig
+from penstock.data import Batch, Loader, Source, open_source
+from penstock.data.source import BadImage, Pixels
+from penstock.errors import ConfigError, DataError
+from penstock.testing.images import write_folder
+
+STRONG = Augment(color=0.5, erase=0.3, mixup=0.3, cutmix=1.0, label_smoothing=0.1)
+
+
+def digits(split: str = "train", channels: int = 1) -> Source:
+    return open_source(DataConfig(), split=split, channels=channels)  # type: ignore[arg-type]
+
+
+def loader(source: Source | None = None, **options: object) -> Loader:
+    settings: dict = {"batch": 16, "image_size": 8, "classes": 10, "augment": STRONG, "seed": 3, **options}
+    return Loader(source or digits(), **settings)
+
+
+def take(batches: Loader, count: int) -> list[Batch]:
+    with batches:
+        return [next(batches) for _ in range(count)]
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets) and np.array_equal(a.ids, b.ids)
+        for a, b in zip(first, second)
+    )
+
+
+def threads() -> int:
+    return sum(thread.name == "penstock-data" for thread in threading.enumerate())
+
+
+def test_batches_are_what_a_step_takes() -> None:
+    for channels, size in ((1, 8), (3, 224)):
+        (batch,) = take(loader(digits(channels=channels), image_size=size, augment=Augment()), 1)
+        assert batch.images.shape == (16, channels, size, size)
+        assert batch.images.dtype == torch.float32
+        assert batch.targets.dtype == torch.int64
+        assert batch.targets.tolist() == digits().labels[batch.ids].tolist()
+        assert len(batch) == 16
+    (batch,) = take(loader(), 1)
+    assert batch.targets.shape == (16, 10)
+
+
+def test_an_epoch_loses_and_repeats_nothing() -> None:
+    source = digits()
+    with loader(batch=100) as batches:
+        ids = np.concatenate([next(batches).ids for _ in range(30)])
+    for epoch in range(2):
+        one = ids[epoch * len(source) : (epoch + 1) * len(source)]
+        assert sorted(one.tolist()) == list(range(len(source)))
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=10)
+    source = open_source(DataConfig(source=f"imagefolder:{root}"), split="train", image_size=28)
+    settings: dict = {"image_size": 28, "batch": 5, "classes": 2}
+    alone = take(loader(source, **settings), 7)
+    for workers in (1, 3):
+        assert same(take(loader(source, workers=workers, **settings), 7), alone)
+
+
+def test_more_workers_than_samples() -> None:
+    assert same(take(loader(batch=1, workers=3), 4), take(loader(batch=1), 4))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_anywhere_is_exact(workers: int) -> None:
+    whole = take(loader(batch=100, workers=workers), 20)
+    with loader(batch=100) as first:
+        for _ in range(13):
+            next(first)
+        state = json.loads(json.dumps(first.state_dict()))
+    assert state["position"] == 1300
+    with loader(batch=100, workers=workers) as second:
+        next(second)  # reading ahead of where it is sent to
+        second.load_state_dict(state)
+        assert same([next(second) for _ in range(7)], whole[13:])
+        assert second.position == 2000
+    assert same(take(loader(batch=100, position=1300), 7), whole[13:])
+
+
+def test_ranks_share_the_global_batch() -> None:
+    config = Augment(color=0.5, erase=0.3)
+    alone = take(loader(batch=12, augment=config), 3)
+    ranks = [take(loader(batch=4, augment=config, rank=rank, world=3), 3) for rank in range(3)]
+    for step, whole in enumerate(alone):
+        parts = [ranks[rank][step] for rank in range(3)]
+        np.testing.assert_array_equal(np.concatenate([part.ids for part in parts]), whole.ids)
+        torch.testing.assert_close(
+            torch.cat([part.images for part in parts]), whole.images, rtol=0, atol=1e-5
+        )
+
+
+def test_accumulation_sees_the_same_samples() -> None:
+    small, large = take(loader(batch=8), 4), take(loader(batch=32), 1)
+    np.testing.assert_array_equal(np.concatenate([batch.ids for batch in small]), large[0].ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_is_one_pass_in_order(workers: int) -> None:
+    source = digits("val")
+    with loader(source, batch=100, augment=None, endless=False, workers=workers) as batches:
+        for _ in range(2):
+            seen = list(batches)
+            assert len(seen) == len(batches) == 4
+            assert np.concatenate([batch.ids for batch in seen]).tolist() == list(range(355))
+            assert torch.cat([batch.targets for batch in seen]).tolist() == source.labels.tolist()
+            assert batches.position == 355
+
+
+def test_evaluation_over_ranks_sees_each_once() -> None:
+    for world in (1, 2, 3, 7):
+        ids = []
+        for rank in range(world):
+            with loader(
+                digits("val"), batch=20, augment=None, endless=False, rank=rank, world=world
+            ) as batches:
+                mine = list(batches)
+                assert len(mine) == len(batches)
+                ids += [batch.ids for batch in mine]
+        assert sorted(np.concatenate(ids).tolist()) == list(range(355))
+
+
+def test_a_pass_left_early_starts_anew() -> None:
+    with loader(digits("val"), batch=50, augment=None, endless=False) as batches:
+        assert next(iter(batches)).ids[0] == 0
+        assert len(list(batches)) == 8
+
+
+class Slow(Source):
+    """Takes a while for each image."""
+
+    def __init__(self, seconds: float) -> None:
+        self.name, self.classes, self.size, self.channels = "slow", ("a",), 8, 1
+        self.labels = np.zeros(1000, np.int64)
+        self._seconds = seconds
+
+    def load(self, index: int, out: Pixels) -> None:
+        time.sleep(self._seconds)
+        out[...] = index % 256
+
+
+def test_waiting_is_counted_and_reading_overlaps_the_step() -> None:
+    with loader(Slow(0.005), batch=10, augment=Augment()) as batches:
+        next(batches)
+        assert batches.wait_seconds > 0.045
+        time.sleep(0.3)  # a step: three batches are read meanwhile
+        before = batches.wait_seconds
+        for _ in range(3):
+            next(batches)
+        assert batches.wait_seconds - before < 0.045
+        before = batches.wait_seconds
+        for _ in range(4):
+            next(batches)
+        assert batches.wait_seconds - before > 0.1
+
+
+class Broken(Slow):
+    def load(self, index: int, out: Pixels) -> None:
+        if index % 20 == 0:
+            raise BadImage(f"broken/{index}", "it is a test")
+        out[...] = 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_image_ends_the_run_and_keeps_ending_it(workers: int) -> None:
+    with loader(Broken(0), batch=50, workers=workers) as batches:
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"broken/\d+ cannot be read"):
+                next(batches)
+
+
+def test_skipped_images_are_logged_until_there_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    source = Broken(0)
+    source.bad_images = "skip"
+    with loader(source, batch=50) as batches:
+        next(batches)
+        assert "Skipped the bad image broken/" in caplog.text
+        with pytest.raises(DataError, match="More than 1% of the images are bad"):
+            list(islice(batches, 20))
+
+
+def test_other_data_cannot_be_resumed() -> None:
+    with loader() as batches:
+        state = batches.state_dict()
+        for change in ({"samples": 7}, {"seed": 4}):
+            with pytest.raises(DataError, match=f"{next(iter(change))} {next(iter(change.values()))}"):
+                batches.load_state_dict({**state, **change})
+
+
+def test_bad_settings_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        loader(batch=0, workers=-1, rank=2, world=2, classes=9)
+    assert len(caught.value.problems) == 4
+
+
+def test_enlarging_is_said_but_not_of_digits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_folder(tmp_path / "set", per_class=5)
+    source = open_source(DataConfig(source=f"imagefolder:{root}"), split="train", image_size=28)
+    with caplog.at_level(logging.WARNING):
+        loader(digits(), image_size=224).close()
+        loader(source, image_size=32).close()
+        assert not caplog.text
+        loader(source, image_size=33).close()
+    assert "stores images of 32 pixels, fewer than the 33" in caplog.text
+
+
+def test_threads_end_with_the_loader() -> None:
+    before = threads()
+    closed, dropped = loader(), loader()
+    next(closed), next(dropped)
+    assert threads() == before + 2
+    closed.close()
+    closed.close()
+    with pytest.raises(StopIteration):
+        next(closed)
+    assert threads() == before + 1
+    del dropped
+    gc.collect()
+    assert threads() == before
+
+
+def test_a_closed_loader_cannot_start_again() -> None:
+    batches = loader(digits("val"), endless=False)
+    batches.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(batches)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_are_the_same_and_nothing_waits() -> None:
+    config = Augment(crop_scale_min=0.3, erase=0.3, mixup=0.3)
+    on_cpu = take(loader(image_size=32, augment=config), 5)
+    with loader(image_size=32, augment=config, device="cuda") as batches:
+        on_gpu = [next(batches) for _ in range(5)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            next(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for first, second in zip(on_cpu, on_gpu):
+        np.testing.assert_array_equal(first.ids, second.ids)
+        torch.testing.assert_close(second.targets.cpu(), first.targets)
+        torch.testing.assert_close(second.images.cpu(), first.images, rtol=0, atol=1.7 / 127.5)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import islice
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock.config.run import DataConfig
+from penstock.data.loader import Loader
+from penstock.data.pool import Pool
+from penstock.data.source import open_source
+from penstock.errors import DataError
+from penstock.testing.sources import Imports, Raises, Sleeps
+
+
+def pool_of(batches: Loader) -> Pool:
+    pool = batches._reader
+    assert isinstance(pool, Pool)
+    return pool
+
+
+def digits_in(workers: int, batch: int = 8) -> Loader:
+    source = open_source(DataConfig(), split="train", channels=1)
+    return Loader(source, batch=batch, image_size=8, classes=10, workers=workers)
+
+
+def test_requests_come_back_in_order_and_whole() -> None:
+    source = open_source(DataConfig(), split="train", channels=3)
+    requests = [np.arange(n, n + 1 + n % 7) for n in range(12)]
+    pool = Pool(source, batch=8, workers=3, depth=12)
+    try:
+        for request in requests:
+            pool.submit(request)
+        for request in requests:
+            pixels, reading = pool.receive()
+            expected, labels = source.read(request)
+            np.testing.assert_array_equal(pixels, expected)
+            np.testing.assert_array_equal(reading.labels, labels)
+            np.testing.assert_array_equal(reading.ids, request)
+    finally:
+        pool.close()
+
+
+def test_large_batches_do_not_clog_the_pipes() -> None:
+    with digits_in(workers=1, batch=20_000) as batches:
+        for _ in range(6):
+            assert len(next(batches)) == 20_000
+
+
+def test_processes_stay_and_end_with_the_pool() -> None:
+    with digits_in(workers=2) as batches:
+        pids = pool_of(batches).pids
+        for _ in range(20):
+            next(batches)
+        batches.load_state_dict(batches.state_dict() | {"position": 0})
+        next(batches)
+        assert pool_of(batches).pids == pids
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_killed_worker_is_named_at_once() -> None:
+    with digits_in(workers=2) as batches:
+        next(batches)
+        pid = pool_of(batches).pids[1]
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(DataError, match=rf"data worker 1 \(process {pid}\) was killed by SIGKILL"):
+            list(islice(batches, 10))
+        assert time.monotonic() - start < 5
+
+
+def test_a_worker_killed_while_reading_is_named() -> None:
+    pool = Pool(Sleeps(), batch=4, workers=2, depth=2)
+    try:
+        pool.submit(np.arange(2))
+        time.sleep(0.5)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(DataError, match=rf"data worker 0 \(process {pool.pids[0]}\) was killed"):
+            pool.receive()
+    finally:
+        pool.close()
+
+
+def test_workers_import_no_torch() -> None:
+    with Loader(Imports(), batch=4, image_size=8, classes=1, workers=1, augment=None) as batches:
+        assert next(batches).images.max() == -1  # black: no torch
+
+
+def test_other_errors_keep_their_name() -> None:
+    with (
+        Loader(Raises(), batch=4, image_size=8, classes=1, workers=2) as batches,
+        pytest.raises(DataError, match=r"data worker 0 .* failed on raises: ZeroDivisionError: by zero"),
+    ):
+        next(batches)
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_script_needs_no_main_guard() -> None:
+    done = run_script("""
+        from penstock.config.run import DataConfig
+        from penstock.data import Loader, open_source
+        source = open_source(DataConfig(), split="train")
+        batches = Loader(source, batch=4, image_size=8, classes=10, workers=1)
+        print(tuple(next(batches).images.shape))
+    """)
+    assert done.stdout == "(4, 3, 8, 8)\n", done.stderr
+    assert done.returncode == 0
+    assert not done.stderr
+
+
+def test_a_source_defined_in_the_script_is_explained() -> None:
+    done = run_script("""
+        import numpy as np
+        from penstock.data import Loader, Source
+        class Mine(Source):
+            name, classes, size, channels, labels = "mine", ("a",), 8, 1, np.zeros(5, np.int64)
+            def load(self, index, out):
+                out[...] = 0
+        Loader(Mine(), batch=4, image_size=8, classes=1, workers=1)
+    """)
+    assert "class Mine is defined in the script itself" in done.stderr
+    assert done.returncode == 1
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    script = """
+        import sys, time
+        from penstock.config.run import DataConfig
+        from penstock.data import Loader, open_source
+        source = open_source(DataConfig(), split="train")
+        batches = Loader(source, batch=4, image_size=8, classes=10, workers=2)
+        next(batches)
+        print(*batches._reader.pids, flush=True)
+        time.sleep(60)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,151 @@
+"""THE ORDER: how a Plan is applied to a model. Read `build` from top to bottom; each step says why it stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.optim import EMA, make_optimizer, parameter_groups
+from penstock.precision import LossScaler, cast_model, matmul_precision
+from penstock.train.step import Loss, TrainStep, classification_loss
+
+__all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model ready to train. `step([batch, …])` trains it; several can take turns in one process."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: TrainStep
+    plan: Plan
+    recipe: Recipe
+    device: torch.device
+    config: ModelConfig | None
+    """None for a module that was handed in."""
+    loss: Loss
+    scaler: LossScaler | None
+    ema: EMA | None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, torch's global switches are as the Plan wants them; afterwards as they were. `step` does this by
+        itself; it is for code that runs the model another way.
+        """
+        with matmul_precision(self.plan.matmul):
+            yield
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Inside, `model` is in eval mode, without gradients, and computes as the Plan says."""
+        return self.step.inference()
+
+
+def build(
+    model: ModelConfig | nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device | str = "cpu",
+    recipe: Recipe | None = None,
+    loss: Loss | None = None,
+    seed: int = 0,
+    machine: Machine | None = None,
+) -> Built:
+    """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place.
+
+    `seed` decides the weights of a configuration, the same on every device and under every Plan; the global generator
+    is left untouched. `loss(model, batch)` defaults to classification. Names in the state dict are the same under
+    every Plan. With a `machine`, the Plan is validated against it first. Raises ConfigError when the Plan contradicts
+    model or machine.
+    """
+    recipe = recipe or Recipe()
+    device = torch.device(device)
+    config = None if isinstance(model, nn.Module) else model
+    if config is not None and machine is not None:
+        plan.validate(config, machine)
+
+    # Weights are drawn on the host: the same seed gives the same model on every device.
+    module = model if isinstance(model, nn.Module) else _created(model, seed)
+
+    # Cast on the way to the device, and before anything keeps a reference to a parameter.
+    module = cast_model(module, plan).to(device)
+    module.train()
+
+    # What the blocks compute with is settled before they are compiled. What is left at its default is left alone, so
+    # that models which have no choice need none.
+    if config is not None or plan.layout != "batch_first":
+        set_layout(module, plan.layout)
+    if config is not None or plan.attention != "sdpa":
+        set_attention(module, plan.attention)
+    compile_model(module, plan)
+
+    # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
+    groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
+    betas = (recipe.beta1, recipe.beta2)
+    optimizer = make_optimizer(groups, plan.optimizer, lr=recipe.lr, betas=betas, eps=recipe.eps)
+
+    # Averages and loss scale look at the finished parameters; the step ties all together.
+    ema = None if recipe.ema_decay is None else EMA(module, recipe.ema_decay, optimizer)
+    scaler = _scaler(plan, device)
+    loss = loss or classification_loss
+    step = TrainStep(
+        module,
+        optimizer,
+        plan=plan,
+        device=device,
+        loss=loss,
+        clip_norm=recipe.clip_norm,
+        scaler=scaler,
+        ema=ema,
+    )
+    return Built(
+        model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
+        loss=loss, scaler=scaler, ema=ema,
+    )  # fmt: skip
+
+
+def _created(config: ModelConfig, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return create(config)
+
+
+def _scaler(plan: Plan, device: torch.device) -> LossScaler | None:
+    if plan.precision == "O0" or plan.dtype != "fp16":
+        return None
+    if plan.optimizer not in ("fused", "contiguous"):
+        raise ConfigError(
+            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed step "
+            "without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
+        )
+    return LossScaler(device)
+
+
+def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
+    """Compile as `plan.compile` says, in place, so that no name in the state dict changes.
+
+    `blocks` compiles each repeated block of the model's Anatomy: they share their code, so one compilation serves all
+    and takes a fraction of the time of `whole`. `options` go to torch.compile. Raises ConfigError when the blocks of a
+    foreign model cannot be found.
+    """
+    if plan.compile == "none":
+        return
+    options = {"dynamic": False, **options}
+    if plan.compile == "whole":
+        model.compile(**options)
+        return
+    for block in anatomy_of(model).block_modules(model):
+        block.compile(**options)

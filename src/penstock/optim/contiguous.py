@@ -1,0 +1,344 @@
+"""Any elementwise torch optimizer over flat buffers: one launch per group and dtype instead of one per tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.optim.flat import Bucket, Segment, buckets_of
+
+_log = logging.getLogger(__name__)
+
+# Each element's update looks at that element alone (torch/optim, 2.11 to 2.13).
+_ELEMENTWISE = frozenset({
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+})  # fmt: skip
+_REASONS = {
+    "Adafactor": "factors the second moment of each matrix into rows and columns",
+    "LBFGS": "takes inner products over all parameters and searches along a line",
+    "Muon": "orthogonalises each matrix as a whole",
+    "SparseAdam": "updates only the rows that a sparse gradient names",
+}
+_FUSED: frozenset[type[Optimizer]] = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that torch keeps once per parameter whatever its shape; a 0-d parameter would make these ambiguous."""
+EXECUTION = ("foreach", "fused", "capturable", "differentiable")
+"""Group entries that say how a step runs, not what it computes."""
+
+
+def contiguous(
+    optimizer_class: type[Optimizer],
+    params: Iterable[Any],
+    *,
+    elementwise: bool = False,
+    **options: Any,
+) -> Contiguous:
+    """`optimizer_class(params, **options)` over flat buffers, with the same results, groups and state dict.
+
+    Works with every torch optimizer whose update is elementwise; Adam, AdamW and SGD run in their fused form unless
+    `options` says otherwise. For a class of your own say `elementwise=True` if it is. Raises ConfigError for
+    optimizers that look at more than one element at a time, such as LBFGS, Muon or Adafactor.
+    """
+    name = optimizer_class.__name__
+    own = optimizer_class.__module__.partition(".")[0] != "torch"
+    if not elementwise and (own or name not in _ELEMENTWISE):
+        if not own and name in _REASONS:
+            why = f"{name} {_REASONS[name]}, which a flat buffer has lost sight of"
+            remedy = "use it without contiguous"
+        else:
+            why = f"Penstock does not know {optimizer_class.__module__}.{name}"
+            remedy = (
+                "pass elementwise=True if each element's update depends on that element, its gradient and its "
+                "state alone, else use it without contiguous"
+            )
+        raise ConfigError(
+            f"contiguous cannot hold {name}: {why}; {remedy}. Known to fit are {', '.join(sorted(_ELEMENTWISE))}."
+        )
+    if options.get("differentiable"):
+        raise ConfigError(
+            "contiguous updates weights in place, so differentiable=True cannot work; leave it out."
+        )
+    return Contiguous(optimizer_class, params, options)
+
+
+class Contiguous(Optimizer):
+    """A torch optimizer whose parameters, gradients and state lie in flat buffers. Made by `contiguous`.
+
+    To its user it is the optimizer it wraps: `param_groups` hold the model's parameters (learning-rate schedulers,
+    `add_param_group` and GradScaler work on them), `state` and `state_dict()` are per parameter and equal in form to
+    the wrapped class's, so that either loads the other's. Inside, an inner optimizer of the wrapped class steps over
+    one tensor per group and dtype.
+
+    Parameters that receive no gradient in a step are left alone, as in torch. If something replaces the storage of a
+    parameter (`model.to(…)`, `p.data = …`), the next step says so in the log and builds the buffers again.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], params: Iterable[Any], options: dict[str, Any]
+    ) -> None:
+        if optimizer_class in _FUSED and options.get("fused") is None and not options.get("foreach"):
+            options = {**options, "fused": True}
+        self._class = optimizer_class
+        self._options = options
+        self._buckets: list[list[Bucket]] = []  # by group
+        self._inner: Optimizer | None = None
+        self.generation = 0
+        """Counts how often the buffers were laid out; views taken before a change are stale."""
+        super().__init__(params, optimizer_class([torch.zeros(1)], **options).defaults)
+        self._lay_out()
+
+    # -- what the user of an optimizer calls
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._collect()
+            inner = self._inner
+            assert inner is not None
+            for mine, theirs in zip(self.param_groups, inner.param_groups):
+                theirs.update({k: v for k, v in mine.items() if k not in ("params", "param_names")})
+            for name in (
+                "grad_scale",
+                "found_inf",
+            ):  # set by GradScaler and clipped_step, during the step only
+                if hasattr(self, name):
+                    setattr(inner, name, getattr(self, name))
+                elif hasattr(inner, name):
+                    delattr(inner, name)
+            inner.step()
+            self._expose_state()
+        return loss
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. With `set_to_none` nothing is written: the next backward pass overwrites the buffer;
+        without, each flat buffer is zeroed by one launch.
+        """
+        for bucket in self._all_buckets():
+            if set_to_none:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            else:
+                with torch.no_grad():
+                    bucket.gradients.zero_()
+                for parameter, view in zip(bucket.parameters, bucket.gradient_views):
+                    if parameter.grad is not None:
+                        parameter.grad = view
+
+    def gradients(self) -> list[Tensor]:
+        """Flat gradients of everything the next step will update, with stray gradients moved in first."""
+        self._collect()
+        return [s.gradient for b in self._all_buckets() for s in b.segments if s.leaf.grad is not None]
+
+    def flat_values(self) -> list[Tensor]:
+        """The flat parameter buffers, one per group, dtype and device."""
+        return [bucket.values for bucket in self._all_buckets()]
+
+    def buckets(self) -> list[Bucket]:
+        """The buffers with the parameters in them; valid until `generation` changes."""
+        return list(self._all_buckets())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; the buffers are laid out again."""
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            self._lay_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `optimizer_class` writes it: state per parameter, in the parameters' shapes."""
+        packed = super().state_dict()
+        for index, state in packed["state"].items():
+            # Parameters of one segment share their step counter; in a file each has its own.
+            packed["state"][index] = {
+                k: v.clone() if k in _SCALARS and isinstance(v, Tensor) else v for k, v in state.items()
+            }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this or of the wrapped class, in any of its forms; the form here is kept."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for mine, theirs in zip(self.param_groups, groups):
+            theirs.update({flag: mine[flag] for flag in EXECUTION if flag in mine})
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        self._lay_out()
+
+    # -- buffers
+
+    def _all_buckets(self) -> Iterable[Bucket]:
+        return (bucket for buckets in self._buckets for bucket in buckets)
+
+    def _lay_out(self) -> None:
+        """Lay parameters and state out anew from `param_groups` and `state`; what already lies right stays."""
+        self.generation += 1
+        with torch.no_grad():
+            kept = [bucket for bucket in self._all_buckets() if bucket.intact()]
+            self._buckets = []
+            for group in self.param_groups:
+                mine = [b for b in kept if any(b.parameters[0] is p for p in group["params"])]
+                if [id(p) for b in mine for p in b.parameters] != [id(p) for p in group["params"]]:
+                    mine = buckets_of(group["params"])
+                self._buckets.append(mine)
+            per_parameter = {p: self.state.get(p, {}) for b in self._all_buckets() for p in b.parameters}
+            for bucket in self._all_buckets():
+                bucket.segments = list(_segments(bucket, per_parameter))
+            self._inner = inner = self._class(self._inner_groups(), **self._options)
+            for bucket in self._all_buckets():
+                for segment in bucket.segments:
+                    states = [per_parameter[p] for p in bucket.parameters[segment.start : segment.stop]]
+                    if states[0]:
+                        inner.state[segment.leaf] = _joined(bucket, segment, states)
+            self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
+            self._expose_state()
+
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                **{k: v for k, v in group.items() if k != "param_names"},
+                "params": [segment.leaf for bucket in buckets for segment in bucket.segments],
+            }
+            for group, buckets in zip(self.param_groups, self._buckets)
+        ]
+
+    def _collect(self) -> None:
+        """Bring the leaves up to date: values that lie in the buffer, gradients there too, unused parts left out."""
+        strayed = sum(1 for bucket in self._all_buckets() for _ in bucket.strayed())
+        if strayed:
+            _log.warning(
+                "%d parameters no longer lie in the flat buffers of the contiguous optimizer: something replaced their "
+                "storage after it was built (model.to(...), model.half(), p.data = ...). The buffers are laid out "
+                "again, which is slow at every step; move or cast the model before building the optimizer.",
+                strayed,
+            )
+            self._lay_out_moved()
+        split = False
+        for bucket in self._all_buckets():
+            active = [bucket.adopt_gradient(index) for index in range(len(bucket.parameters))]
+            for segment in list(bucket.segments):
+                share = active[segment.start : segment.stop]
+                if all(share) or not any(share):
+                    segment.leaf.grad = segment.gradient if share[0] else None
+                else:
+                    self._split(bucket, segment, share)
+                    split = True
+        if split:
+            assert self._inner is not None
+            for group, fresh in zip(self._inner.param_groups, self._inner_groups()):
+                group["params"] = fresh["params"]
+
+    def _lay_out_moved(self) -> None:
+        """Lay out again after parameters moved: their state follows them to their dtype and device."""
+        for parameter, state in self.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key not in _SCALARS and value.is_floating_point():
+                    state[key] = value.to(device=parameter.device, dtype=parameter.dtype)
+                elif isinstance(value, Tensor) and value.device.type != "cpu":
+                    state[key] = value.to(device=parameter.device)
+        fused = any(group.get("fused") or group.get("capturable") for group in self.param_groups)
+        for parameter, state in self.state.items():
+            if fused and isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device)
+        gradients = [(p, p.grad) for b in self._all_buckets() for p in b.parameters]
+        self._lay_out()
+        for parameter, gradient in gradients:
+            if (
+                gradient is not None
+                and gradient.device == parameter.device
+                and gradient.dtype == parameter.dtype
+            ):
+                parameter.grad = gradient
+
+    def _split(self, bucket: Bucket, segment: Segment, active: list[bool]) -> None:
+        """Cut a segment where parameters with and without a gradient meet: from now on their states differ in age."""
+        inner = self._inner
+        assert inner is not None
+        state = inner.state.pop(segment.leaf, {})
+        edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
+        at = bucket.segments.index(segment)
+        parts = []
+        origin = bucket.offsets[segment.start]
+        for low, high in pairwise(edges):
+            part = bucket.segment(segment.start + low, segment.start + high)
+            part.leaf.grad = part.gradient if active[low] else None
+            span = slice(bucket.offsets[part.start] - origin, bucket.offsets[part.stop] - origin)
+            if state:
+                inner.state[part.leaf] = {
+                    key: (value[span] if _elementwise(key, value, segment.leaf) else _own(value))
+                    for key, value in state.items()
+                }
+            parts.append(part)
+        bucket.segments[at : at + 1] = parts
+
+    def _expose_state(self) -> None:
+        """Show the inner optimizer's flat state as views per parameter; cheap when nothing was added."""
+        inner = self._inner
+        assert inner is not None
+        for bucket in self._all_buckets():
+            for segment in bucket.segments:
+                state = inner.state.get(segment.leaf, {})
+                identity = tuple(map(id, state.values()))
+                if identity == segment.exposed:
+                    continue
+                segment.exposed = identity
+                members = bucket.parameters[segment.start : segment.stop]
+                for parameter in members:
+                    self.state[parameter] = {}
+                for key, value in state.items():
+                    if _elementwise(key, value, segment.leaf):
+                        for parameter, view in zip(members, bucket.views(value, segment.start, segment.stop)):
+                            self.state[parameter][key] = view
+                    else:
+                        for parameter in members:
+                            self.state[parameter][key] = value
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _elementwise(key: str, value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and key not in _SCALARS and value.shape == like.shape
+
+
+def _segments(bucket: Bucket, states: dict[Parameter, dict[str, Any]]) -> Iterable[Segment]:
+    """Runs of neighbours whose state has the same entries and the same scalars: such can share them."""
+    signatures = [_signature(parameter, states[parameter]) for parameter in bucket.parameters]
+    start = 0
+    for stop in range(1, len(signatures) + 1):
+        if stop == len(signatures) or signatures[stop] != signatures[start]:
+            yield bucket.segment(start, stop)
+            start = stop
+
+
+def _signature(parameter: Parameter, state: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        (key, value.dtype) if _elementwise(key, value, parameter)
+        else (key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+        for key, value in sorted(state.items())
+    )  # fmt: skip
+
+
+def _joined(bucket: Bucket, segment: Segment, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a whole segment from those of its parameters."""
+    joined: dict[str, Any] = {}
+    for key, value in states[0].items():
+        if _elementwise(key, value, bucket.parameters[segment.start]):
+            flat = torch.zeros(segment.leaf.shape, dtype=value.dtype, device=segment.leaf.device)
+            for view, state in zip(bucket.views(flat, segment.start, segment.stop), states):
+                view.copy_(state[key])
+            joined[key] = flat
+        else:
+            joined[key] = _own(value)
+    return joined

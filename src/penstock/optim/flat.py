@@ -1,0 +1,135 @@
+"""Flat buffers: many parameters laid end to end in one tensor, their gradients likewise.
+
+A bucket holds the parameters of one group that share dtype and device. Each parameter's data becomes a view of
+`values`; its gradient, as soon as autograd has accumulated it, a view of `gradients`. Buckets are cut into segments,
+runs of parameters whose optimizer state has the same age: normally one. A segment's `leaf` is what the inner
+optimizer sees in their place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_ALIGN_BYTES = 256
+"""Each parameter starts on such a boundary, which is what vector loads and GEMM kernels want. Gaps stay zero: a zero
+weight with zero gradients is a fixed point of every elementwise optimizer."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Parameters `start` up to `stop` of a bucket, as one leaf tensor."""
+
+    start: int
+    stop: int
+    leaf: Parameter
+    gradient: Tensor
+    exposed: tuple[int, ...] = field(default=())
+    """Identities of the state values last shown as per-parameter views."""
+
+
+class Bucket:
+    """The parameters of one group that share dtype and device, flattened. Shapes, strides and values are kept."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        first = parameters[0]
+        align = max(_ALIGN_BYTES // first.element_size(), 1)
+        self.parameters = list(parameters)
+        self.offsets: list[int] = [0]
+        for parameter in parameters:
+            self.offsets.append(self.offsets[-1] + -(-parameter.numel() // align) * align)
+        self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros_like(self.values)
+        self.strides = [_dense_strides(parameter) for parameter in parameters]
+        self.gradient_views = self.views(self.gradients, 0, len(parameters))
+        self.segments: list[Segment] = []
+        with torch.no_grad():
+            for parameter, view in zip(parameters, self.views(self.values, 0, len(parameters))):
+                view.copy_(parameter)
+                parameter.data = view
+        self.addresses = [parameter.data_ptr() for parameter in parameters]
+        self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        """Move gradients into the buffer as autograd finishes them.
+
+        Autograd hands a parameter without a gradient a fresh tensor, and adds to one that it has in place. So only
+        the first accumulation after `zero_grad(set_to_none=True)` is moved, while it is still in cache; no pass for
+        zeroing is needed, and a parameter that took no part keeps None.
+        """
+        me = weakref.ref(
+            self
+        )  # a hook outlives its optimizer, and must then neither act nor keep the buffer alive
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_adopter(me, index))  # type: ignore[no-untyped-call]
+
+    def adopt_gradient(self, index: int) -> bool:
+        """Whether parameter `index` has a gradient; moves it into the buffer if it is not there yet."""
+        parameter, view = self.parameters[index], self.gradient_views[index]
+        gradient = parameter.grad
+        if gradient is None or gradient is view:
+            return gradient is not None
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            gradient = gradient.detach()
+            view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
+        parameter.grad = view
+        return True
+
+    def views(self, flat: Tensor, start: int, stop: int) -> list[Tensor]:
+        """Views of parameters `start` to `stop` into `flat`, which begins where parameter `start` does."""
+        base, storage = self.offsets[start], flat.storage_offset()
+        return [
+            torch.as_strided(
+                flat, self.parameters[i].shape, self.strides[i], storage + self.offsets[i] - base
+            )
+            for i in range(start, stop)
+        ]
+
+    def segment(self, start: int, stop: int) -> Segment:
+        """A new segment of parameters `start` to `stop`."""
+        low, high = self.offsets[start], self.offsets[stop]
+        return Segment(start, stop, Parameter(self.values[low:high]), self.gradients[low:high])
+
+    def intact(self) -> bool:
+        """Whether every parameter still lies in the flat buffer."""
+        return all(p.data_ptr() == address for p, address in zip(self.parameters, self.addresses))
+
+    def strayed(self) -> Iterator[int]:
+        """Indices of the parameters that something moved out of the flat buffer."""
+        for index, (parameter, address) in enumerate(zip(self.parameters, self.addresses)):
+            if parameter.data_ptr() != address:
+                yield index
+
+
+def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
+    def adopt(_: Tensor) -> None:
+        alive = bucket()
+        if alive is not None:
+            alive.adopt_gradient(index)
+
+    return adopt
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Strides that fill exactly `numel` elements: the parameter's own (channels_last is kept) where they do."""
+    extent = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride()), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride != extent:
+                return tuple(torch.empty(parameter.shape, device="meta").stride())
+            extent *= size
+    return tuple(parameter.stride())
+
+
+def buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:
+    """One bucket per dtype and device, each in the order of `parameters`."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return [Bucket(members) for members in kinds.values()]

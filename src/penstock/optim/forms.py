@@ -1,0 +1,76 @@
+"""AdamW in the four forms a Plan can choose: the same weights, by ever fewer launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from penstock.config.plan import OptimizerForm
+from penstock.errors import ConfigError
+from penstock.optim.contiguous import EXECUTION, contiguous
+
+_FLAGS: dict[OptimizerForm, dict[str, bool]] = {
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+    "contiguous": {"foreach": False, "fused": True},
+}
+
+
+def make_optimizer(
+    groups: Iterable[dict[str, Any]] | Iterable[torch.Tensor],
+    form: OptimizerForm,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`.
+
+    `loop` launches several kernels per tensor, `foreach` several per chunk of tensors, `fused` one per chunk, and
+    `contiguous` one per group and dtype, over flat buffers. Groups may carry an `lr_scale` (see `parameter_groups`).
+    A state dict of any form loads into any other, and the optimizer keeps its own form (torch alone would switch to
+    that of the file). Raises ConfigError for an unknown form or one that the parameters' device does not have.
+    """
+    if form not in _FLAGS:
+        raise ConfigError(f"There is no optimizer form {form!r}; choose one of {', '.join(_FLAGS)}.")
+    listed: list[Any] = list(groups)
+    if not listed:
+        raise ConfigError("The optimizer was given no parameters; is every part of the model frozen?")
+    options: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **_FLAGS[form])
+    try:
+        if form == "contiguous":
+            optimizer: Optimizer = contiguous(torch.optim.AdamW, listed, **options)
+        else:
+            optimizer = torch.optim.AdamW(listed, **options)
+            keep_form(optimizer)
+    except RuntimeError as error:
+        if "fused" not in str(error):
+            raise
+        raise ConfigError(
+            f"plan.optimizer={form} cannot be used: {error} Use plan.optimizer=foreach."
+        ) from error
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    return optimizer
+
+
+def keep_form(optimizer: Optimizer) -> None:
+    """Let `load_state_dict` take over hyperparameters and state, but not how the step is executed."""
+
+    def pre_hook(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        states = dict(state_dict["state"])
+        for mine, theirs in zip(optimizer.param_groups, groups):
+            theirs.update({flag: mine[flag] for flag in EXECUTION if flag in mine})
+            if not mine["fused"]:  # these forms read the counter on the host at every step
+                for index in theirs["params"]:
+                    if isinstance(states.get(index, {}).get("step"), torch.Tensor):
+                        states[index] = {**states[index], "step": states[index]["step"].cpu()}
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(pre_hook)

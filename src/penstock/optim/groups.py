@@ -1,0 +1,76 @@
+"""Which parameters are decayed, and how fast each layer learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.models.anatomy import Anatomy, anatomy_of
+
+# Positions and tokens under the names that Penstock, timm and transformers give them. They are no maps from features
+# to features, so pulling them to zero is not the regularisation that weight decay is meant to be.
+_EMBEDDINGS = frozenset({
+    "positions", "pos_embed", "position_embedding", "position_embeddings", "class_token", "cls_token", "dist_token",
+    "distillation_token", "mask_token", "reg_token", "register_tokens", "relative_position_bias_table",
+})  # fmt: skip
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: at most two per depth, with and without decay.
+
+    Not decayed are tensors of fewer than two dimensions (biases, norms, scales), position embeddings, class and
+    similar tokens, the embeddings that the model's Anatomy names, and what `model.no_weight_decay()` lists where there
+    is one (timm's convention). Frozen parameters are left out.
+
+    With `layer_decay` below 1 block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
+    rate and what comes before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
+    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` multiplies in. Every parameter is in
+    exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a model without
+    trainable parameters, or one whose blocks cannot be found while `layer_decay` needs them.
+    """
+    if not 0.0 < layer_decay <= 1.0:
+        raise ConfigError(f"recipe.layer_decay is {layer_decay}, but must be above 0 and at most 1 (off).")
+    anatomy = _anatomy(model, required=layer_decay != 1.0)
+    undecayed = set(anatomy.embeddings) if anatomy else set()
+    listed = getattr(model, "no_weight_decay", None)
+    if callable(listed):
+        undecayed |= set(listed())
+    last = len(anatomy.blocks) + 1 if anatomy else 0
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decayed = (
+            parameter.ndim >= 2 and name not in undecayed and not _EMBEDDINGS.intersection(name.split("."))
+        )
+        depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
+        group = groups.setdefault(
+            (depth, decayed),
+            {
+                "params": [],
+                "param_names": [],
+                "weight_decay": weight_decay if decayed else 0.0,
+                "lr_scale": layer_decay ** (last - depth),
+            },
+        )
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+    if not groups:
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
+            f"call requires_grad_(True) on the parts that shall learn."
+        )
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+
+
+def _anatomy(model: nn.Module, *, required: bool) -> Anatomy | None:
+    try:
+        return anatomy_of(model)
+    except ConfigError:
+        if required:
+            raise
+        return None

@@ -1,0 +1,28 @@
+"""How exactly fp32 matrix products are computed: a global switch of torch, held only while it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.config.plan import Matmul
+
+
+@contextmanager
+def matmul_precision(setting: Matmul) -> Iterator[None]:
+    """Inside, fp32 products have the given precision; afterwards what it was before, even after an error.
+
+    `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default, lest a
+    baseline be faster than it says. `high` and `medium` allow it.
+    """
+    before = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(setting)
+    torch.backends.cudnn.allow_tf32 = setting != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions

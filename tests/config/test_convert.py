@@ -1,0 +1,96 @@
+"""Text and typed values become field values, or say in words why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from penstock.config.convert import BadValue, check_fields, convert, describe, nearest
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("1e-3", float, 0.001),
+        ("3", float, 3.0),
+        ("1e4", int, 10_000),
+        ("-2", int, -2),
+        ("9007199254740993", int, 9007199254740993),  # one more than a float can hold
+        ("yes", bool, True),
+        ("Off", bool, False),
+        ("none", float | None, None),
+        ("None", str | None, None),
+        ("2.5", float | None, 2.5),
+        ("b", Literal["a", "b"], "b"),
+        ("1, 2,3", tuple[int, ...], (1, 2, 3)),
+        ("", tuple[int, ...], ()),
+    ],
+)
+def test_text_becomes_the_value(text: str, kind: Any, value: object) -> None:
+    converted = convert(text, kind, text=True)
+    assert converted == value
+    assert type(converted) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("1.5", int),
+        ("inf", int),
+        ("maybe", bool),
+        ("abc", float),
+        ("none", float),
+        ("c", Literal["a", "b"]),
+        (True, int),
+        (1, bool),
+        (1, str),
+        ([1, "x"], tuple[int, ...]),
+        ({"a": "x"}, dict[str, float]),
+        (3, dict[str, float]),
+    ],
+)
+def test_wrong_values_are_refused(value: object, kind: Any) -> None:
+    with pytest.raises(BadValue, match="must be"):
+        convert(value, kind, text=isinstance(value, str))
+
+
+def test_without_text_a_string_is_a_string() -> None:
+    with pytest.raises(BadValue):
+        convert("3", int)
+    assert convert("3", str) == "3"
+
+
+def test_types_in_words() -> None:
+    assert describe(Literal["a", "b", "c"]) == "'a', 'b' or 'c'"
+    assert describe(float | None) == "a number or none"
+    assert describe(tuple[int, ...]) == "a list, each item a whole number"
+
+
+def test_nearest_is_silent_about_strangers() -> None:
+    assert nearest("lrr", ["lr", "seed"]) == " Did you mean 'lr'?"
+    assert nearest("zzzz", ["lr", "seed"]) == ""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    count: int = 1
+    rate: float = 1.0
+    kind: Literal["a", "b"] = "a"
+    maybe: float | None = None
+    names: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"count": 1.0}, {"count": True}, {"kind": "c"}, {"maybe": "none"}, {"names": ["a"]}, {"rate": "1"}],
+)
+def test_fields_are_held_to_their_types(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    (problem,) = check_fields(_Sample(**wrong), "sample")
+    assert problem.startswith(f"sample.{name} is ")
+
+
+def test_a_whole_number_may_stand_for_a_float() -> None:
+    assert check_fields(_Sample(rate=2, maybe=3), "sample") == []

@@ -1,0 +1,33 @@
+"""Settings are found in the dataclasses with their words, types and defaults."""
+
+from __future__ import annotations
+
+from penstock.config.describe import default_word, field_docs, settings, type_word
+from penstock.config.plan import Plan
+from penstock.config.run import RunConfig
+
+
+def test_every_leaf_is_found_once() -> None:
+    keys = [setting.key for setting in settings(RunConfig)]
+    assert len(keys) == len(set(keys))
+    assert {"seed", "plan", "plan.optimizer", "recipe.augment.flip", "data", "model", "model.width"} <= set(
+        keys
+    )
+    assert "recipe" not in keys, "a part without a short form cannot be given whole"
+
+
+def test_words() -> None:
+    found = {setting.key: setting for setting in settings(RunConfig)}
+    assert type_word(found["recipe.clip_norm"].kind) == "FLOAT|none"
+    assert type_word(found["data.bad_images"].kind) == "fail|skip"
+    assert type_word(found["model.qk_norm"].kind) == "true|false"
+    assert default_word(found["model"].default) == "vit-digits"
+    assert default_word(found["data"].default) == "digits"
+    assert default_word(found["plan"].default) == "baseline"
+    assert default_word(found["machine"].default) == "none"
+    assert found["plan.precision"].help.startswith("O0: fp32 throughout.")
+
+
+def test_every_field_of_a_plan_is_documented() -> None:
+    docs = field_docs(Plan)
+    assert [name for name in Plan.__dataclass_fields__ if not docs.get(name)] == []

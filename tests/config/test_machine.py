@@ -1,0 +1,141 @@
+"""Machines are shipped as datasheets, stored by probes, and found again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config.machine import (
+    ASSUMED_LAUNCH_SECONDS,
+    GemmSample,
+    Machine,
+    cache_folder,
+    cache_path,
+    cached_machine,
+    known_machines,
+    load_machine,
+    match_datasheet,
+    save_machine,
+)
+from penstock.errors import ConfigError, EnvironmentProblem
+
+MEASURED = Machine(
+    name="AMD EPYC AVX2, 2 threads",
+    device="cpu",
+    source="measured",
+    peak_flops={"fp32": 1.5e11},
+    gemm=(GemmSample(dtype="fp32", m=1, n=2, k=3, flops_per_second=1e9),),
+    notes=("torch 2.13.0",),
+)
+
+
+def test_the_shipped_machines() -> None:
+    assert known_machines() == ("v100", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x")
+    for name in known_machines():
+        machine = load_machine(name)
+        assert (machine.name, machine.device, machine.source) == (name, "cuda", "datasheet")
+        assert machine.launch_seconds == ASSUMED_LAUNCH_SECONDS
+        for kind, rate in machine.achievable_flops.items():
+            assert 0.5 < rate / machine.peak_flops[kind] < 1, "a sweep reached half the peak or more"
+        assert machine.peak_flops["fp32"] < machine.peak_flops["fp16"]
+    assert load_machine("H100") is load_machine("h100")
+
+
+def test_types_that_a_chip_lacks_are_absent() -> None:
+    assert "bf16" not in load_machine("v100").peak_flops
+    assert "tf32" not in load_machine("v100").peak_flops
+    assert "fp8" not in load_machine("a100-80g").peak_flops
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_storing_gives_the_same_machine_back(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "deep" / f"m{suffix}"
+    for machine in (MEASURED, load_machine("mi300x")):
+        assert load_machine(save_machine(machine, path)) == machine
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_unknown_machines_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no machine 'a100-80'\. Did you mean 'a100-80g'"):
+        load_machine("a100-80")
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load_machine("nowhere.toml")
+
+
+def test_bad_machine_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text('name = "x"\ndevice = "tpu"\npeak_flop = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        load_machine(path)
+    told = str(caught.value)
+    assert "Did you mean 'peak_flops'?" in told
+    assert "device is 'tpu', but must be 'cuda' or 'cpu'" in told
+    assert str(path) in told
+    with pytest.raises(ConfigError, match="must end in one of them"):
+        save_machine(MEASURED, tmp_path / "m.txt")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        save_machine(MEASURED, tmp_path / "file" / "m.toml")
+
+
+def test_the_cache_finds_by_name_and_by_age() -> None:
+    assert cached_machine() is None
+    assert cached_machine(MEASURED.name) is None
+    save_machine(MEASURED, cache_path(MEASURED.name))
+    newer = replace(MEASURED, name="other")
+    os.utime(cache_path(MEASURED.name), (1, 1))
+    save_machine(newer, cache_path("other"))
+    assert cached_machine() == newer
+    assert cached_machine(MEASURED.name) == MEASURED
+    assert cached_machine("third") is None
+
+
+def test_a_broken_cache_is_no_cache() -> None:
+    path = cache_path(MEASURED.name)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert cached_machine(MEASURED.name) is None
+    assert cached_machine() is None
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "a"))
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("PENSTOCK_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_folder() == tmp_path / "b" / "penstock"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "penstock"
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42.4e9, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", 85.0e9, "h100"),
+        ("NVIDIA H200", 150.1e9, "h200"),
+        ("Tesla V100-SXM2-16GB", 16.9e9, "v100"),
+        ("AMD Instinct MI300X OAM", 206e9, "mi300x"),
+        ("NVIDIA B200", 191e9, "b200"),
+        ("NVIDIA GB200", 191e9, None),
+        ("NVIDIA GeForce RTX 3090", 25e9, None),
+    ],
+)
+def test_devices_are_known_by_their_names(device: str, memory: float, name: str | None) -> None:
+    found = match_datasheet(device, memory)
+    assert (found.name if found else None) == name
+    if found:
+        assert device in found.notes[-1]
+
+
+def test_machines_hold_their_types() -> None:
+    with pytest.raises(ConfigError, match="devices_per_node is 0"):
+        replace(MEASURED, devices_per_node=0)
+    with pytest.raises(ConfigError, match=r"machine.device is 'tpu'"):
+        replace(MEASURED, device="tpu")  # type: ignore[arg-type]
+    assert len({MEASURED, MEASURED, load_machine("h100")}) == 2

@@ -1,0 +1,144 @@
+"""A Plan is one line of text, and knows what it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.convert import field_types
+from penstock.config.load import load
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.plan import BASELINE, Plan
+from penstock.errors import ConfigError
+
+CPU = Machine(
+    name="a cpu", device="cpu", source="measured", peak_flops={"fp32": 1e11, "bf16": 2e11, "fp16": 1e9}
+)
+MODEL = PRESETS["vit-s16"]
+
+
+def _values(kind: Any) -> st.SearchStrategy[Any]:
+    if get_origin(kind) is not None:
+        return st.sampled_from(get_args(kind))
+    return {int: st.integers(1, 10**6), bool: st.booleans()}[kind]
+
+
+@st.composite
+def _plans(draw: st.DrawFn) -> Plan:
+    """Any Plan that can be made, of whatever fields a Plan has."""
+    return Plan(**{name: draw(_values(kind)) for name, kind in field_types(Plan).items()})
+
+
+@given(plan=_plans(), order=st.randoms(use_true_random=False))
+def test_line_and_toml_round_trips(plan: Plan, order: Any) -> None:
+    line = str(plan)
+    assert "\n" not in line
+    assert Plan.parse(line) == plan
+    assert Plan.parse(line).line() == line
+    words = line.split()
+    order.shuffle(words)
+    assert Plan.parse("  ".join(words)) == plan
+    assert Plan.from_toml(plan.to_toml()) == plan
+    assert load(Plan, overrides=dict(word.split("=") for word in words if word != BASELINE)) == plan
+
+
+def test_defaults_print_as_baseline() -> None:
+    assert str(Plan()) == "baseline"
+    assert Plan.parse("baseline") == Plan.parse("") == Plan()
+    assert Plan.parse("baseline optimizer=fused") == Plan(optimizer="fused")
+
+
+def test_a_line_holds_only_what_differs() -> None:
+    assert str(Plan(precision="O1", micro_batch=64)) == "precision=O1 micro_batch=64"
+    for field in dataclasses.fields(Plan):
+        assert field.name not in str(Plan())
+
+
+def test_every_problem_of_a_line_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan.parse("precison=O1 optimizer=fusd fast compile=none compile=none micro_batch=1.5")
+    assert len(caught.value.problems) == 5
+    told = str(caught.value)
+    for part in (
+        "plan.precison is not a setting. Did you mean 'precision'?",
+        "Did you mean 'fused'?",
+        "'fast' is no setting",
+        "plan.compile is given twice",
+        "plan.micro_batch is '1.5', but must be a whole number",
+    ):
+        assert part in told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"precision": "O7"}, "plan.precision is 'O7', but must be 'O0'"),
+        ({"micro_batch": 0}, "plan.micro_batch is 0, but must be at least 1."),
+        ({"accumulate": -1}, "plan.accumulate is -1"),
+        ({"micro_batch": 2.5}, "plan.micro_batch is 2.5"),
+    ],
+)
+def test_impossible_values_are_refused_on_construction(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan(**wrong)
+    assert message in str(caught.value)
+
+
+def test_from_toml_names_its_problem() -> None:
+    with pytest.raises(ConfigError, match=r"In the plan: optimiser is not a setting\. Did you mean 'opt"):
+        Plan.from_toml('optimiser = "fused"')
+    with pytest.raises(ConfigError, match="no valid TOML"):
+        Plan.from_toml("a =")
+
+
+@pytest.mark.parametrize(
+    ("line", "machine", "messages"),
+    [
+        ("precision=O1", "v100", ["dtype=bf16 cannot be computed on machine v100; use dtype=fp16"]),
+        ("precision=O1 dtype=fp16 optimizer=loop", "h100", ["optimizer=loop cannot skip an overflowed step"]),
+        ("precision=O3 dtype=fp16 optimizer=foreach", "h100", ["optimizer=foreach cannot skip"]),
+        ("dtype=fp16", "h100", ["no effect with plan.precision=O0"]),
+        ("matmul=high", "v100", ["matmul=high asks for TF32"]),
+        ("attention=flash", "h100", ["attention=flash computes in half precision only"]),
+        (
+            "precision=O1 dtype=fp16 optimizer=fused attention=cudnn",
+            "v100",
+            ["attention=cudnn needs a GPU of compute capability 8.0"],
+        ),
+        ("attention=efficient", "cpu", ["attention=efficient exists on GPUs only"]),
+        (
+            "precision=O1 attention=cudnn matmul=medium",
+            "v100",
+            ["dtype=bf16 cannot", "asks for TF32", "attention=cudnn needs"],
+        ),
+    ],
+)
+def test_validate_tells_all_that_stands_against(line: str, machine: str, messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan.parse(line).validate(MODEL, CPU if machine == "cpu" else load_machine(machine))
+    assert len(caught.value.problems) == len(messages)
+    for problem, message in zip(caught.value.problems, messages, strict=True):
+        assert message in problem
+
+
+def test_flash_has_a_widest_head() -> None:
+    wide = ViTConfig(width=1024, heads=2)
+    plan = Plan(precision="O1", attention="flash")
+    with pytest.raises(ConfigError, match="heads of at most 256 features, but this model's have 512"):
+        plan.validate(wide, load_machine("h100"))
+    plan.validate(MODEL, load_machine("h100"))
+
+
+@pytest.mark.parametrize("machine", [CPU, load_machine("h100"), load_machine("v100")], ids=lambda m: m.name)
+def test_sound_plans_pass(machine: Machine) -> None:
+    half = "bf16" if "bf16" in machine.peak_flops else "fp16"
+    forms = ("loop", "foreach", "fused", "contiguous") if half == "bf16" else ("fused", "contiguous")
+    for precision, optimizer in itertools.product(("O1", "O3"), forms):
+        Plan.parse(f"precision={precision} dtype={half} optimizer={optimizer}").validate(MODEL, machine)
+    Plan(attention="auto", compile="blocks", layout="batch_second").validate(MODEL, machine)

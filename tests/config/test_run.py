@@ -1,0 +1,54 @@
+"""Values that no run could mean are refused when the configuration is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.run import Augment, DataConfig, Recipe, RunConfig
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataConfig(source="imagefoldr:x"), "imagefolder:PATH or pack:PATH. Did you mean 'imagefolder'?"),
+        (lambda: DataConfig(source="imagefolder"), "data.source is 'imagefolder'"),
+        (lambda: DataConfig(source="digits:x"), "data.source is 'digits:x'"),
+        (lambda: DataConfig(workers=-1), "data.workers is -1, but must be at least 0."),
+        (lambda: Recipe(lr=0.0), "recipe.lr is 0.0, but must be above 0."),
+        (lambda: Recipe(lr=float("nan")), "recipe.lr is nan"),
+        (lambda: Recipe(steps=0), "recipe.steps is 0"),
+        (lambda: Recipe(clip_norm=-1.0), "recipe.clip_norm is -1.0"),
+        (lambda: Recipe(ema_decay=1.5), "recipe.ema_decay is 1.5, but must be between 0 and 1."),
+        (lambda: Augment(erase=1.5), "recipe.augment.erase is 1.5"),
+        (lambda: Augment(mixup=-0.1), "recipe.augment.mixup is -0.1"),
+        (lambda: RunConfig(device="gpu"), "device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
+        (lambda: RunConfig(keep=1), "keep is 1, but must be at least 2."),
+        (lambda: RunConfig(output=""), "output is empty"),
+        (lambda: ViTConfig(image_size=225), "the nearest that fit are 224 or 240."),
+        (lambda: ViTConfig(heads=7), "cannot be split over model.heads 7"),
+        (lambda: ViTConfig(depth=0, width=0), "model.depth is 0"),
+        (lambda: ViTConfig(stem="conv", patch_size=14), "must be a power of two"),
+        (lambda: ViTConfig(drop_path=1.0), "is a probability in [0, 1)"),
+        (lambda: ViTConfig(classifier="mean"), "model.classifier is 'mean'"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_impossible_values_say_what_is_possible(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_presets_know_their_names() -> None:
+    for name, preset in PRESETS.items():
+        assert ViTConfig.parse(name) == preset
+        assert preset.short_form() == name
+    assert ViTConfig(depth=3).short_form() == "custom"
+
+
+def test_tokens_count_the_class_token() -> None:
+    assert ViTConfig().tokens == 197
+    assert ViTConfig(classifier="pooled").tokens == 196

@@ -41,8 +41,34 @@ def test_lines_say_what_matters() -> None:
     assert describe(EVALUATION, 40) == (
         "step 20/40  evaluation of 359 samples: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
     )
-    assert describe({"event": "start", "step": 0}, 40) == ""
+    assert describe({"event": "unheard-of", "step": 0}, 40) == ""
     assert "loss not finite" in describe(STEPS | {"loss": None}, 40)
+
+
+def test_the_first_lines_name_plan_and_places() -> None:
+    record = {
+        "event": "resume",
+        "step": 20,
+        "plan": "precision=O1",
+        "parameters": 5018,
+        "classes": 10,
+        "data": "digits",
+        "samples": 1442,
+        "batch": 128,
+        "device": "cpu",
+        "peak": "desk bf16, measured",
+        "output": "runs/a",
+        "total": 40,
+    }
+    assert describe(record, 40).splitlines() == [
+        "plan    precision=O1",
+        "model   5,018 parameters, 10 classes",
+        "data    digits, 1,442 samples, 128 a step",
+        "device  cpu; utilisation is of the peak of desk bf16, measured",
+        "output  runs/a",
+        "resumed after step 20 of 40",
+    ]
+    assert "resumed" not in describe(record | {"event": "start"}, 40)
 
 
 def test_predicted_stands_beside_measured() -> None:

@@ -44,5 +44,5 @@ def test_an_epoch_shorter_than_a_step_saves_every_step() -> None:
 
 
 def test_a_run_without_steps_says_what_to_change() -> None:
-    with pytest.raises(ConfigError, match="no steps: recipe.epochs 0.001 of 100 samples at 8 a step"):
+    with pytest.raises(ConfigError, match=r"no steps: recipe\.epochs 0\.001 of 100 samples at 8 a step"):
         schedule(recipe=Recipe(epochs=0.001))

@@ -113,8 +113,23 @@ def display_for(stream: TextIO) -> Display:
 
 def describe(record: Record, total: int) -> str:
     """A record as one line for people; empty where there is nothing to say."""
+    if record["event"] in ("start", "resume"):
+        return _header(record)
     line = _DESCRIBE.get(record["event"])
     return f"step {record['step']}/{total}  {line(record)}" if line else ""
+
+
+def _header(record: Record) -> str:
+    rows = {
+        "plan": record["plan"],
+        "model": f"{record['parameters']:,} parameters, {record['classes']} classes",
+        "data": f"{record['data']}, {record['samples']:,} samples, {record['batch']} a step",
+        "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
+        "output": record["output"],
+    }
+    if record["event"] == "resume":
+        rows["resumed"] = f"after step {record['step']} of {record['total']}"
+    return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
 
 
 def _numbers(record: Record) -> str:
@@ -167,7 +182,6 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "steps": _steps,
     "evaluation": _evaluation,
     "prediction": _prediction,
-    "resume": lambda record: f"resumed from {record['checkpoint']}",
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "summary": _summary,
 }

@@ -21,6 +21,7 @@ _FREE = (
     "machine",
     "device",
     "init_from",
+    "plan.host_memory",
     "data.workers",
     "recipe.eval_every_epochs",
 )
@@ -46,6 +47,13 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def seed_random(seed: int) -> None:
+    """Start all generators from `seed`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:

@@ -1,0 +1,33 @@
+"""`penstock train`: train a model, or go on where it was stopped."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli._app import configured
+from penstock.config.recipes import load_run
+from penstock.config.run import RunConfig
+
+
+@configured(RunConfig, positional="model", loader=load_run)
+def train(
+    config: RunConfig,
+    *,
+    resume: Annotated[bool, Parameter(help="Go on from the newest checkpoint in the output folder.")] = True,
+    tensorboard: Annotated[bool, Parameter(negative="", help="Write TensorBoard event files too.")] = False,
+) -> None:
+    """Train a model; resumes where it was stopped.
+
+    The settings of a preset's own recipe come first, then those of --config, then those given here. The resolved
+    settings are kept in OUTPUT/run.toml, which runs the same again with --config.
+    """
+    from penstock.train import train as run
+    from penstock.train.display import display_for
+
+    result = run(config, resume=resume, tensorboard=tensorboard, display=display_for(sys.stdout))
+    found = result.evaluation
+    print(f"done: top-1 {found.top1:.2%}, top-5 {found.top5:.2%} of {found.samples:,} validation samples")
+    print(f"weights in {result.export}, metrics in {result.metrics}")

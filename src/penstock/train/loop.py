@@ -1,0 +1,376 @@
+"""A training run from the first step, or from wherever it was stopped, to the exported weights.
+
+Read from `train` down: `_Run.__init__` builds everything in the order in which later parts need earlier ones, `_Run.go`
+is the loop. Between two logs the host never waits for the device: losses and gradient norms gather in a buffer on
+it, step times in events, and one transfer reads them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.build import build
+from penstock.config.load import dump_toml, to_dict
+from penstock.config.run import RunConfig
+from penstock.data import Loader
+from penstock.errors import NumericError, SavedRequeue
+from penstock.models import ViT
+from penstock.models.convert import load_weights, save_pretrained
+from penstock.optim import learning_rate, set_learning_rate
+from penstock.planner import Prediction, predict
+from penstock.planner.counts import parameters
+from penstock.probe import resolve_device
+from penstock.train import checkpoint
+from penstock.train.checkpoint import Snapshot
+from penstock.train.display import Display, Silent
+from penstock.train.evaluate import Evaluation, evaluate
+from penstock.train.lock import RunLock
+from penstock.train.memory import memory_advice
+from penstock.train.metrics import (
+    Meter,
+    MetricsFile,
+    StepTimer,
+    TensorBoard,
+    peak_memory,
+    resident_memory,
+    used_memory,
+)
+from penstock.train.prepare import machine_of, open_sources, set_aside, with_classes
+from penstock.train.schedule import Schedule
+from penstock.train.signals import StopRequest
+from penstock.train.state import changes, random_state, seed_random, set_random_state
+from penstock.train.window import REMEDY, Window
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a finished run leaves."""
+
+    steps: int
+    resumed_at: int
+    """The step this call went on from; 0 for a new run."""
+    loss: float
+    """Mean training loss of the last logged steps."""
+    evaluation: Evaluation
+    """On the validation split at the end, of the EMA weights where there are any."""
+    output: Path
+    export: Path
+    """Hugging Face folder of the final weights: what was evaluated."""
+    metrics: Path
+
+
+def train(
+    config: RunConfig, *, resume: bool = True, tensorboard: bool = False, display: Display | None = None
+) -> TrainResult:
+    """Train as `config` says, going on from the newest checkpoint in `config.output` that can be trusted.
+
+    With `resume` false, what an earlier run left there is set aside under another name and the run starts anew.
+
+    Raises:
+        ConfigError: the configuration cannot be, or is not the one that the checkpoint was made with.
+        CheckpointError: there are checkpoints and none can be trusted.
+        NumericError: a loss or weight is not finite.
+        OutOfMemory: the device's memory did not suffice.
+        SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved.
+        EnvironmentProblem: the output directory is in use, or the disk is full.
+    """
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with RunLock(output) as lock, StopRequest() as stop, memory_advice(config.plan):
+        run = _Run(config, output, resume=resume, tensorboard=tensorboard, display=display or Silent())
+        try:
+            return run.go(lock, stop)
+        finally:
+            run.close()
+
+
+class _Run:
+    """One life of a run: from being built, or rebuilt, to its end or its being stopped."""
+
+    def __init__(
+        self, config: RunConfig, output: Path, *, resume: bool, tensorboard: bool, display: Display
+    ) -> None:
+        self.output = output
+        self.folder = output / "checkpoints"
+        self.display = display
+        self.device = resolve_device(config.device)
+        self.machine = machine_of(config, self.device)
+        train_source, self.val_source = open_sources(config)
+        self.config = config = with_classes(config, train_source)
+        config.plan.validate(config.model, self.machine)
+        self.schedule = Schedule.of(config, len(train_source))
+        self.prediction = predict(config.model, self.machine, config.plan)
+        self.meter = Meter.of(self.prediction, self.machine)
+
+        snapshot = self._find_snapshot(resume)
+        (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
+        self.resumed_at = self.step = snapshot.step if snapshot else 0
+        seed_random(config.seed)
+        self.loss = math.nan
+        self.evaluation: Evaluation | None = None
+
+        self.built = build(
+            config.model,
+            config.plan,
+            device=self.device,
+            recipe=config.recipe,
+            seed=config.seed,
+            machine=self.machine,
+        )
+        self.loader = Loader(
+            train_source,
+            batch=config.plan.micro_batch,
+            image_size=config.model.image_size,
+            classes=config.model.classes,
+            augment=config.recipe.augment,
+            seed=config.seed,
+            device=self.device,
+            workers=config.data.workers,
+        )
+        self.window = Window(config.log_every, self.device)
+        self.timer = StepTimer(self.device)
+        self.step_seconds: list[float] = []
+        self.waited = 0.0
+        self.memory_before = resident_memory()
+        self.metrics = MetricsFile(output / "metrics.jsonl")
+        self.metrics.rewind(self.step if snapshot else -1)
+        self.board = TensorBoard(output / "tensorboard", resumed_at=self.step) if tensorboard else None
+        if snapshot:
+            self._restore(snapshot)
+        elif config.init_from:
+            self._start_from(config.init_from)
+
+    def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
+        """Train to the end, or until asked to stop."""
+        self._announce()
+        try:
+            while self.step < self.schedule.total:
+                if not len(self.window):
+                    self._open_window()
+                self._train_step()
+                lock.touch()
+                stopping = stop.signal is not None and self.step < self.schedule.total
+                if stopping or self.schedule.logs(self.step):
+                    self._log()
+                if self.schedule.evaluates(self.step):
+                    self._evaluate()
+                if stopping or self.schedule.saves(self.step):
+                    self._save()
+                if stopping:
+                    assert stop.signal is not None
+                    raise SavedRequeue(
+                        f"Stopped by {stop.signal.name} after step {self.step}, which is saved in {self.folder}. "
+                        f"The same command goes on from there."
+                    )
+            return self._finish()
+        finally:
+            self.display.end()
+
+    def close(self) -> None:
+        """End threads, processes and files."""
+        self.loader.close()
+        self.metrics.close()
+        if self.board:
+            self.board.close()
+
+    def _open_window(self) -> None:
+        self.waited = self.loader.wait_seconds
+        self.timer.start()
+
+    def _train_step(self) -> None:
+        """One optimizer step. Nothing here waits for the device."""
+        recipe = self.config.recipe
+        set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.schedule.total))
+        batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
+        result = self.built.step(batches)
+        self.window.add(result.loss, result.grad_norm)
+        self.step += 1
+        self.timer.lap()
+
+    def _log(self) -> None:
+        """Fetch and record the window: the one place at which the host waits for the device."""
+        read = self.window.read(self.step)
+        seconds = self.timer.read()
+        self.step_seconds += seconds
+        self.loss = statistics.fmean(read.losses)
+        self._record(
+            "steps",
+            epoch=self.schedule.epoch(self.step),
+            loss=self.loss,
+            losses=read.losses,
+            grad_norm=read.grad_norm,
+            lr=learning_rate(self.step - 1, self.config.recipe, self.schedule.total),
+            **self.meter.speed(seconds, self.loader.wait_seconds - self.waited),
+            memory_bytes=peak_memory(self.device),
+        )
+
+    def _record(self, event: str, **values: Any) -> None:
+        record = {"event": event, "step": self.step, **values}
+        self.metrics.write(record)
+        self.display.show(record)
+        if self.board:
+            self.board.write(record)
+
+    def _announce(self) -> None:
+        """Say what runs and what was predicted of it, before the first step."""
+        self.display.begin(self.schedule.total, self.step)
+        self._record(
+            "resume" if self.resumed_at else "start",
+            plan=self.config.plan.line(),
+            machine=self.machine.name,
+            device=str(self.device),
+            peak=self.meter.peak,
+            parameters=parameters(self.config.model),
+            classes=self.config.model.classes,
+            data=self.config.data.source,
+            samples=self.schedule.samples,
+            batch=self.schedule.batch,
+            total=self.schedule.total,
+            output=str(self.output),
+        )
+        self._record("prediction", **_of_prediction(self.prediction))
+
+    def _evaluate(self) -> None:
+        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
+        started = time.perf_counter()
+        loader = Loader(
+            self.val_source,
+            batch=self.config.plan.micro_batch,
+            image_size=self.config.model.image_size,
+            classes=self.config.model.classes,
+            device=self.device,
+            workers=self.config.data.workers,
+            endless=False,
+        )
+        with loader, self._final_weights():
+            self.evaluation = evaluate(self.built.model, loader)
+        self._record(
+            "evaluation",
+            epoch=self.schedule.epoch(self.step),
+            **dataclasses.asdict(self.evaluation),
+            ema=self.config.recipe.ema_decay is not None,
+            seconds=time.perf_counter() - started,
+        )
+
+    @contextmanager
+    def _final_weights(self) -> Iterator[None]:
+        """Inside, the model is as it will be used: in evaluation mode, with the EMA weights where there are any."""
+        averages = self.built.ema.swapped() if self.built.ema else nullcontext()
+        with self.built.inference(), averages:
+            yield
+
+    def _start_from(self, path: str) -> None:
+        loaded = load_weights(self.built.model, path, new_head=True)
+        if self.built.ema:
+            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
+        _log.warning("Starting from %s: %s", path, loaded)
+
+    def _find_snapshot(self, resume: bool) -> Snapshot | None:
+        if not resume:
+            for name in ("checkpoints", "metrics.jsonl", "tensorboard", "export"):
+                set_aside(self.output / name)
+            return None
+        checkpoint.clean(self.folder)
+        snapshot = checkpoint.newest(self.folder)
+        if snapshot:
+            for change in changes(snapshot.config, to_dict(self.config)):
+                _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
+        return snapshot
+
+    def _save(self) -> None:
+        """Commit everything that the future of the run depends on."""
+        started = time.perf_counter()
+        self._require_finite()
+        weights = {"weights": self.built.model.state_dict()}
+        if self.built.ema is not None:
+            weights["ema"] = self.built.ema.state_dict()
+        snapshot = Snapshot(
+            step=self.step,
+            weights=weights,
+            state={
+                "optimizer": self.built.optimizer.state_dict(),
+                "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
+                "loader": self.loader.state_dict(),
+                "random": random_state(self.device),
+                "progress": {
+                    "loss": self.loss,
+                    "evaluation": dataclasses.asdict(self.evaluation) if self.evaluation else None,
+                },
+            },
+            config=to_dict(self.config),
+            plan=self.config.plan.line(),
+        )
+        path = checkpoint.save(self.folder, snapshot, keep=self.config.keep)
+        self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
+
+    def _require_finite(self) -> None:
+        """A loss shows a bad weight one step late; a checkpoint must not hold one at all."""
+        bad = [
+            name for name, value in self.built.model.state_dict().items() if not bool(value.isfinite().all())
+        ]
+        if bad:
+            raise NumericError(
+                f"After step {self.step} weights are not finite: {', '.join(bad[:3])}"
+                f"{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}. No checkpoint was written of it. {REMEDY}"
+            )
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Become what `_save` saw; the random generators last, for building has drawn from them."""
+        self.built.model.load_state_dict(snapshot.weights["weights"])
+        if self.built.ema is not None:
+            self.built.ema.load_state_dict(snapshot.weights["ema"])
+        self.built.optimizer.load_state_dict(snapshot.state["optimizer"])
+        if self.built.scaler:
+            self.built.scaler.load_state_dict(snapshot.state["scaler"])
+        self.loader.load_state_dict(snapshot.state["loader"])
+        progress = snapshot.state["progress"]
+        self.loss = progress["loss"]
+        self.evaluation = Evaluation(**progress["evaluation"]) if progress["evaluation"] else None
+        set_random_state(snapshot.state["random"], self.device)
+
+    def _finish(self) -> TrainResult:
+        """Export what was evaluated, and set what was predicted beside what was measured."""
+        assert self.evaluation is not None  # the last step evaluates before it saves
+        export = self.output / "export"
+        partial = self.output / "export.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        with self._final_weights():
+            assert isinstance(self.built.model, ViT)
+            save_pretrained(self.built.model, partial)
+        set_aside(export)
+        partial.rename(export)
+        if self.step_seconds:
+            # The first steps compile, allocate and choose kernels.
+            settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]
+            measured = self.meter.speed(settled, 0.0)
+            self._record(
+                "summary",
+                predicted=_of_prediction(self.prediction),
+                measured=measured | used_memory(self.device, before=self.memory_before),
+            )
+        return TrainResult(
+            steps=self.step,
+            resumed_at=self.resumed_at,
+            loss=self.loss,
+            evaluation=self.evaluation,
+            output=self.output,
+            export=export,
+            metrics=self.output / "metrics.jsonl",
+        )
+
+
+def _of_prediction(prediction: Prediction) -> dict[str, float]:
+    names = ("iteration_seconds", "samples_per_second", "memory_bytes", "mfu", "hfu")
+    return {name: getattr(prediction, name) for name in names}

@@ -1,0 +1,70 @@
+"""What a run needs settled before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import ViTConfig
+from penstock.config.run import RunConfig
+from penstock.data import Source, open_source
+from penstock.errors import ConfigError
+from penstock.probe import machine_for
+
+_log = logging.getLogger(__name__)
+
+
+def machine_of(config: RunConfig, device: torch.device) -> Machine:
+    """The machine that `config` names, else what is known or quickly measured of `device`.
+
+    Raises ConfigError where a GPU's figures are given to a run on a CPU, or the other way round.
+    """
+    if config.machine is None:
+        return machine_for(device)
+    machine = load_machine(config.machine)
+    if machine.device != device.type:
+        raise ConfigError(
+            f"machine {config.machine} is a {machine.device} machine, but the run is on {device}. "
+            f"Name one of its kind, or leave machine out."
+        )
+    return machine
+
+
+def open_sources(config: RunConfig) -> tuple[Source, Source]:
+    """Training and validation split."""
+    model = config.model
+    train, val = (
+        open_source(config.data, split=split, channels=model.channels, image_size=model.image_size)
+        for split in ("train", "val")
+    )
+    return train, val
+
+
+def with_classes(config: RunConfig, source: Source) -> RunConfig:
+    """`config` with as many classes as the data has.
+
+    A model that was left at the default of 1000 classes follows the data, and that is said. Raises ConfigError where
+    another number was chosen and is not that of the data.
+    """
+    found, wanted = len(source.classes), config.model.classes
+    if found == wanted:
+        return config
+    if wanted != ViTConfig().classes:
+        raise ConfigError(
+            f"model.classes is {wanted}, but {source.name} has {found} classes. Set model.classes to {found}."
+        )
+    _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
+    return replace(config, model=replace(config.model, classes=found))
+
+
+def set_aside(path: Path) -> None:
+    """Rename what is at `path`, if anything, to the first free `NAME.before-K`, so that nothing is ever deleted."""
+    if path.exists():
+        number = 1
+        while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(target)

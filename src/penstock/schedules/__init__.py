@@ -1,0 +1,27 @@
+"""Pipeline schedules as data, free of torch: generate, print and parse, validate, simulate.
+
+A schedule is, for each rank, an order of actions. When they happen follows from their dependencies and what they
+cost; a runtime that performs the same orders comes to the same result.
+"""
+
+from penstock.schedules.action import Action as Action
+from penstock.schedules.action import Kind as Kind
+from penstock.schedules.closed_form import ClosedForm as ClosedForm
+from penstock.schedules.closed_form import Held as Held
+from penstock.schedules.closed_form import closed_form as closed_form
+from penstock.schedules.closed_form import held as held
+from penstock.schedules.communicate import with_communication as with_communication
+from penstock.schedules.costs import Costs as Costs
+from penstock.schedules.diagram import diagram as diagram
+from penstock.schedules.generate import SCHEDULE_NAMES as SCHEDULE_NAMES
+from penstock.schedules.generate import ScheduleName as ScheduleName
+from penstock.schedules.generate import generate as generate
+from penstock.schedules.generate import gpipe as gpipe
+from penstock.schedules.generate import interleaved as interleaved
+from penstock.schedules.generate import one_f_one_b as one_f_one_b
+from penstock.schedules.generate import zb_h1 as zb_h1
+from penstock.schedules.schedule import Schedule as Schedule
+from penstock.schedules.simulate import Simulation as Simulation
+from penstock.schedules.simulate import Span as Span
+from penstock.schedules.simulate import simulate as simulate
+from penstock.schedules.validate import validate as validate

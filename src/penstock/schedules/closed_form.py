@@ -1,0 +1,163 @@
+"""Makespan, bubble and memory of the known schedules without playing them through, for stages that are all equal.
+
+The terms that do not depend on the transfer are those of Narayanan et al., SC 2021, §2.2 and Qi et al., ICLR 2024,
+Table 2; the number of transfers on the critical path is counted here. Each formula is offered only where it is exact,
+which tests hold against the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.schedules.costs import Number, ratio
+from penstock.schedules.generate import ScheduleName, interleaved_warm_up, micro_batch_groups, shape_problems
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """What a schedule of equal stages comes to, in the unit of its costs."""
+
+    makespan: Number
+    ideal: Number
+    """The time each rank computes, which is the makespan without a bubble."""
+
+    @property
+    def bubble_over_ideal(self) -> Number:
+        """As `Simulation.bubble_over_ideal`."""
+        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
+
+    @property
+    def bubble_fraction(self) -> Number:
+        """As `Simulation.bubble_fraction`."""
+        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
+
+
+def closed_form(
+    name: ScheduleName,
+    ranks: int,
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    forward: Number,
+    backward_input: Number,
+    backward_weight: Number,
+    transfer: Number = 0,
+) -> ClosedForm | None:
+    """The result of `simulate(generate(…), Costs(…))` where a formula gives exactly that, else None.
+
+    The costs are those of one stage, which is one of `chunks` parts of what a rank holds. GPipe and 1F1B: always
+    exact. Interleaved: where a transfer takes no longer than a forward or a backward (in groups of more than p
+    micro-batches, no longer than the share of that which `_interleaved` states). ZB-H1: where W takes no longer
+    than F and I, and a transfer no longer than half of W; without transfers also for any W where m ≥ p.
+
+    Raises `ConfigError` for an unknown name, counts below 1 and negative costs.
+    """
+    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    if not min(forward, backward_input, backward_weight, transfer) >= 0:
+        problems.append("A cost of a schedule cannot be negative.")
+    if problems:
+        raise ConfigError(problems)
+    stage = _Stage(forward, backward_input, backward_weight, transfer if ranks > 1 else 0)
+    makespan = _FORMULAS[name](ranks, micro_batches, chunks, stage)
+    if makespan is None:
+        return None
+    return ClosedForm(makespan, micro_batches * chunks * (forward + backward_input + backward_weight))
+
+
+class _Stage(NamedTuple):
+    forward: Number
+    into: Number
+    weight: Number
+    transfer: Number
+
+
+_Formula = Callable[[int, int, int, _Stage], Number | None]
+
+
+def _gpipe(p: int, m: int, _: int, stage: _Stage) -> Number:
+    """The pipeline fills and empties once, each way."""
+    forward, into, weight, transfer = stage
+    return (m + p - 1) * (forward + into + weight) + 2 * (p - 1) * transfer
+
+
+def _one_f_one_b(p: int, m: int, _: int, stage: _Stage) -> Number:
+    """As GPipe, but in the steady state a rank waits for a transfer both ways before each pair, save one in p.
+
+    1F1B has no slack: p micro-batches are held at the first rank, and p pairs take p pairs' time plus 2 (p − 1)
+    transfers to come back to it.
+    """
+    forward, into, weight, transfer = stage
+    hops = p - 1 + (m - 1) - -(-(m - 1) // p)
+    return (m + p - 1) * (forward + into + weight) + 2 * hops * transfer
+
+
+def _interleaved(p: int, m: int, v: int, stage: _Stage) -> Number | None:
+    """Warm-up runs two micro-batches ahead per hop, so a transfer that is shorter than a forward and a backward hides.
+
+    What does not hide is one way through the stages and back. In groups of g > p micro-batches the way from the last
+    rank back to the first has g − p slots of slack, in which p transfers hide.
+    """
+    if v == 1:
+        return _one_f_one_b(p, m, v, stage)
+    forward, into, weight, transfer = stage
+    pair, slot = forward + into + weight, min(forward, into + weight)
+    if transfer > slot:
+        return None
+    if m < p:  # every chunk of a rank waits for the one before to come round: v·p stages in a row
+        return (v * p + m - 1) * pair + 2 * (v * p - 1) * transfer
+    groups = micro_batch_groups(p, m)
+    if any(p * transfer > (size - p) * slot for size in (groups[0], groups[-1]) if size > p):
+        return None
+    rounds = (groups[0] == p) + (
+        groups[-1] == p
+    )  # the way round is exposed forwards in the first, backwards in the last
+    return (m * v + p - 1) * pair + (2 * (p - 1) + (v - 1) * p * rounds) * transfer
+
+
+def _zb_h1(p: int, m: int, _: int, stage: _Stage) -> Number | None:
+    """Only F and I are in the way of filling and emptying; each rank but the first puts off W until the end."""
+    forward, into, weight, transfer = stage
+    if weight <= min(forward, into) and 2 * transfer <= weight:
+        hops = 2 * (p - 1) + 2 * max(0, min(m, p + 1) - 2)
+        put_off = (min(m, p) - 1) * weight
+        return m * (forward + into + weight) + (p - 1) * (forward + into) - put_off + hops * transfer
+    if transfer == 0 and m >= p:
+        return m * (forward + into + weight) + (p - 1) * max(forward, into, forward + into - weight)
+    return None
+
+
+_FORMULAS: dict[str, _Formula] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+}
+
+
+class Held(NamedTuple):
+    """The most a rank holds at one time, as numbers of one stage's activations of one micro-batch."""
+
+    whole: int
+    for_weight: int
+    """Of activations past I, of which only `kept_for_weight` is left."""
+
+
+def held(name: ScheduleName, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Held:
+    """What `rank` holds when it holds most: min(p − r, m) micro-batches for 1F1B. Raises `ConfigError`."""
+    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    if not problems and not 0 <= rank < ranks:
+        problems.append(f"There is no rank {rank} among {ranks}; ranks are counted from 0.")
+    if problems:
+        raise ConfigError(problems)
+    if name == "gpipe":
+        return Held(micro_batches, 0)
+    if name == "zb-h1":
+        warm_up = min(micro_batches, ranks - 1 - rank)
+        pairs = micro_batches - warm_up
+        return Held(warm_up + min(1, pairs), min(rank, max(0, pairs - 1)))
+    total = micro_batches * chunks
+    warm_up = interleaved_warm_up(rank, ranks, chunks, micro_batch_groups(ranks, micro_batches)[0], total)
+    return Held(min(total, warm_up + 1), 0)

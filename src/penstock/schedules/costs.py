@@ -1,0 +1,86 @@
+"""What the actions of a schedule cost, in any one unit of time and any one unit of memory.
+
+Numbers stay what they are: whole numbers and Fractions give exact results, floats give floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from penstock.errors import ConfigError
+from penstock.schedules.action import Kind
+
+Number = int | float | Fraction
+PerStage = Number | Sequence[Number]
+"""One number for all stages, or one for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the actions of one micro-batch cost, in any one unit of time and any one unit of memory."""
+
+    forward: PerStage = 1
+    backward_input: PerStage = 1
+    """The gradient of a stage's input. A whole backward, B, takes this and `backward_weight`."""
+    backward_weight: PerStage = 1
+    transfer: PerStage = 0
+    """From a stage to the next, and the gradient back, when the two live on different ranks; one number for each of
+    the stages − 1 boundaries. A transfer delays who receives and occupies neither rank."""
+    activation: PerStage = 1
+    """Held by a stage from the start of a forward to the end of its backward, or of I where that is split."""
+    kept_for_weight: PerStage | None = None
+    """What stays of it from the end of I to the end of W; None is all of it."""
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    """`part / whole`, exact where both are."""
+    if isinstance(part, float) or isinstance(whole, float):
+        return part / whole
+    return Fraction(part) / whole
+
+
+def durations(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
+    """Time of each kind of computation, for each stage. Raises `ConfigError`."""
+    forward = per_stage("forward", costs.forward, stages)
+    into = per_stage("backward_input", costs.backward_input, stages)
+    weight = per_stage("backward_weight", costs.backward_weight, stages)
+    return {"F": forward, "B": [a + b for a, b in zip(into, weight)], "I": into, "W": weight}
+
+
+def memory_changes(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
+    """What each kind of computation adds to the memory held, for each stage. Raises `ConfigError`."""
+    whole = per_stage("activation", costs.activation, stages)
+    kept = whole
+    if costs.kept_for_weight is not None:
+        kept = per_stage("kept_for_weight", costs.kept_for_weight, stages)
+        for stage, (some, all_) in enumerate(zip(kept, whole)):
+            if some > all_:
+                raise ConfigError(
+                    f"kept_for_weight of stage {stage} is {some}, more than the {all_} of its activation; what is "
+                    "kept for the weight gradient is a part of the activation."
+                )
+    return {
+        "F": whole,
+        "B": [-a for a in whole],
+        "I": [b - a for a, b in zip(whole, kept)],
+        "W": [-b for b in kept],
+    }
+
+
+def per_stage(name: str, value: PerStage, stages: int) -> list[Number]:
+    """A cost for each stage. Raises `ConfigError` for a wrong number of them and for negative ones."""
+    if isinstance(value, Sequence):
+        numbers = list(value)
+        if len(numbers) != stages:
+            what = "boundaries between stages" if name == "transfer" else "stages"
+            raise ConfigError(
+                f"{name} has {len(numbers)} values, but the schedule has {stages} {what}; give one for each, or one "
+                "number for all."
+            )
+    else:
+        numbers = [value] * stages
+    if not all(number >= 0 for number in numbers):  # also refuses nan
+        raise ConfigError(f"{name} is {value}, but a cost cannot be negative.")
+    return numbers

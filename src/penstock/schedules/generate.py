@@ -1,0 +1,155 @@
+"""The schedules that people use, for any number of ranks, micro-batches and model chunks.
+
+Stages are dealt to ranks in turn: stage s lives on rank s mod p, so a rank with v chunks holds stages r, r + p, ….
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from penstock.config.convert import nearest
+from penstock.errors import ConfigError
+from penstock.schedules.action import Action, Kind
+from penstock.schedules.schedule import Schedule
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule called `name`. `chunks` (model chunks per rank) is for `interleaved` alone.
+
+    Raises `ConfigError` for an unknown name and for counts below 1.
+    """
+    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    if problems:
+        raise ConfigError(problems)
+    if name == "gpipe":
+        return gpipe(ranks, micro_batches)
+    if name == "1f1b":
+        return one_f_one_b(ranks, micro_batches)
+    if name == "zb-h1":
+        return zb_h1(ranks, micro_batches)
+    return interleaved(ranks, micro_batches, chunks)
+
+
+def shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> Iterator[str]:
+    """Every reason why no schedule called `name` has this shape."""
+    if name not in SCHEDULE_NAMES:
+        yield f"There is no schedule {name!r}.{nearest(name, SCHEDULE_NAMES)} Known: {', '.join(SCHEDULE_NAMES)}."
+    elif chunks > 1 and name != "interleaved":
+        yield f"The schedule {name} runs one chunk of the model per rank, not {chunks}; use interleaved, or chunks=1."
+    for what, count in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            yield f"A schedule's {what} must be a whole number of at least 1, but it is {count!r}."
+
+
+def gpipe(ranks: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., NeurIPS 2019; order of the backwards as in torch)."""
+    _check("gpipe", ranks, micro_batches)
+    every = range(micro_batches)
+    return Schedule(
+        tuple(
+            (*(Action(rank, "F", i) for i in every), *(Action(rank, "B", i) for i in every))
+            for rank in range(ranks)
+        )
+    )
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """1F1B with a flush: each backward as early as it can be, so at most min(p − r, m) micro-batches are held.
+
+    Narayanan et al., SC 2021, §2.2.1 (PipeDream-flush).
+    """
+    return interleaved(ranks, micro_batches, 1)
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B over `chunks` model chunks per rank, which divides the bubble by their number (Narayanan et al., §2.2.2).
+
+    Micro-batches go through the chunks in groups. The paper needs a multiple of `ranks` and makes every group
+    `ranks` long; here the groups are as equal as can be and none is shorter than `ranks` (than m, where m < ranks),
+    which gives the paper's order where the paper has one, and a valid order for every other number.
+    """
+    _check("interleaved", ranks, micro_batches, chunks)
+    groups = micro_batch_groups(ranks, micro_batches)
+    total = micro_batches * chunks
+    return Schedule(
+        tuple(
+            _alternate(
+                _chunked(rank, ranks, "F", range(chunks), groups),
+                _chunked(rank, ranks, "B", range(chunks - 1, -1, -1), groups),
+                interleaved_warm_up(rank, ranks, chunks, groups[0], total),
+            )
+            for rank in range(ranks)
+        )
+    )
+
+
+def micro_batch_groups(ranks: int, micro_batches: int) -> list[int]:
+    """Sizes of the groups that go through the chunks together: ⌊m / p⌋ groups (at least one), the longer first."""
+    rounds = max(1, micro_batches // ranks)
+    size, longer = divmod(micro_batches, rounds)
+    return [size + 1] * longer + [size] * (rounds - longer)
+
+
+def interleaved_warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
+    """Forwards before the first pair of a forward and a backward.
+
+    The last rank needs all but the last chunk of the first group. Each rank before it needs two more when chunks
+    interleave (a forward and a backward must each travel one hop further), one more when there is one chunk, since
+    then its next forward is always ready.
+    """
+    hops = ranks - 1 - rank
+    return min(total, hops if chunks == 1 else (chunks - 1) * group + 2 * hops)
+
+
+def zb_h1(ranks: int, micro_batches: int) -> Schedule:
+    """1F1B with the backward split, each rank putting off its weight gradients by as many micro-batches as its number.
+
+    The first rank holds what it would hold under 1F1B, no rank holds more, and the weight gradients put off fill
+    the end of the pipeline. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, §2.2, schedule ZB-H1.
+    """
+    _check("zb-h1", ranks, micro_batches)
+    return Schedule(tuple(tuple(_zb_h1_rank(rank, ranks, micro_batches)) for rank in range(ranks)))
+
+
+def _zb_h1_rank(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    warm_up = min(micro_batches, ranks - 1 - rank)
+    for i in range(warm_up):
+        yield Action(rank, "F", i)
+    for i in range(micro_batches):
+        if i + warm_up < micro_batches:
+            yield Action(rank, "F", i + warm_up)
+        yield Action(rank, "I", i)
+        if i >= rank:
+            yield Action(rank, "W", i - rank)
+    for i in range(max(0, micro_batches - rank), micro_batches):
+        yield Action(rank, "W", i)
+
+
+def _chunked(rank: int, ranks: int, kind: Kind, chunks: range, groups: list[int]) -> list[Action]:
+    """One rank's forwards or backwards: each group of micro-batches through each chunk in turn."""
+    actions: list[Action] = []
+    first = 0
+    for size in groups:
+        group = range(first, first + size)
+        for chunk in chunks:
+            stage = rank + chunk * ranks
+            actions += [Action(stage, kind, i) for i in group]
+        first += size
+    return actions
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+    """`warm_up` forwards, then a forward and a backward by turns, then the backwards that are left."""
+    steady = len(forwards) - warm_up
+    pairs = [action for pair in zip(forwards[warm_up:], backwards) for action in pair]
+    return (*forwards[:warm_up], *pairs, *backwards[steady:])
+
+
+def _check(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> None:
+    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    if problems:
+        raise ConfigError(problems)

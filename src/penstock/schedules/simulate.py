@@ -1,0 +1,197 @@
+"""When everything in a schedule happens, given what it costs: makespan, bubble, memory and timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import accumulate
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.schedules.action import Action, Kind
+from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
+from penstock.schedules.deadlock import waits
+from penstock.schedules.schedule import Schedule
+
+
+class Span(NamedTuple):
+    """One action in time."""
+
+    rank: int
+    action: Action
+    start: Number
+    end: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A schedule played through. Times and memory are in the units of the costs."""
+
+    schedule: Schedule
+    costs: Costs
+    makespan: Number
+    """From the first start to the last end."""
+    busy: tuple[Number, ...]
+    """Time that each rank computes."""
+    peak_memory: tuple[Number, ...]
+    """The most that each rank holds at one time."""
+    starts: tuple[tuple[Number, ...], ...]
+    """When each rank starts each of its actions."""
+
+    @property
+    def idle(self) -> tuple[Number, ...]:
+        """Time that each rank does not compute."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def ideal(self) -> Number:
+        """The makespan without any bubble: the mean of `busy`."""
+        return ratio(sum(self.busy), len(self.busy))
+
+    @property
+    def bubble_over_ideal(self) -> Number:
+        """Time lost, relative to `ideal`: (p − 1) / m for 1F1B with equal stages (Narayanan et al., SC 2021, §2.2)."""
+        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
+
+    @property
+    def bubble_fraction(self) -> Number:
+        """Share of all ranks' time that is idle, between 0 and 1."""
+        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
+
+    def timeline(self) -> list[Span]:
+        """Every action with its rank, start and end, by rank and then by time."""
+        duration = durations(self.costs, self.schedule.stages)
+        return [
+            Span(rank, action, start, start + duration[action.kind][action.stage])
+            for rank, (order, starts) in enumerate(zip(self.schedule.ranks, self.starts))
+            for action, start in zip(order, starts)
+        ]
+
+    def memory(self, rank: int) -> list[tuple[Number, Number]]:
+        """What the rank holds over time: (time, held from then on), one entry wherever that changes."""
+        order, starts = self.schedule.ranks[rank], self.starts[rank]
+        duration = durations(self.costs, self.schedule.stages)
+        change = memory_changes(self.costs, self.schedule.stages)
+        profile: list[tuple[Number, Number]] = [(0, 0)]
+        for (stage, kind, _), start in zip(order, starts):
+            when = start if kind == "F" else start + duration[kind][stage]
+            held = profile[-1][1] + change[kind][stage]
+            if when == profile[-1][0]:
+                profile[-1] = (when, held)
+            else:
+                profile.append((when, held))
+        return profile
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Play a schedule through: each rank starts its next action as soon as it is free and the input has arrived.
+
+    Takes time proportional to the number of actions. Raises `ConfigError` for costs that do not fit the schedule,
+    for one with sends and receives written out, and for a deadlock, naming who waits for what.
+    """
+    costs = costs or Costs()
+    if schedule.communicates:
+        raise ConfigError(
+            "A schedule with sends and receives cannot be simulated; simulate its computations(), with the time of "
+            "a transfer as a cost."
+        )
+    starts, clocks, waited = play(schedule, costs)
+    if any(len(done) < len(order) for done, order in zip(starts, schedule.ranks)):
+        raise ConfigError(waits(schedule, [len(done) for done in starts]))
+    return Simulation(
+        schedule=schedule,
+        costs=costs,
+        makespan=max(clocks, default=0),
+        busy=tuple(end - lost for end, lost in zip(clocks, waited)),
+        peak_memory=_peaks(schedule, costs),
+        starts=tuple(map(tuple, starts)),
+    )
+
+
+_Box = list[Any]
+"""For each micro-batch the time when an input arrives; before that is known, the rank that waits for it, or None.
+Any, since telling the three apart would cost the inner loop."""
+_Links = dict[Kind, list[tuple[_Box, Number, _Box, Number, _Box]]]
+_Runner = Generator[None, None, None]
+
+
+def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Number], list[Number]]:
+    """Start times of all actions that can start; per rank, when its last one ends and how long it waited in all.
+
+    A rank that needs an input whose time is not known yet leaves itself in the input's place and stops; whoever then
+    fills the place wakes it. Each rank is a generator, since stopping and going on is most of the work.
+    """
+    links = _links(schedule, costs)
+    starts: list[list[Number]] = [[] for _ in schedule.ranks]
+    clocks: list[Number] = [0] * len(starts)
+    waited: list[Number] = [0] * len(starts)
+
+    def run(rank: int) -> _Runner:
+        now: Number = 0
+        start = starts[rank].append
+        for stage, kind, i in schedule.ranks[rank]:
+            inbox, duration, outbox, delay, weight_box = links[kind][stage]
+            ready = inbox[i]
+            if ready is None:
+                inbox[i] = runners[rank]
+                yield
+                ready = inbox[i]
+            if ready > now:
+                waited[rank] += ready - now
+                now = ready
+            start(now)
+            now += duration
+            waiter = outbox[i]
+            outbox[i] = now + delay
+            if waiter is not None:
+                able.append(waiter)
+            weight_box[i] = now
+        clocks[rank] = now
+
+    runners = [run(rank) for rank in range(len(starts))]
+    able = runners[::-1]
+    while able:
+        runner = able.pop()
+        if not isinstance(runner, GeneratorType):  # a time that was there already
+            raise ConfigError(
+                "An action is in the schedule twice, so it cannot be simulated; validate() names it, and all else "
+                "that is wrong."
+            )
+        next(runner, None)
+    return starts, clocks, waited
+
+
+def _links(schedule: Schedule, costs: Costs) -> _Links:
+    """For each kind and stage: where its input arrives, its time, where its output goes and how long that takes, and
+    where W finds that I is done.
+
+    The forward and the backward of a micro-batch are one chain of 2·S links: F of stage s is link s, its B or I is
+    link 2S − 1 − s.
+    """
+    stages, count, home = schedule.stages, schedule.micro_batches, schedule.placement
+    duration = durations(costs, stages)
+    transfer = per_stage("transfer", costs.transfer, max(stages - 1, 0))
+    hop: list[Number] = [0 if home[s] == home[s + 1] else transfer[s] for s in range(stages - 1)]
+    onward: list[Number] = [*hop, 0]  # from stage s to s + 1
+    back: list[Number] = [0, *hop]  # from stage s to s - 1
+    chain: list[_Box] = [[0] * count, *([None] * count for _ in range(2 * stages))]
+    nowhere: _Box = [0] * count
+    links: _Links = {"F": [], "B": [], "I": [], "W": []}
+    for s in range(stages):
+        links["F"].append((chain[s], duration["F"][s], chain[s + 1], onward[s], nowhere))
+        into, out = chain[2 * stages - 1 - s], chain[2 * stages - s]
+        weights: _Box = [None] * count
+        links["B"].append((into, duration["B"][s], out, back[s], nowhere))
+        links["I"].append((into, duration["I"][s], out, back[s], weights))
+        links["W"].append((weights, duration["W"][s], [None] * count, 0, nowhere))
+    return links
+
+
+def _peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
+    """The most each rank holds. Only the order matters: forwards add when they start, the others free when they end."""
+    change = memory_changes(costs, schedule.stages)
+    return tuple(
+        max(accumulate([change[kind][stage] for stage, kind, _ in order], initial=0))
+        for order in schedule.ranks
+    )

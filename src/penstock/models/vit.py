@@ -33,6 +33,14 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        target = torch.get_default_device() if device is None else torch.device(device)
+        # Built without memory first, so that each weight is drawn once, and alike however the model came to be.
+        self._build(config, torch.device("meta"), dtype)
+        if target.type != "meta":
+            self.to_empty(device=target)
+        self.init_weights()
+
+    def _build(self, config: ViTConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         stem = PatchStem if config.stem == "patchify" else ConvStem
         self.stem: PatchStem | ConvStem = stem(config, device=device, dtype=dtype)
         self.class_token: nn.Parameter | None = None
@@ -47,7 +55,6 @@ class ViT(nn.Module):
         )
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, device=device, dtype=dtype)
         self.head = nn.Linear(config.width, config.classes, device=device, dtype=dtype)
-        self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -1,0 +1,105 @@
+"""Every form of attention against the plain reference, and that against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.plan import AttentionBackend
+from penstock.errors import ConfigError
+from penstock.kernels import attention as kernels
+from penstock.kernels.attention import attention, plain_attention, resolve, self_attention, split_heads
+
+ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "flash", "math", "auto")
+
+
+def _qkv(dtype: torch.dtype = torch.float64, *, tokens: int = 7) -> list[Tensor]:
+    return [torch.randn(2, 3, tokens, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def test_the_reference_is_the_definition() -> None:
+    q, k, v = _qkv()
+    out = plain_attention(q, k, v)
+    for b in range(2):
+        for h in range(3):
+            for i in range(7):
+                weights = torch.stack([(q[b, h, i] @ k[b, h, j] / 8**0.5).exp() for j in range(7)])
+                torch.testing.assert_close(out[b, h, i], weights @ v[b, h] / weights.sum())
+    assert torch.autograd.gradcheck(plain_attention, (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_backends_agree_forward_and_backward(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    inputs = _qkv(dtype, tokens=33)
+    gradient = torch.randn(2, 3, 33, 8, dtype=dtype)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    plain_attention(*wide).backward(gradient.double())
+    expected = plain_attention(*wide)
+    out = attention(*inputs, backend)
+    out.backward(gradient)
+    assert out.dtype == dtype
+    # bf16 keeps 8 bits, and rounds scores, weights and sums on the way: measured 0.008 of values around 1.
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    for narrow, full in zip(inputs, wide):
+        assert narrow.grad is not None
+        torch.testing.assert_close(narrow.grad.double(), full.grad, **tolerance)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_the_packed_form_in_both_orders(backend: AttentionBackend) -> None:
+    batch, tokens, heads, width = 2, 7, 3, 8
+    packed = torch.randn(batch, tokens, 3 * heads * width, dtype=torch.float64, requires_grad=True)
+    q, k, v = (t.transpose(1, 2) for t in split_heads(packed, heads))
+    # Row (head, kind, feature), as documented.
+    assert torch.equal(k[0, 2], packed[0, :, 2 * 3 * width + width : 2 * 3 * width + 2 * width])
+    expected = plain_attention(q, k, v).transpose(1, 2).flatten(2)
+    gradient = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, packed, gradient)
+
+    first = self_attention(packed, heads, backend, sequence_first=False)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(torch.autograd.grad(first, packed, gradient)[0], wanted)
+
+    turned = packed.detach().transpose(0, 1).contiguous().requires_grad_()
+    second = self_attention(turned, heads, backend, sequence_first=True)
+    torch.testing.assert_close(second, expected.transpose(0, 1))
+    (got,) = torch.autograd.grad(second, turned, gradient.transpose(0, 1))
+    torch.testing.assert_close(got, wanted.transpose(0, 1))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
+def test_sequence_first_writes_its_output_in_place(backend: AttentionBackend) -> None:
+    """The fused kernel's own output is what is returned: no copy puts its heads in order."""
+    packed = torch.randn(7, 2, 3 * 24)
+    q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in split_heads(packed, 3))
+    out = attention(q, k, v, backend)
+    assert out.squeeze(0).transpose(0, 1).is_contiguous()
+
+
+def test_autocast_keeps_the_scores_narrow() -> None:
+    q, k, v = _qkv(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert plain_attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_auto_is_plain_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    monkeypatch.setattr(kernels, "_native_bf16", lambda: True)
+    assert resolve("auto", cpu, bf16, 197) == "plain"
+    assert resolve("auto", cpu, bf16, 4096) == "sdpa"
+    assert resolve("auto", cpu, torch.float32, 197) == "sdpa"
+    assert resolve("auto", torch.device("cuda"), bf16, 197) == "sdpa"
+    monkeypatch.setattr(kernels, "_native_bf16", lambda: False)
+    assert resolve("auto", cpu, bf16, 197) == "sdpa"
+    assert resolve("flash", cpu, bf16, 197) == "flash"
+
+
+def test_a_backend_without_kernel_is_said() -> None:
+    q, k, v = _qkv(torch.float32)
+    with pytest.raises(ConfigError, match=r"'cudnn' has no kernel for torch.float32 on cpu with 8 features"):
+        attention(q, k, v, "cudnn")
+    with pytest.raises(ConfigError, match="no attention backend 'fast'"):
+        attention(q, k, v, "fast")  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+"""Stochastic depth drops whole samples, at its rate, and keeps the mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels.drop_path import drop_path
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_samples_are_dropped_whole_and_the_rest_scaled(batch_dim: int) -> None:
+    shape = [3, 3]
+    shape[batch_dim] = 4000
+    out = drop_path(torch.ones(*shape, 2), torch.tensor(0.25), batch_dim=batch_dim)
+    samples = out.movedim(batch_dim, 0).flatten(1)
+    assert torch.equal(samples.amin(1), samples.amax(1))
+    torch.testing.assert_close(samples.unique(), torch.tensor([0.0, 4 / 3]))
+    # 4000 draws of deviation 0.43: 3.5 deviations of the share.
+    assert (samples[:, 0] == 0).float().mean().item() == pytest.approx(0.25, abs=0.024)
+
+
+def test_nothing_is_dropped_at_rate_zero() -> None:
+    branch = torch.randn(5, 3, 2)
+    assert torch.equal(drop_path(branch, torch.tensor(0.0), batch_dim=0), branch)
+
+
+def test_both_orders_drop_the_same_samples() -> None:
+    branch = torch.randn(8, 3, 2)
+    torch.manual_seed(3)
+    first = drop_path(branch, torch.tensor(0.5), batch_dim=0)
+    torch.manual_seed(3)
+    second = drop_path(branch.transpose(0, 1), torch.tensor(0.5), batch_dim=1)
+    assert torch.equal(first, second.transpose(0, 1))
+
+
+def test_the_type_of_the_branch_is_kept() -> None:
+    branch = torch.randn(8, 3, 2, dtype=torch.bfloat16)
+    assert drop_path(branch, torch.tensor(0.5), batch_dim=0).dtype == torch.bfloat16

@@ -1,0 +1,187 @@
+"""Anatomies name what is there, and models nobody enrolled are searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.kernels.attention import BACKENDS
+from penstock.models import ViT
+from penstock.models import anatomy as anatomies
+from penstock.models.anatomy import Anatomy, Family, anatomy_of, enrol, set_attention, set_layout
+
+TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"classifier": "pooled", "stem": "conv"},
+    {"qk_norm": True, "layer_scale": 0.1, "drop_path": 0.1, "dropout": 0.1},
+]
+
+
+def _hf(cls: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, image_size=32,
+        patch_size=8, num_labels=10,
+    )  # fmt: skip
+    model: nn.Module = getattr(transformers, cls)(config)
+    return model.eval()
+
+
+def _check(model: nn.Module) -> Anatomy:
+    """Every named part exists, and together they hold every parameter, each at its depth."""
+    anatomy = anatomy_of(model)
+    outer = anatomy.stem + anatomy.embeddings + anatomy.final_norms + anatomy.head
+    for name, _ in model.named_parameters():
+        owners = [part for part in anatomy.blocks + outer if name == part or name.startswith(f"{part}.")]
+        assert len(owners) == 1, name
+        depth = anatomy.depth_of(name)
+        if owners[0] in anatomy.blocks:
+            assert depth == 1 + anatomy.blocks.index(owners[0])
+        else:
+            after = owners[0] in anatomy.final_norms + anatomy.head
+            assert depth == (len(anatomy.blocks) + 1 if after else 0), name
+    for name in anatomy.stem + anatomy.final_norms + anatomy.head:
+        model.get_submodule(name)
+    for name in anatomy.embeddings:
+        model.get_parameter(name)
+    for name in anatomy.within(anatomy.norms):
+        assert isinstance(model.get_submodule(name), nn.LayerNorm)
+    for name in anatomy.within(anatomy.attention + anatomy.mlp + anatomy.dropouts):
+        model.get_submodule(name)
+    linears = set(anatomy.within(anatomy.column_parallel + anatomy.row_parallel))
+    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert linears == {name for name in found if name.startswith(anatomy.blocks)}
+    return anatomy
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_our_vit_is_named_whole(changes: dict[str, Any]) -> None:
+    model = ViT(replace(TINY, **changes))
+    anatomy = _check(model)
+    assert anatomy.family == "vit"
+    assert anatomy.block_modules(model) == list(model.blocks)
+
+
+@pytest.mark.parametrize("cls", ["ViTForImageClassification", "ViTModel"])
+def test_transformers_vit_is_named_whole(cls: str) -> None:
+    anatomy = _check(_hf(cls))
+    assert anatomy.family == "hf_vit"
+    assert len(anatomy.blocks) == 3
+
+
+def test_a_slice_of_our_qkv_is_whole_heads() -> None:
+    model = ViT(TINY)
+    assert anatomy_of(model).qkv_by_head
+    attention = model.blocks[0].attention
+    assert isinstance(attention, nn.Module)
+    x = torch.randn(2, 5, 48)
+    expected = model.get_submodule("blocks.0.attention")(x)
+    # Two devices with two heads each, whose outputs are summed.
+    total = torch.zeros_like(expected)
+    for part in range(2):
+        half = ViT(replace(TINY, heads=2, width=24)).get_submodule("blocks.0.attention")
+        qkv: Any = half.get_submodule("qkv")
+        whole: Any = model.get_submodule("blocks.0.attention.qkv")
+        out: Any = model.get_submodule("blocks.0.attention.out")
+        qkv.weight = nn.Parameter(whole.weight.chunk(2)[part])
+        qkv.bias = nn.Parameter(whole.bias.chunk(2)[part])
+        inner: Any = half
+        inner.out = nn.Linear(24, 48, bias=False)
+        inner.out.weight = nn.Parameter(out.weight.chunk(2, dim=1)[part])
+        total = total + half(x)
+    torch.testing.assert_close(total + model.get_submodule("blocks.0.attention").out.bias, expected)  # type: ignore[union-attr, operator]
+
+
+def test_a_compiled_model_is_seen_through() -> None:
+    model = ViT(TINY)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert anatomy_of(compiled) == anatomy_of(model)
+    set_layout(compiled, "batch_second")
+    assert model.layout == "batch_second"
+
+
+class _Foreign(nn.Module):
+    """A model that nobody enrolled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.leave = nn.Linear(8, 2)
+
+
+def test_repeated_blocks_are_found() -> None:
+    anatomy = anatomy_of(_Foreign())
+    assert anatomy.family == "unknown"
+    assert anatomy.blocks == ("towers.0", "towers.1", "towers.2")
+    assert anatomy.head == ("leave",)
+    assert [anatomy.depth_of(n) for n in ("enter.0.weight", "towers.1.0.bias", "leave.weight")] == [0, 2, 4]
+
+
+def test_a_bare_sequence_of_blocks_is_found() -> None:
+    assert anatomy_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).blocks == ("0", "1")
+
+
+def test_a_model_without_blocks_is_told_how_to_enrol() -> None:
+    with pytest.raises(ConfigError, match=r"No repeated blocks.*Sequential.*anatomy\.enrol\('torch\.nn"):
+        anatomy_of(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+
+
+class _Mine(_Foreign):
+    pass
+
+
+def test_a_user_enrols_a_class_and_its_subclasses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anatomies, "_FAMILIES", dict(anatomies._FAMILIES))
+    chosen: list[str] = []
+    mine = Anatomy(family="mine", blocks=("towers.0",))
+    path = f"{__name__}._Foreign"
+    enrol(path, Family(anatomy=lambda _: mine, set_attention=lambda _, backend: chosen.append(backend)))
+    assert anatomy_of(_Mine()) == mine
+    set_attention(_Mine(), "flash")
+    assert chosen == ["flash"]
+
+
+def test_what_a_foreign_model_cannot_is_said() -> None:
+    model = _Foreign()
+    set_layout(model, "batch_first")
+    set_attention(model, "sdpa")
+    with pytest.raises(ConfigError, match="no layout but batch_first"):
+        set_layout(model, "batch_second")
+    with pytest.raises(ConfigError, match=r"'plain' cannot be applied to it.*enrol"):
+        set_attention(model, "plain")
+    with pytest.raises(ConfigError, match="no layout but batch_first"):
+        set_layout(_hf("ViTModel"), "batch_second")
+
+
+def test_transformers_takes_our_attention() -> None:
+    model = _hf("ViTForImageClassification")
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(images).logits
+    for backend in BACKENDS:
+        if backend in ("efficient", "cudnn"):
+            continue
+        set_attention(model, backend)
+        torch.testing.assert_close(model(images).logits, expected)
+    set_attention(model, "cudnn")
+    with pytest.raises(ConfigError, match="'cudnn' has no kernel"):
+        model(images)
+
+
+def test_transformers_attention_dropout_is_not_dropped_silently() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = _hf("ViTForImageClassification")
+    assert isinstance(model, transformers.PreTrainedModel)
+    set_attention(model, "plain")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="neither a mask nor dropout"):
+        model.train()(torch.randn(2, 3, 32, 32))

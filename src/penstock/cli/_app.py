@@ -24,13 +24,18 @@ _GENERAL = "Run"
 
 
 def configured(
-    cls: type[Any], *, positional: str | None = None, hide: tuple[str, ...] = ()
+    cls: type[Any],
+    *,
+    positional: str | None = None,
+    hide: tuple[str, ...] = (),
+    loader: Callable[..., Any] = load,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
     The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting, and with `positional` that one
     setting as its first argument. Settings named in `hide` are left to the function's own options. The function is
-    called with the loaded configuration first and its own options by keyword.
+    called with the loaded configuration first and its own options by keyword. `loader` takes what
+    `penstock.config.load.load` does, for verbs whose defaults depend on what is asked for.
     """
     shown = [setting for setting in settings(cls) if setting.key not in hide]
 
@@ -52,7 +57,7 @@ def configured(
                 value = given.pop(_identifier(setting.key), None)
                 if value is not None:
                     overrides[setting.key] = value
-            return function(load(cls, file=file, overrides=overrides), **given)
+            return function(loader(cls, file=file, overrides=overrides), **given)
 
         verb.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's

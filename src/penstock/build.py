@@ -25,6 +25,9 @@ from penstock.train.step import Loss, TrainStep, classification_loss
 __all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
 
 
+_RECOMPILE_LIMIT = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """A model ready to train. `step([batch, …])` trains it; several can take turns in one process."""
@@ -143,6 +146,12 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     """
     if plan.compile == "none":
         return
+    # One cache of compiled code is shared by all models of a class, and past the limit torch runs eagerly with no more
+    # than a warning: whoever builds several Plans in one process would measure eager under the name of compiled.
+    from torch._dynamo import config as dynamo  # late: it takes a second to import
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 16 * _RECOMPILE_LIMIT)
     options = {"dynamic": False, **options}
     if plan.compile == "whole":
         model.compile(**options)

@@ -157,6 +157,12 @@ class Contiguous(Optimizer):
         if self._inner is not None:
             self._lay_out()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A contiguous optimizer cannot be copied or pickled: its buffers are the model's own storage. Build a new "
+            "one over the copied model and give it this one's state_dict()."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """As `optimizer_class` writes it: state per parameter, in the parameters' shapes."""
         packed = super().state_dict()
@@ -184,13 +190,13 @@ class Contiguous(Optimizer):
         """Lay parameters and state out anew from `param_groups` and `state`; what already lies right stays."""
         self.generation += 1
         with torch.no_grad():
-            kept = [bucket for bucket in self._all_buckets() if bucket.intact()]
-            self._buckets = []
-            for group in self.param_groups:
-                mine = [b for b in kept if any(b.parameters[0] is p for p in group["params"])]
-                if [id(p) for b in mine for p in b.parameters] != [id(p) for p in group["params"]]:
-                    mine = buckets_of(group["params"])
-                self._buckets.append(mine)
+            for index, group in enumerate(self.param_groups):
+                if index == len(self._buckets):
+                    self._buckets.append(buckets_of(group["params"]))
+                elif not all(bucket.intact() for bucket in self._buckets[index]):
+                    for bucket in self._buckets[index]:
+                        bucket.release()
+                    self._buckets[index] = buckets_of(group["params"])
             per_parameter = {p: self.state.get(p, {}) for b in self._all_buckets() for p in b.parameters}
             for bucket in self._all_buckets():
                 bucket.segments = list(_segments(bucket, per_parameter))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 _ALIGN_BYTES = 256
 """Each parameter starts on such a boundary, which is what vector loads and GEMM kernels want. Gaps stay zero: a zero
@@ -48,6 +49,7 @@ class Bucket:
         self.strides = [_dense_strides(parameter) for parameter in parameters]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
         self.segments: list[Segment] = []
+        self._handles: list[RemovableHandle] = []
         with torch.no_grad():
             for parameter, view in zip(parameters, self.views(self.values, 0, len(parameters))):
                 view.copy_(parameter)
@@ -64,10 +66,17 @@ class Bucket:
         """
         me = weakref.ref(
             self
-        )  # a hook outlives its optimizer, and must then neither act nor keep the buffer alive
+        )  # a hook may outlive its optimizer, and must then neither act nor keep the buffer
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_adopter(me, index))  # type: ignore[no-untyped-call]
+                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(_adopter(me, index)))
+
+    def release(self) -> None:
+        """Stop moving gradients: another bucket takes over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def adopt_gradient(self, index: int) -> bool:
         """Whether parameter `index` has a gradient; moves it into the buffer if it is not there yet."""

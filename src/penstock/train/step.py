@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,28 +104,16 @@ class TrainStep:
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def inference(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def inference(self) -> Iterator[None]:
         """Inside, the model computes as in training, under the Plan's precision, but in eval mode and without
         gradients; afterwards each module's mode is what it was.
         """
-        return _Inference(self)
-
-
-class _Inference(ExitStack):
-    def __init__(self, step: TrainStep) -> None:
-        super().__init__()
-        self._step = step
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        step = self._step
-        modes = [(module, module.training) for module in step.model.modules()]
-        step.model.eval()
-        self.callback(_restore, modes)
-        self.enter_context(matmul_precision(step.plan.matmul))
-        self.enter_context(autocast(step.plan, step.device))
-        self.enter_context(torch.no_grad())
-
-
-def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with matmul_precision(self.plan.matmul), autocast(self.plan, self.device), torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training

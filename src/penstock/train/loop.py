@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.build import build
 from penstock.config.load import dump_toml, to_dict
 from penstock.config.run import RunConfig
@@ -48,7 +50,7 @@ from penstock.train.metrics import (
 from penstock.train.prepare import machine_of, open_sources, set_aside, with_classes
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
-from penstock.train.state import changes, random_state, seed_random, set_random_state
+from penstock.train.state import changes, own_random, random_state, seed_random, set_random_state
 from penstock.train.window import REMEDY, Window
 
 _log = logging.getLogger(__name__)
@@ -84,12 +86,14 @@ def train(
         NumericError: a loss or weight is not finite.
         OutOfMemory: the device's memory did not suffice.
         SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved.
-        EnvironmentProblem: the output directory is in use, or the disk is full.
+        EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
-    output = Path(config.output)
+    output, device = Path(config.output), resolve_device(config.device)
     output.mkdir(parents=True, exist_ok=True)
-    with RunLock(output) as lock, StopRequest() as stop, memory_advice(config.plan):
-        run = _Run(config, output, resume=resume, tensorboard=tensorboard, display=display or Silent())
+    with RunLock(output) as lock, StopRequest() as stop, memory_advice(config.plan), own_random(device):
+        run = _Run(
+            config, output, device, resume=resume, tensorboard=tensorboard, display=display or Silent()
+        )
         try:
             return run.go(lock, stop)
         finally:
@@ -100,13 +104,20 @@ class _Run:
     """One life of a run: from being built, or rebuilt, to its end or its being stopped."""
 
     def __init__(
-        self, config: RunConfig, output: Path, *, resume: bool, tensorboard: bool, display: Display
+        self,
+        config: RunConfig,
+        output: Path,
+        device: torch.device,
+        *,
+        resume: bool,
+        tensorboard: bool,
+        display: Display,
     ) -> None:
         self.output = output
         self.folder = output / "checkpoints"
         self.display = display
-        self.device = resolve_device(config.device)
-        self.machine = machine_of(config, self.device)
+        self.device = device
+        self.machine = machine_of(config, device)
         train_source, self.val_source = open_sources(config)
         self.config = config = with_classes(config, train_source)
         config.plan.validate(config.model, self.machine)

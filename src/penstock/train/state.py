@@ -4,7 +4,8 @@ configured."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def own_random(device: torch.device) -> Iterator[None]:
+    """Inside, generators may be seeded and drawn from; afterwards they are as the caller had them."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,427 @@
+"""The run as a whole, in one process: what it writes, when it refuses, and that it resumes exactly under every Plan."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.config.load import load, to_dict
+from penstock.config.machine import Machine, save_machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Augment, Recipe, RunConfig
+from penstock.data import Loader, open_source
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentProblem,
+    NumericError,
+    OutOfMemory,
+    PenstockError,
+    SavedRequeue,
+)
+from penstock.models.convert import from_pretrained
+from penstock.train import checkpoint, loop, train
+from penstock.train.display import Silent
+from penstock.train.evaluate import evaluate
+from penstock.train.metrics import read_metrics
+
+MODEL = ViTConfig(
+    image_size=8,
+    patch_size=4,
+    channels=1,
+    width=16,
+    depth=2,
+    heads=2,
+    mlp_width=32,
+    classes=10,
+    classifier="pooled",
+    dropout=0.1,
+    drop_path=0.2,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Eight steps of 2 × 16 samples."""
+    peaks = {"fp32": 1e11, "fp32_medium": 1e11, "bf16": 1e11, "fp16": 1e11}
+    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
+    return RunConfig(
+        model=MODEL,
+        recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2)),
+        plan=Plan(micro_batch=16, accumulate=2),
+        machine=str(save_machine(machine, tmp_path / "machine.json")),
+        output=str(tmp_path / "run"),
+        device="cpu",
+        seed=5,
+        checkpoint_every=3,
+        log_every=2,
+    )
+
+
+class At(Silent):
+    """Calls `action` when a record of `step` is shown."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step = step
+        self.action = action
+
+    def show(self, record: Any) -> None:
+        if record["step"] == self.step and record["event"] == "steps":
+            self.action()
+
+
+class Cut(Exception):
+    """Ends a run without a chance to save."""
+
+
+def cut() -> None:
+    raise Cut
+
+
+def losses(config: RunConfig) -> list[float]:
+    records = read_metrics(Path(config.output) / "metrics.jsonl")
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+def events(config: RunConfig) -> list[tuple[str, int]]:
+    records = read_metrics(Path(config.output) / "metrics.jsonl")
+    return [(record["event"], record["step"]) for record in records]
+
+
+def final_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
+    folder = Path(config.output) / "checkpoints" / f"step-{config.recipe.steps}"
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+PLANS = [
+    "",
+    "optimizer=foreach",
+    "optimizer=fused",
+    "optimizer=contiguous",
+    "matmul=medium layout=batch_second attention=plain",
+    "precision=O1 optimizer=fused attention=auto",
+    "precision=O3 optimizer=contiguous",
+    "precision=O1 dtype=fp16 optimizer=fused",
+    "precision=O3 dtype=fp16 optimizer=contiguous",
+]
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_a_cut_run_resumes_bit_for_bit_under_every_plan(config: RunConfig, line: str) -> None:
+    plan = Plan.parse(f"{line} micro_batch=16 accumulate=2")
+    whole = replace(config, plan=plan, recipe=replace(config.recipe, ema_decay=0.9))
+    train(whole)
+    broken = replace(whole, output=f"{whole.output}-broken")
+    with pytest.raises(Cut):
+        train(broken, display=At(4, cut))
+    assert train(broken).resumed_at == 3
+    assert losses(broken) == losses(whole)
+    assert len(losses(whole)) == 8
+    ours, theirs = final_tensors(broken), final_tensors(whole)
+    assert ours.keys() == theirs.keys()
+    assert {name.split("/")[0] for name in ours} >= {"weights", "ema", "optimizer", "random"}
+    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
+
+
+def test_the_same_values_give_the_same_run_and_another_seed_another(config: RunConfig) -> None:
+    train(config)
+    train(replace(config, output=f"{config.output}-again"))
+    train(replace(config, output=f"{config.output}-other", seed=6))
+    assert losses(config) == losses(replace(config, output=f"{config.output}-again"))
+    assert losses(config) != losses(replace(config, output=f"{config.output}-other"))
+
+
+def test_what_a_run_leaves(config: RunConfig) -> None:
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    result = train(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    output = Path(config.output)
+    assert sorted(p.name for p in output.iterdir()) == [
+        "checkpoints",
+        "export",
+        "lock",
+        "metrics.jsonl",
+        "run.toml",
+    ]
+    assert checkpoint.steps(output / "checkpoints") == [6, 8]
+    assert load(RunConfig, file=output / "run.toml") == config
+    assert to_dict(config) == checkpoint.load(output / "checkpoints" / "step-8").config
+    expected = [("start", 0), ("prediction", 0), ("steps", 2), ("steps", 3), ("checkpoint", 3), ("steps", 4)]
+    expected += [
+        ("steps", 6),
+        ("checkpoint", 6),
+        ("steps", 8),
+        ("evaluation", 8),
+        ("checkpoint", 8),
+        ("summary", 8),
+    ]
+    assert events(config) == expected
+    assert (result.steps, result.resumed_at) == (8, 0)
+    assert result.loss == pytest.approx(sum(losses(config)[-2:]) / 2)
+
+
+def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig) -> None:
+    train(config)
+    records = read_metrics(Path(config.output) / "metrics.jsonl")
+    steps = next(record for record in records if record["event"] == "steps")
+    names = (
+        "samples_per_second",
+        "step_seconds_median",
+        "step_seconds_p95",
+        "model_flops_per_second",
+        "mfu",
+        "hfu",
+    )
+    assert all(steps[name] > 0 for name in (*names, "memory_bytes", "lr", "grad_norm", "epoch"))
+    assert 0 <= steps["data_wait_share"] <= 1
+    start, summary = records[0], records[-1]
+    assert start["peak"] == "desk fp32, measured"
+    assert start["plan"] == config.plan.line()
+    assert summary["predicted"]["iteration_seconds"] > 0
+    assert summary["predicted"]["memory_bytes"] > 0
+    assert summary["measured"]["step_seconds_median"] > 0
+    assert summary["measured"]["memory_kind"] == "growth of the process"
+
+
+def test_the_exported_model_is_the_one_that_was_evaluated(config: RunConfig) -> None:
+    averaged = replace(config, recipe=replace(config.recipe, ema_decay=0.5))
+    result = train(averaged)
+    model = from_pretrained(result.export)
+    source = open_source(config.data, split="val", channels=1, image_size=8)
+    found = evaluate(model, Loader(source, batch=16, image_size=8, classes=10, endless=False))
+    assert (found.samples, found.top1, found.top5) == (
+        result.evaluation.samples,
+        result.evaluation.top1,
+        result.evaluation.top5,
+    )
+    assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-6)
+    tensors = final_tensors(averaged)
+    assert [n for n, p in model.named_parameters() if not tensors[f"ema/{n}"].equal(p)] == []
+
+
+def test_a_finished_run_has_nothing_left_to_do(config: RunConfig) -> None:
+    first = train(config)
+    told = events(config)
+    again = train(config)
+    assert (again.steps, again.resumed_at, again.loss, again.evaluation) == (
+        8,
+        8,
+        first.loss,
+        first.evaluation,
+    )
+    assert [event for event in events(config) if event[0] not in ("resume", "prediction")] == [
+        event for event in told if event[0] != "prediction"
+    ]
+
+
+def test_starting_anew_deletes_nothing(config: RunConfig) -> None:
+    train(config)
+    first = losses(config)
+    train(replace(config, seed=8), resume=False)
+    assert len(losses(config)) == 8
+    assert losses(config) != first
+    output = Path(config.output)
+    assert checkpoint.steps(output / "checkpoints.before-1") == [6, 8]
+    assert (output / "metrics.before-1.jsonl").exists()
+    assert (output / "export.before-1").is_dir()
+
+
+def test_another_recipe_is_not_resumed_silently(config: RunConfig) -> None:
+    train(config)
+    other = replace(config, recipe=replace(config.recipe, lr=0.5))
+    with pytest.raises(ConfigError, match=r"recipe\.lr is 0\.5"):
+        train(other)
+    assert load(RunConfig, file=Path(config.output) / "run.toml") == config
+
+
+def test_a_new_split_of_the_batch_resumes_and_is_said(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Cut):
+        train(config, display=At(4, cut))
+    assert train(replace(config, plan=Plan(micro_batch=8, accumulate=4))).resumed_at == 3
+    assert "plan.micro_batch was 16 and is now 8." in caplog.text
+
+
+def test_two_runs_do_not_share_a_directory(config: RunConfig) -> None:
+    def second() -> None:
+        with pytest.raises(EnvironmentProblem, match="is in use by process"):
+            train(config)
+        cut()
+
+    with pytest.raises(Cut):
+        train(config, display=At(2, second))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_request_saves_the_next_step(config: RunConfig, number: signal.Signals) -> None:
+    with pytest.raises(SavedRequeue, match=f"{number.name} after step 5") as caught:
+        train(config, display=At(4, lambda: os.kill(os.getpid(), number)))
+    assert caught.value.exit_code == 75
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == [3, 5]
+    assert train(config).resumed_at == 5
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config: RunConfig) -> None:
+    wild = replace(config, recipe=replace(config.recipe, lr=1e30, clip_norm=None, warmup_steps=0))
+    with pytest.raises(NumericError, match=r"became nan at step 2 .*steps 1 to 2"):
+        train(wild)
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == []
+    assert events(wild) == [("start", 0), ("prediction", 0)]
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop._Run._train_step
+
+    def poisoned(run: Any) -> None:
+        original(run)
+        if run.step == 6:
+            with torch.no_grad():
+                run.built.model.head.weight[0, 0] = float("nan")
+
+    monkeypatch.setattr(loop._Run, "_train_step", poisoned)
+    with pytest.raises(NumericError, match=r"After step 6 weights are not finite: head\.weight"):
+        train(config)
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == [3]
+
+
+def test_running_out_of_memory_is_said_with_advice(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(run: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
+
+    monkeypatch.setattr(loop._Run, "_train_step", exhausted)
+    with pytest.raises(OutOfMemory, match="micro_batch=8 accumulate=4"):
+        train(config)
+
+
+def test_none_of_the_checkpoints_valid_ends_with_its_code(config: RunConfig) -> None:
+    train(config)
+    for file in (Path(config.output) / "checkpoints").glob("step-*/manifest.json"):
+        file.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        train(config)
+    assert caught.value.exit_code == 5
+
+
+def test_weights_to_start_from_are_taken_by_model_and_average(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    export = train(config).export
+    recipe = replace(config.recipe, steps=1, lr=1e-12, warmup_steps=0, ema_decay=0.999)
+    second = replace(config, output=f"{config.output}-2", recipe=recipe, init_from=str(export), seed=77)
+    train(second)
+    tensors = final_tensors(second)
+    for name, parameter in from_pretrained(export).named_parameters():
+        torch.testing.assert_close(tensors[f"weights/{name}"], parameter.detach(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(tensors[f"ema/{name}"], parameter.detach(), atol=1e-6, rtol=0)
+
+
+def test_tensorboard_files_are_written_on_request(config: RunConfig) -> None:
+    train(config, tensorboard=True)
+    assert list((Path(config.output) / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_plan_that_contradicts_the_machine_ends_before_anything_is_built(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="exists on GPUs only"):
+        train(replace(config, plan=replace(config.plan, attention="cudnn")))
+    assert not (Path(config.output) / "metrics.jsonl").exists()
+
+
+class _Syncs(TorchDispatchMode):
+    """Counts operators that make the host wait for a device's value."""
+
+    WAITING = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.nonzero", "aten.equal", "aten.item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith(self.WAITING):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_syncs(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> tuple[_Syncs, _Syncs]:
+    """(within steps, between steps)"""
+    within, between = _Syncs(), _Syncs()
+    for name, counter in (("_train_step", within), ("_log", between), ("_save", between)):
+        original = getattr(loop._Run, name)
+
+        def counted(run: Any, original: Any = original, counter: _Syncs = counter) -> None:
+            with counter:
+                original(run)
+
+        monkeypatch.setattr(loop._Run, name, counted)
+    train(config)
+    return within, between
+
+
+@pytest.mark.parametrize(
+    "line", ["optimizer=fused", "optimizer=contiguous", "precision=O1 optimizer=contiguous"]
+)
+def test_no_step_waits_for_the_device(config: RunConfig, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    recipe = replace(config.recipe, ema_decay=0.9, layer_decay=0.8)
+    busy = replace(config, plan=Plan.parse(f"{line} micro_batch=16 accumulate=2"), recipe=recipe)
+    within, between = _count_syncs(monkeypatch, busy)
+    assert within.found == []
+    assert between.found  # a save looks at the weights: the counter counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused", "contiguous"])
+def test_no_step_waits_for_a_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    original = loop._Run._train_step
+
+    def strict(run: Any) -> None:
+        torch.cuda.set_sync_debug_mode(
+            "error" if run.step else "default"
+        )  # the first step may compile and allocate
+        try:
+            original(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(loop._Run, "_train_step", strict)
+    plan = Plan(precision="O1", optimizer=form, micro_batch=16, accumulate=2)
+    train(
+        replace(config, device="cuda", machine=None, plan=plan, recipe=replace(config.recipe, ema_decay=0.9))
+    )
+    assert len(losses(config)) == 8
+
+
+@pytest.mark.gpu
+def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
+    whole = replace(config, device="cuda", machine=None, recipe=replace(config.recipe, ema_decay=0.9))
+    train(whole)
+    broken = replace(whole, output=f"{whole.output}-broken")
+    with pytest.raises(Cut):
+        train(broken, display=At(4, cut))
+    train(broken)
+    # Kernels on a GPU may add in another order from run to run; the generators and the data must be the same.
+    torch.testing.assert_close(
+        torch.tensor(losses(broken)), torch.tensor(losses(whole)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_every_error_of_a_run_has_an_exit_code_of_its_own() -> None:
+    kinds = (ConfigError, EnvironmentProblem, CheckpointError, NumericError, OutOfMemory, SavedRequeue)
+    assert all(issubclass(kind, PenstockError) for kind in kinds)
+    assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75]

@@ -20,7 +20,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-all test-gpu check format install install-all relock clean clean-runs
+.PHONY: help demo test test-all test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -92,6 +92,9 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+reference: $(VENV)/.core
+	$(PY) tools/reference.py
 
 relock: install-all
 	$(PY) tools/relock.py

@@ -16,6 +16,7 @@ app = App(
     help="Predict, apply and measure every optimisation that makes Transformers train fast.",
     version=__version__,
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # `main` returns its code
 )
 app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")

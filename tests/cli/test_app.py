@@ -1,0 +1,199 @@
+"""The command line: options from dataclasses, errors as messages with exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App
+
+import penstock.cli
+from penstock.cli import main
+from penstock.cli._app import configured
+from penstock.config.load import dump_toml
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.run import DataConfig, Recipe, RunConfig
+from penstock.errors import ExitCode, NumericError, PenstockError
+
+
+def _verb(**arguments: Any) -> tuple[App, list[tuple[RunConfig, bool]]]:
+    """An app with one verb `go`, and the list that its calls are written to."""
+    calls: list[tuple[RunConfig, bool]] = []
+
+    def go(config: RunConfig, *, resume: bool = True) -> None:
+        """Go.
+
+        Parameters
+        ----------
+        resume
+            Go on.
+        """
+        calls.append((config, resume))
+
+    app = App(name="penstock", help_format="plaintext")
+    app.command(configured(RunConfig, **arguments)(go))
+    return app, calls
+
+
+def _run(line: list[str], **arguments: Any) -> tuple[RunConfig, bool]:
+    app, calls = _verb(**arguments)
+    app(line, exit_on_error=False, result_action="return_value")
+    (call,) = calls
+    return call
+
+
+def test_options_reach_the_configuration() -> None:
+    config, resume = _run(
+        ["go", "vit-s16", "--model.classifier=pooled", "--plan", "precision=O1 optimizer=fused",
+         "--plan.optimizer", "contiguous", "--recipe.lr", "1e-4", "--recipe.clip_norm", "none",
+         "--data", "pack:x", "--data.workers", "2", "--seed", "5", "--no-resume"],
+        positional="model",
+    )  # fmt: skip
+    assert config == RunConfig(
+        model=replace(PRESETS["vit-s16"], classifier="pooled"),
+        plan=Plan(precision="O1", optimizer="contiguous"),
+        recipe=Recipe(lr=1e-4, clip_norm=None),
+        data=DataConfig(source="pack:x", workers=2),
+        seed=5,
+    )
+    assert resume is False
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(RunConfig(seed=3, recipe=Recipe(lr=0.5))), encoding="utf-8")
+    config, resume = _run(["go", "--config", str(file), "--seed", "4"])
+    assert config == RunConfig(seed=4, recipe=Recipe(lr=0.5))
+    assert resume is True
+
+
+def test_negative_numbers_are_values() -> None:
+    with pytest.raises(PenstockError, match=r"recipe\.lr is -0\.001, but must be above 0"):
+        _run(["go", "--recipe.lr", "-1e-3"])
+
+
+def test_a_preset_and_its_option_are_the_same() -> None:
+    assert _run(["go", "vit-b32"], positional="model") == _run(["go", "--model", "vit-b32"])
+
+
+def test_hidden_settings_are_no_options() -> None:
+    app, _ = _verb(hide=("seed",))
+    with pytest.raises(Exception, match="--seed"):
+        app(["go", "--seed", "3"], exit_on_error=False, print_error=False)
+
+
+def test_a_loader_of_ones_own() -> None:
+    seen: dict[str, Any] = {}
+
+    def loader(cls: type[RunConfig], **given: Any) -> RunConfig:
+        seen.update(given, cls=cls)
+        return RunConfig(seed=9)
+
+    config, _ = _run(["go", "--seed", "3"], loader=loader)
+    assert config.seed == 9
+    assert seen == {"cls": RunConfig, "file": None, "overrides": {"seed": "3"}}
+
+
+def test_help_tells_type_default_and_meaning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # one line per option
+    app, _ = _verb(positional="model")
+    app(["go", "--help"], exit_on_error=False, result_action="return_value")
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--plan.compile none|blocks|whole" in told
+    assert "[default: vit-digits]" in told
+    assert "--recipe.clip_norm" in told
+    assert "Peak learning rate, reached after the warm-up. [default: 0.001]" in told
+    assert "--resume --no-resume Go on. [default: True]" in told
+
+
+def test_every_verb_can_be_loaded() -> None:
+    for name in ("train", "ladder", "pack", "probe", "doctor"):
+        assert penstock.cli.app[name].default_command is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["train", "--recip.lr", "3"], "Did you mean --recipe.lr?"),
+        (["trian"], 'Did you mean "train"?'),
+        (["probe", "--device", "tpu"], "There is no device 'tpu'; use auto, cpu, cuda or cuda:N."),
+        (["train", "--plan", "precision=O7"], "plan.precision is 'O7', but must be 'O0', "),
+        (["train", "--config", "nowhere.toml"], "There is no configuration file nowhere.toml."),
+    ],
+)
+def test_mistakes_are_messages(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(line)
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in told
+    assert "Traceback" not in told
+    assert code == (ExitCode.ENVIRONMENT if line[0] == "probe" else ExitCode.CONFIG)
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_every_error_has_its_exit_code(
+    code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        if code is ExitCode.DONE:
+            return 0
+        error = PenstockError("It failed.")
+        error.exit_code = code
+        raise error
+
+    app = App(name="penstock")
+    app.command(fail)
+    monkeypatch.setattr(penstock.cli, "app", app)
+    assert main(["fail"]) == code
+    assert capsys.readouterr().err == ("" if code is ExitCode.DONE else "penstock: It failed.\n")
+
+
+def test_results_and_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App(name="penstock", suppress_keyboard_interrupt=False)
+    app.command(lambda: 3, name="three")
+    app.command(lambda: True, name="truth")
+    app.command(lambda: None, name="nothing")
+
+    @app.command
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    @app.command
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(penstock.cli, "app", app)
+    assert main(["three"]) == 3
+    assert main(["truth"]) == 0
+    assert main(["nothing"]) == 0
+    assert main(["interrupted"]) == 130
+    with pytest.raises(ZeroDivisionError):
+        main(["broken"])
+
+
+def test_error_types_carry_their_codes() -> None:
+    assert NumericError("x").exit_code == 6
+    assert [int(code) for code in ExitCode] == [0, 2, 3, 4, 5, 6, 7, 8, 75]
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """`penstock … | head -0`: the pipe closes before the help page is written."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "penstock", "train", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() in (0, 1, 141)  # 1 is rich's own answer to a broken pipe
+    assert told == ""

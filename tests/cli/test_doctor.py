@@ -1,0 +1,44 @@
+"""`penstock doctor` prints what was found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import penstock.doctor
+from penstock.cli import main
+from penstock.doctor import Finding
+
+GOOD = Finding(area="versions", name="torch", status="ok", detail="2.13", required=True)
+BAD = Finding(
+    area="versions", name="numpy", status="broken", detail="is [not] there", remedy="pip install 'numpy[x]'"
+)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    findings = [GOOD, BAD]
+    monkeypatch.setattr(penstock.doctor, "examine", lambda *, thorough: findings)
+    return findings
+
+
+def test_each_problem_with_its_remedy(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0, "nothing required is broken"
+    told = capsys.readouterr().out
+    assert "is [not] there" in told, "brackets are text and no markup"
+    assert "broken: numpy: pip install 'numpy[x]'" in told
+
+
+def test_json_is_whole(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    found.append(Finding(area="versions", name="torch", status="broken", detail="gone", required=True))
+    assert main(["doctor", "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in told] == ["torch", "numpy", "torch"]
+    assert told[1]["remedy"] == BAD.remedy
+
+
+def test_all_well(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    found.remove(BAD)
+    assert main(["doctor"]) == 0
+    assert "Everything that is here works." in capsys.readouterr().out

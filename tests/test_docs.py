@@ -1,0 +1,143 @@
+"""The README and the pages of docs/ are executed.
+
+What a fenced block's first word means:
+
+- `python`: run, in a folder of its own per page. The blocks of a page share their names, from top to bottom.
+- `console`: each line that starts with `$ penstock` is run, in the same folder; it must end with code 0, or with the
+  one that a comment at its end names (`# exit 2`). Lines without `$` are what a reader sees, and are not compared.
+- `bash`: each line that starts with `penstock` is parsed and not run, so that commands which take long or need data
+  still name only verbs and options that exist.
+- anything else is text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from penstock.cli import app, main
+from penstock.config.convert import field_types
+from penstock.config.describe import default_word
+from penstock.config.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
+_FENCE = re.compile(
+    r"^(?P<fence>`{3,})(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=fence)$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    kind: str
+    body: str
+    line: int
+    """Of the block's first line in its page, from 1."""
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Every fenced block of a page."""
+    for found in _FENCE.finditer(text):
+        yield Block(found["kind"], found["body"], text.count("\n", 0, found.start("body")) + 1)
+
+
+def commands(block: Block, prompt: str) -> Iterator[tuple[str, int, int]]:
+    """Each penstock command after `prompt`, the exit code it is to end with, and its line in the page."""
+    joined = block.body.replace("\\\n", "  ")
+    for offset, line in enumerate(joined.splitlines()):
+        if not line.startswith(f"{prompt}penstock"):
+            continue
+        command, _, comment = line.removeprefix(prompt).partition(" #")
+        code = re.fullmatch(r"\s*exit (\d+)\s*", comment)
+        yield command, int(code[1]) if code else 0, block.line + offset
+
+
+def run_page(page: Path, text: str) -> None:
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in blocks(text):
+        if block.kind == "python":
+            # Empty lines put the block where it stands in the page, so that tracebacks name the page's lines.
+            exec(compile("\n" * (block.line - 1) + block.body, str(page), "exec"), names)
+        elif block.kind == "console":
+            for command, code, line in commands(block, "$ "):
+                assert main(shlex.split(command)[1:]) == code, f"{page}:{line}: {command}"
+        elif block.kind == "bash":
+            for command, _, line in commands(block, ""):
+                try:
+                    app.parse_args(shlex.split(command)[1:], exit_on_error=False, print_error=False)
+                except Exception as error:
+                    raise AssertionError(f"{page}:{line}: {command}: {error}") from error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page, page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page} links to {target}, which is not there"
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(re.findall(r"\]\((\d{4}-[^)]+)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert listed == {path.name for path in folder.glob("[0-9]*.md")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n",
+        "```console\n$ penstock train --plan precision=O7\n```\n",
+        "```console\n$ penstock --version  # exit 2\n```\n",
+        "```bash\npenstock probe --quickly\n```\n",
+        "```bash\npenstock prob \\\n  --quick\n```\n",
+    ],
+)
+def test_a_wrong_page_fails(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        run_page(tmp_path / "page.md", text)
+
+
+def test_a_right_page_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "```python\nx = 1\n```\n```python\nassert x == 1\n```\n```text\nnonsense(\n```\n"
+        "```console\n$ penstock --version\n0.1.0\n$ make test\n$ penstock --nonsense  # exit 2\n```\n"
+        "```bash\npenstock probe \\\n  --quick\nmake demo\n```\n"
+    )
+    run_page(tmp_path / "page.md", text)
+
+
+def test_every_field_of_a_plan_has_its_section() -> None:
+    text = (ROOT / "docs" / "reference" / "plan.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    assert list(sections) == [field.name for field in dataclasses.fields(Plan)], (
+        "one section per field, in order"
+    )
+    for field in dataclasses.fields(Plan):
+        section = sections[field.name]
+        assert f"Default: `{default_word(field.default)}`." in section, field.name
+        kind = field_types(Plan)[field.name]
+        for value in get_args(kind):
+            assert f"| `{value}` |" in section, f"{field.name}={value} is not explained"
+
+
+def test_the_reference_of_settings_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert reference.PATH.read_text(encoding="utf-8") == reference.page(), "run make reference"

@@ -1,0 +1,280 @@
+"""The house rules that a machine can hold: who imports whom, what `--help` costs, and how few packages are needed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import penstock
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "penstock"
+
+# What each room, a folder or a module of src/penstock, may import of the others. Everyone may ask the planner and the
+# report, except what these are made of. See docs/decisions/0007-import-direction.md.
+BASE = {"config", "errors"}
+ASKED = {"planner", "report", "schedules"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "schedules": BASE,
+    "report": BASE | {"schedules"},
+    "planner": BASE | {"schedules"},
+    "host_memory": BASE,
+    "probe": BASE | ASKED,
+    "doctor": BASE | ASKED | {"probe"},
+    "data": BASE | ASKED,
+    "kernels": BASE | ASKED,
+    "models": BASE | ASKED | {"kernels"},
+    "precision": BASE | ASKED | {"kernels", "models"},
+    "optim": BASE | ASKED | {"kernels", "models"},
+    "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "probe", "train"},
+}
+_BUILT = set(ALLOWED) | {"build"}
+ALLOWED["train"] = _BUILT - {"doctor"}
+ALLOWED["ladder"] = _BUILT - {"doctor"} | {"train"}
+ALLOWED["cli"] = _BUILT | {"train", "ladder"}
+# Only the step of the training room is part of what build.py puts together.
+BUILD_MAY_TAKE_OF_TRAIN = {"penstock.train.step"}
+TORCH_FREE = {"errors", "config", "schedules", "planner", "report"}
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    """Room and path of every module, but the package's own `__init__` and `__main__`, which see everything."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        first = path.relative_to(SOURCE).parts[0]
+        if first not in ("__init__.py", "__main__.py"):
+            yield first.removesuffix(".py"), path
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module named by an import statement, wherever it stands; `from a import b` names a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            yield module, node
+            yield from ((f"{module}.{alias.name}", node) for alias in node.names)
+
+
+def _typing_only(tree: ast.AST) -> set[ast.stmt]:
+    """Statements under `if TYPE_CHECKING`, which never run."""
+    found: set[ast.stmt] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found.update(child for child in ast.walk(node) if isinstance(child, ast.stmt))
+    return found
+
+
+def violations(room: str, text: str) -> list[str]:
+    """What a module of `room` imports and must not."""
+    tree = ast.parse(text)
+    unrun = _typing_only(tree)
+    problems = []
+    for name, statement in _imports(tree):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        runs = statement not in unrun
+        if package == "torch" and room in TORCH_FREE and runs:
+            problems.append(f"line {statement.lineno}: {room} is free of torch")
+        if package == "cyclopts" and room != "cli":
+            problems.append(f"line {statement.lineno}: only cli imports cyclopts")
+        if package == "penstock" and target and runs and room != "testing":
+            if target == "testing":
+                problems.append(f"line {statement.lineno}: only tests import testing")
+            elif room == "build" and target == "train":
+                if not any(name == step or name.startswith(f"{step}.") for step in BUILD_MAY_TAKE_OF_TRAIN):
+                    problems.append(f"line {statement.lineno}: build imports {name}")
+            elif target in ALLOWED and target != room and target not in ALLOWED[room]:
+                problems.append(f"line {statement.lineno}: {room} imports {target}")
+    return list(dict.fromkeys(problems))
+
+
+def test_imports_point_one_way() -> None:
+    rooms = set()
+    problems = []
+    for room, path in _modules():
+        rooms.add(room)
+        if room != "testing" and room not in ALLOWED:
+            problems.append(f"{path}: say in ALLOWED what the new room {room!r} may import")
+            continue
+        problems += [f"{path}: {problem}" for problem in violations(room, path.read_text(encoding="utf-8"))]
+    assert not problems, "\n".join(problems)
+    assert {"config", "models", "cli"} <= rooms
+
+
+@pytest.mark.parametrize(
+    ("room", "text", "count"),
+    [
+        ("models", "from penstock.train import loop", 1),
+        ("models", "def f():\n    import penstock.build", 1),
+        ("planner", "import torch", 1),
+        ("planner", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", 0),
+        ("config", "from torch.nn import Module", 1),
+        ("train", "import cyclopts", 1),
+        ("cli", "import cyclopts\nimport torch", 0),
+        ("build", "from penstock.train.loop import run", 2),
+        ("build", "from penstock.train.step import TrainStep", 0),
+        ("data", "from penstock.testing import images", 1),
+        ("planner", "from penstock.config.plan import Plan", 0),
+    ],
+)
+def test_the_import_check_sees(room: str, text: str, count: int) -> None:
+    assert len(violations(room, text)) == count
+
+
+def _loaded_by(program: str) -> set[str]:
+    """Top-level modules in sys.modules after `program`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nimport sys\nprint(*sorted(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+def test_importing_penstock_and_planning_load_no_torch() -> None:
+    program = (
+        "import penstock, penstock.config.load, penstock.planner, penstock.report\n"
+        "penstock.Plan.parse('precision=O1').validate(penstock.PRESETS['vit-s16'], penstock.load_machine('h100'))"
+    )
+    loaded = _loaded_by(program)
+    assert "torch" not in loaded
+    assert "cyclopts" not in loaded
+
+
+def test_help_loads_no_torch_and_no_verb() -> None:
+    loaded = _loaded_by("from penstock.cli import main\nassert main(['--help']) == 0")
+    assert loaded.isdisjoint({"torch", "numpy", "PIL", "safetensors", "transformers"})
+
+
+def test_help_is_instant() -> None:
+    """Processor time, because the wall clock of a busy test machine says nothing; the two agree on an idle one."""
+    times = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "penstock", "--help"], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(times) < 0.3
+
+
+def _needs(name: str, extras: frozenset[str], found: set[str], seen: set[tuple[str, str]]) -> set[str]:
+    """Names of everything that a package needs here in turn."""
+    for line in importlib.metadata.requires(name) or []:
+        need = Requirement(line)
+        if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        package = canonicalize_name(need.name)
+        for extra in need.extras or {""}:
+            if (package, extra) not in seen:
+                seen.add((package, extra))
+                found.add(package)
+                _needs(package, frozenset(need.extras), found, seen)
+    return found
+
+
+def test_the_core_needs_few_packages_beyond_torch() -> None:
+    torch = _needs("torch", frozenset(), {"torch"}, set())
+    # What torch brings anyway costs nobody anything.
+    beyond = _needs("penstock", frozenset(), set(), {("torch", "")}) - torch
+    assert {"numpy", "rich"} <= beyond
+    assert len(beyond) <= 15, sorted(beyond)
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_every_package_that_ci_installs_is_pinned_and_registered() -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    pins = _pins()
+    extras = frozenset({"images", "hf", "track", "test"})
+    for name in sorted(_needs("penstock", extras, set(), set())):
+        assert name in pins, f"{name} is not in constraints.txt; run make relock"
+        assert f"| {name} |" in page, f"{name} is not in docs/dependencies.md; run make relock"
+        assert importlib.metadata.version(name).partition("+")[0] == pins[name], name
+    assert pins["torch"] == "2.13.0"
+    assert tuple(int(part) for part in pins["numpy"].split(".")[:2]) < (2, 4)
+
+
+def test_every_dependency_has_a_purpose() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    by_hand = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").partition("<!--")[0]
+    direct = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        direct += extra
+    words = {
+        word
+        for line in by_hand.splitlines()
+        for word in line.partition("| ")[2].partition(" |")[0].split(", ")
+    }
+    assert {Requirement(line).name for line in direct} <= words
+
+
+def test_the_public_names_all_exist() -> None:
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert typed == set(penstock.__all__) - {"__version__"}, "checkers and users must see the same names"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        penstock.nothing  # noqa: B018
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == penstock.__version__
+
+
+def test_library_code_prints_nothing() -> None:
+    """The linter's T20 looks at calls of print; this also finds writing to the streams themselves."""
+    for room, path in _modules():
+        if room in ("cli", "testing"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for call in ("sys.stdout.write", "sys.stderr.write", "breakpoint("):
+            assert call not in text, f"{path} calls {call}"
+
+
+# A data worker unpickles the source that its own parent process sends it over a pipe: nothing from outside.
+MAY_UNPICKLE = {"data/worker.py"}
+
+
+def test_nothing_from_outside_is_unpickled() -> None:
+    for _, path in _modules():
+        where = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
+                assert where in MAY_UNPICKLE, f"{where}:{node.lineno} unpickles"
+            elif called == "torch.load":
+                assert given.get("weights_only") == "True", f"{where}:{node.lineno} may unpickle"
+            elif called in ("np.load", "numpy.load"):
+                assert given.get("allow_pickle", "False") == "False", f"{where}:{node.lineno} may unpickle"

@@ -1,0 +1,178 @@
+"""A probe measures what is there, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import probe as probe_room
+from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
+from penstock.errors import EnvironmentProblem
+from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, resolve_device
+
+CPU = torch.device("cpu")
+
+
+def _settings() -> tuple[Any, ...]:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.cuda.matmul.allow_tf32 if torch.cuda.is_available() else None,
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+    )
+
+
+@pytest.fixture(scope="module")
+def measured() -> Machine:
+    """One quick probe on one thread, and what it did to torch's settings."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    before, state = _settings(), torch.get_rng_state()
+    machine = probe("cpu", quick=True)
+    assert _settings() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    return machine
+
+
+def test_rates_are_plausible(measured: Machine) -> None:
+    assert measured.device == "cpu"
+    assert measured.source == "measured"
+    assert measured.name == machine_name(CPU)
+    assert measured.name.endswith("1 threads")
+    assert {"fp32", "fp32_medium", "bf16", "fp16"} <= set(measured.peak_flops)
+    assert 1e9 < measured.peak_flops["fp32"] < 1e13
+    assert 1e8 < measured.memory_bytes_per_second < 1e12
+    assert 1e-7 < measured.launch_seconds < 1e-3
+    assert 1e8 < measured.memory_bytes < 1e14
+    assert measured.collective_bytes_per_second is None
+
+
+def test_the_peak_is_the_best_sample(measured: Machine) -> None:
+    assert measured.peak_flops == measured.achievable_flops
+    for kind, rate in measured.peak_flops.items():
+        assert rate == max(sample.flops_per_second for sample in measured.gemm if sample.dtype == kind)
+    assert len({(s.m, s.n, s.k) for s in measured.gemm if s.dtype == "fp32"}) >= 3
+
+
+def test_a_probe_can_be_stored(measured: Machine, tmp_path: Path) -> None:
+    assert load_machine(save_machine(measured, tmp_path / "m.toml")) == measured
+
+
+def test_settings_come_back_after_an_error() -> None:
+    def fail() -> None:
+        with matmul_precision("medium"):
+            assert torch.get_float32_matmul_precision() == "medium"
+            raise ZeroDivisionError
+
+    before = _settings()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert _settings() == before
+
+
+def test_a_type_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("not on this device\nand more")
+
+    kinds = probe_room._kinds(CPU)[:1]
+    kinds.append(replace(kinds[0], name="fp4", product=fail))
+    monkeypatch.setattr(probe_room, "_kinds", lambda _: kinds)
+    monkeypatch.setattr(probe_room, "_CPU_QUICK", ())
+    samples = probe_room._gemm_samples(CPU, True, 0.01)
+    assert {sample.dtype for sample in samples} == {"fp32"}
+
+
+def test_a_slow_type_is_asked_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(a.shape))
+        time.sleep(0.02)
+        return a
+
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        probe_room,
+        "_kinds",
+        lambda _: [probe_room._Kind("slow", probe_room._float_operands(torch.half), slow)],
+    )
+    (sample,) = probe_room._gemm_samples(CPU, True, 0.01)
+    assert set(shapes) == {(256, 256)}
+    assert sample.flops_per_second == pytest.approx(2 * 256**3 / 0.02, rel=0.5)
+
+
+def test_devices_resolve() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device(CPU) == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(EnvironmentProblem, match="There is no device 'gpu'"):
+        resolve_device("gpu")
+    with pytest.raises(EnvironmentProblem, match="not on mps"):
+        resolve_device("mps")
+    with pytest.raises(EnvironmentProblem, match="cuda:9 was asked for"):
+        resolve_device("cuda:9")
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Instead of probing, note that a probe was made."""
+    made: list[bool] = []
+
+    def fake(device: torch.device, *, quick: bool = False) -> Machine:
+        made.append(quick)
+        return Machine(
+            name=machine_name(device),
+            device="cpu",
+            source="measured",
+            peak_flops={"fp32": 1e9},
+            notes=(f"torch {torch.__version__}",),
+        )
+
+    monkeypatch.setattr(probe_room, "probe", fake)
+    return made
+
+
+def test_a_machine_is_measured_once(probes: list[bool]) -> None:
+    first = machine_for("cpu")
+    assert machine_for("cpu") == first
+    assert probes == [True]
+    assert cached_machine(machine_name(CPU)) == first
+
+
+def test_another_torch_is_another_machine(probes: list[bool]) -> None:
+    old = replace(machine_for("cpu"), notes=("torch 1.0",))
+    save_machine(old, cache_path(old.name))
+    assert machine_for("cpu").notes == (f"torch {torch.__version__}",)
+    assert probes == [True, True]
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    probes: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        machine = machine_for("cpu")
+    assert "cannot be written" in caplog.text
+    assert keep(machine) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_matched_with_its_datasheet() -> None:
+    machine = probe("cuda", quick=True)
+    sheet = machine_for("cuda")
+    assert machine.device == "cuda"
+    for kind in ("fp32", "fp16"):
+        assert 0 < machine.achievable_flops[kind] < 1.05 * machine.peak_flops[kind]
+    if sheet.source == "datasheet":
+        assert machine.peak_flops["fp16"] == sheet.peak_flops["fp16"]
+        assert machine.achievable_flops["fp16"] > 0.3 * machine.peak_flops["fp16"]
+        assert machine.memory_bytes_per_second > 0.5 * sheet.memory_bytes_per_second

@@ -72,7 +72,7 @@ def test_layout_and_attention_change_speed_only(
     assert model.layout == layout
     got, others = _pass(model, images)
     assert list(model.state_dict()) == names
-    # fp64, forward and backward; measured at most 3e-15.
+    # fp64, forward and backward; measured at most 4e-16.
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
@@ -216,7 +216,7 @@ def test_half_precision_is_near_full(layout: Layout) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = full(images)
     expected = full(images)
-    # Measured 0.6 % of the largest logit under autocast, 0.8 % in bf16 throughout.
+    # Measured 0.8 % of the largest logit under autocast, 0.9 % in bf16 throughout.
     for got in (mixed, half(images.to(torch.bfloat16))):
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -249,6 +249,8 @@ def test_the_whole_model_is_one_graph(layout: Layout, attention: AttentionBacken
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_compiled_block_computes_the_same(layout: Layout) -> None:
     torch._dynamo.reset()

@@ -1,0 +1,81 @@
+"""Who is decayed, and how fast each layer learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.optim import parameter_groups
+
+TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
+
+
+def test_only_matrices_that_map_features_are_decayed() -> None:
+    model = create(TINY)
+    groups = parameter_groups(model, weight_decay=0.05)
+    assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
+    decayed, spared = (set(group["param_names"]) for group in groups)
+    assert "blocks.0.mlp.up.weight" in decayed
+    assert "head.weight" in decayed
+    assert {"class_token", "positions", "head.bias", "norm.weight", "blocks.2.norm1.bias"} <= spared
+    assert all(parameter.ndim >= 2 for parameter in groups[0]["params"])
+    assert decayed | spared == {name for name, _ in model.named_parameters()}
+    assert not decayed & spared
+
+
+def test_foreign_names_and_lists_are_respected() -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+            self.special = nn.Parameter(torch.zeros(4, 4))
+            self.plain = nn.Parameter(torch.zeros(4, 4))
+            self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+        def no_weight_decay(self) -> set[str]:
+            return {"special"}
+
+    decayed, spared = parameter_groups(Foreign(), weight_decay=0.1)
+    assert decayed["param_names"] == ["plain"]
+    assert spared["param_names"] == ["cls_token", "special"]
+
+
+def test_transformers_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+    )
+    model = transformers.ViTForImageClassification(config)
+    groups = parameter_groups(model, weight_decay=0.1, layer_decay=0.5)
+    spared = {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
+    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} <= spared
+    assert {group["lr_scale"] for group in groups} == {0.125, 0.25, 0.5, 1.0}
+
+
+def test_layer_decay_falls_from_the_head_down() -> None:
+    model = create(TINY)
+    scales = {
+        name: group["lr_scale"]
+        for group in parameter_groups(model, weight_decay=0.05, layer_decay=0.5)
+        for name in group["param_names"]
+    }
+    assert scales["head.weight"] == scales["norm.bias"] == 1.0
+    assert scales["blocks.2.mlp.up.weight"] == scales["blocks.2.norm1.bias"] == 0.5
+    assert scales["blocks.0.mlp.up.weight"] == 0.125
+    assert scales["positions"] == scales["class_token"] == 0.0625
+    assert len(scales) == len(list(model.parameters()))
+
+
+def test_refusals_say_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"layer_decay is 0\.0"):
+        parameter_groups(create(TINY), weight_decay=0.0, layer_decay=0.0)
+    with pytest.raises(ConfigError, match="requires_grad_"):
+        parameter_groups(create(TINY).requires_grad_(False), weight_decay=0.0)
+    lone = nn.Linear(2, 2)
+    assert parameter_groups(lone, weight_decay=0.0)
+    with pytest.raises(ConfigError, match="[Ee]nrol"):
+        parameter_groups(lone, weight_decay=0.0, layer_decay=0.9)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import io
 import json
 import struct
@@ -112,6 +113,7 @@ def test_harmless_blemishes_are_judged_alike(backend: str) -> None:
     np.testing.assert_allclose(decoded(blemished).astype(int), decoded(data).astype(int), atol=40)
 
 
+@functools.cache
 def bomb(side: int) -> bytes:
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (

@@ -89,6 +89,15 @@ def test_a_worker_killed_while_reading_is_named() -> None:
         pool.close()
 
 
+def test_closing_does_not_wait_for_slow_workers() -> None:
+    batches = Loader(Sleeps(), batch=30, image_size=8, classes=1, workers=1)
+    batches._start()
+    time.sleep(0.1)
+    start = time.monotonic()
+    batches.close()
+    assert time.monotonic() - start < 5  # what is under way would take 90 seconds
+
+
 def test_workers_import_no_torch() -> None:
     with Loader(Imports(), batch=4, image_size=8, classes=1, workers=1, augment=None) as batches:
         assert next(batches).images.max() == -1  # black: no torch

@@ -76,7 +76,7 @@ def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
     fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
     # What simplejpeg declines (it is stricter about harmless blemishes) Pillow judges, so that both installations
     # call the same images bad.
-    if fast is None or not _decode_fast(*fast, data, out):
+    if fast is None or not _decode_fast(*fast, data, header, out):
         _decode_pillow(data, header, out)
     if header.orientation != 1:
         # A centred square can as well be turned after the crop, which is cheaper.
@@ -101,12 +101,20 @@ def _center(width: int, height: int) -> tuple[int, int, int]:
     return (width - side) // 2, (height - side) // 2, side
 
 
-def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, out: Pixels) -> bool:
+def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: Header, out: Pixels) -> bool:
     """Whether simplejpeg could decode it."""
     size, channels = out.shape[0], out.shape[2]
+    # libjpeg-turbo halves for free while it decodes, but its other fractions (which simplejpeg would choose for the
+    # wanted size) take longer than decoding in full.
+    halvings = 8
+    while halvings > 1 and min(header.width, header.height) < size * halvings:
+        halvings //= 2
     try:
         image = simplejpeg.decode_jpeg(
-            data, colorspace="RGB" if channels == 3 else "GRAY", min_height=size, min_width=size
+            data,
+            colorspace="RGB" if channels == 3 else "GRAY",
+            min_height=-(-header.height // halvings),
+            min_width=-(-header.width // halvings),
         )
     except _DECODER_FAILURES:
         return False
@@ -114,10 +122,25 @@ def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, out: Pixe
     left, top, side = _center(width, height)
     image = image[top : top + side, left : left + side]
     if side != size:
-        how = cv2.INTER_AREA if side > size else cv2.INTER_LINEAR
-        image = cv2.resize(np.ascontiguousarray(image), (size, size), interpolation=how)
+        image = _resize(cv2, np.ascontiguousarray(image), size)
     out[...] = image.reshape(out.shape)
     return True
+
+
+def _resize(cv2: ModuleType, image: Pixels, size: int) -> Pixels:
+    """A square image to size × size, antialiased.
+
+    To shrink by less than two, four bilinear samples are averaged for each pixel. That is closer to Pillow's filter
+    than OpenCV's area average (a deviation of 0.55 grey levels instead of 0.76) in less than half the time.
+    """
+    side = image.shape[0]
+    if size < side <= 2 * size:
+        image = cv2.resize(image, (2 * size, 2 * size), interpolation=cv2.INTER_LINEAR)
+    shrinking = image.shape[0] > size
+    resized: Pixels = cv2.resize(
+        image, (size, size), interpolation=cv2.INTER_AREA if shrinking else cv2.INTER_LINEAR
+    )
+    return resized
 
 
 def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:

@@ -240,6 +240,9 @@ class _Staged:
 
 def _close(pumps: list[Pump], reader: Reader) -> None:
     for pump in pumps:
+        pump.halt()
+    reader.abort()
+    for pump in pumps:
         pump.stop()
     reader.close()
 

@@ -92,11 +92,17 @@ class Pool:
     def discard(self) -> None:
         """Wait for what is under way and drop it."""
         while self._flying:
-            with contextlib.suppress(DataError):
+            with contextlib.suppress(DataError, ValueError):  # ValueError: the pipes have been closed
                 self.receive()
 
+    def abort(self) -> None:
+        """Kill the processes: nothing is lost by it, and whoever waits for their answers is released."""
+        for worker in self._workers:
+            worker.process.kill()
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. Nobody may be using the pool."""
+        self.abort()
         for worker in self._workers:
             worker.close()
         self._file.close()
@@ -146,15 +152,11 @@ class _Worker:
         )
 
     def close(self) -> None:
+        self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class _Flight(NamedTuple):

@@ -29,7 +29,13 @@ class Reader(Protocol):
         """Drop what was submitted and not received."""
         ...
 
-    def close(self) -> None: ...
+    def abort(self) -> None:
+        """Release whoever waits in `receive`, from another thread."""
+        ...
+
+    def close(self) -> None:
+        """End. Nobody may be using the reader."""
+        ...
 
 
 class InProcess:
@@ -50,6 +56,9 @@ class InProcess:
 
     def discard(self) -> None:
         self._pending.clear()
+
+    def abort(self) -> None:
+        pass  # an image is read to its end
 
     def close(self) -> None:
         self.discard()
@@ -102,10 +111,15 @@ class Pump:
             return None
         return item
 
+    def halt(self) -> None:
+        """Tell the thread to end, without waiting for it."""
+        self._stopped.set()
+
     def stop(self) -> None:
         """End the thread and drop what it still had under way; the reader can be used again."""
-        self._stopped.set()
-        self._thread.join()
+        self.halt()
+        if threading.current_thread() is not self._thread:  # where the garbage collector may run as well
+            self._thread.join()
 
     def _run(self) -> None:
         flying: list[Request] = []

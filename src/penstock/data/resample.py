@@ -3,7 +3,7 @@
 Bilinear with a triangle as wide as the shrinking (antialiased), like Pillow's `resize(box=...)` and torch's
 `interpolate(antialias=True)`. Resampling is separable, so a crop with a flip and a resize is two small matrix
 products, `rows @ image @ columns.T`: that is the reference, and what a GPU runs. On a CPU torch's 8-bit
-kernel does the same image by image, 15 times faster than either the products or `grid_sample`; it rounds to
+kernel does the same image by image, five times faster than the products or `grid_sample`; it rounds to
 whole grey levels.
 """
 
@@ -85,6 +85,7 @@ def resample(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) 
     if unmoved and (height, width) == (size, size):
         crop = images[:, top : top + size, left : left + size]
         return crop.permute(0, 3, 1, 2).contiguous().float()
-    if images.device.type == "cpu":
+    # Tiny images (the digits) are faster in one product than each by a call of its own.
+    if images.device.type == "cpu" and max(images.shape[1:3]) > 16:
         return _resample_bytes(images, boxes, flips, size)
     return resample_products(images, boxes, flips, size)

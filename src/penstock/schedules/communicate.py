@@ -7,9 +7,8 @@ from penstock.schedules.costs import Number
 from penstock.schedules.schedule import Schedule
 from penstock.schedules.simulate import simulate
 
-_Event = tuple[
-    int | float, int, Action, Action
-]  # time, 0 for communication, what orders those of one time, what is done
+_Event = tuple[Number, int, Action, Action]
+"""Its time; 0 for a transfer and 1 for a computation; what orders the events of one time; what the rank does."""
 
 
 def with_communication(schedule: Schedule) -> Schedule:

@@ -15,7 +15,9 @@ def waits(schedule: Schedule, done: Sequence[int]) -> list[str]:
     for rank, (order, i) in enumerate(zip(schedule.ranks, done)):
         if i == len(order):
             continue
-        missing = [a for a in awaited(schedule, order[i]) if not _is_done(a, where, done)]
+        missing = _computed(order[i]) if order[i].kind.startswith("SEND") else []
+        if not missing or any(_is_done(a, where, done) for a in missing):
+            missing = awaited(schedule, order[i])
         known = [a for a in missing if a in where]
         needed = " or ".join(map(str, known[:1] or missing))
         problems.append(

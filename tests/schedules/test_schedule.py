@@ -1,0 +1,98 @@
+"""Schedules print and parse, as lists and as diagrams, and know their shape."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.schedules import Action, Schedule, diagram, generate, with_communication
+from penstock.schedules.action import COMMUNICATION_KINDS, COMPUTE_KINDS
+
+ANY_ACTION = st.builds(
+    Action, st.integers(0, 40), st.sampled_from(COMPUTE_KINDS + COMMUNICATION_KINDS), st.integers(0, 40)
+)
+ANY_SCHEDULE = st.lists(st.lists(ANY_ACTION, max_size=6).map(tuple), min_size=1, max_size=12).map(
+    lambda ranks: Schedule(tuple(ranks))
+)
+
+
+@settings(deadline=None)
+@given(ANY_SCHEDULE)
+def test_what_is_printed_parses_back_however_senseless(schedule: Schedule) -> None:
+    assert Schedule.parse(str(schedule)) == schedule
+    assert len(str(schedule).splitlines()) == len(schedule.ranks)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_a_diagram_parses_back_deadlocked_or_not(
+    name: str, ranks: int, micro_batches: int, chunks: int, rng: random.Random
+) -> None:
+    schedule = generate(name, ranks, micro_batches, chunks if name == "interleaved" else 1)
+    assert Schedule.parse(diagram(schedule)) == schedule
+    assert "!" not in diagram(schedule)
+    shuffled = Schedule(tuple(tuple(rng.sample(order, len(order))) for order in schedule.ranks))
+    assert Schedule.parse(diagram(shuffled)) == shuffled
+
+
+def test_the_diagram_of_1f1b_is_the_familiar_one() -> None:
+    assert diagram(generate("1f1b", 3, 4)) == (
+        "rank 0 | 0F0 0F1 0F2 .   .   .   .   0B0 --- 0F3 0B1 --- .   0B2 --- .   0B3 ---\n"
+        "rank 1 | .   1F0 1F1 .   .   1B0 --- 1F2 1B1 --- 1F3 1B2 --- .   1B3 --- .   .\n"
+        "rank 2 | .   .   2F0 2B0 --- 2F1 2B1 --- 2F2 2B2 --- 2F3 2B3 --- .   .   .   ."
+    )
+
+
+def test_the_diagram_of_a_deadlock_shows_where_it_stops() -> None:
+    stuck = Schedule.parse("rank 0 | 0F0 0B0 0F1 0B1\nrank 1 | 1F0 1F1 1B0 1B1")
+    assert diagram(stuck) == "rank 0 | 0F0 !   0B0 0F1 0B1\nrank 1 | .   1F0 !   1F1 1B0 1B1"
+
+
+def test_a_diagram_has_no_place_for_transfers() -> None:
+    with pytest.raises(ConfigError, match="draw the schedule's computations"):
+        diagram(with_communication(generate("1f1b", 2, 2)))
+
+
+def test_every_bad_line_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        Schedule.parse("rank 0 | 0F0 nonsense\n\nrank 2 | 1F0\nrank 2 | 2F0\n0F1")
+    assert len(error.value.problems) == 3
+    assert "Line 1 of the schedule: 'nonsense' is no action" in error.value.problems[0]
+    assert "Line 3 of the schedule must begin with `rank 1 |`" in error.value.problems[1]
+    assert "Line 5 of the schedule must begin with `rank 3 |`" in error.value.problems[2]
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_nothing_is_no_schedule(text: str) -> None:
+    with pytest.raises(ConfigError, match="The schedule is empty"):
+        Schedule.parse(text)
+
+
+def test_shape() -> None:
+    schedule = generate("interleaved", 2, 4, 3)
+    assert (schedule.stages, schedule.micro_batches, len(schedule)) == (6, 4, 2 * 6 * 4)
+    assert schedule.placement == (0, 1, 0, 1, 0, 1)
+    assert not schedule.communicates
+    assert schedule.computations() is schedule
+    lowered = with_communication(schedule)
+    assert lowered.communicates
+    assert lowered.computations() == schedule
+
+
+def test_a_stage_lives_on_one_rank() -> None:
+    with pytest.raises(ConfigError) as error:
+        _ = Schedule.parse("rank 0 | 0F0 3F0\nrank 1 | 0B0 1F0").placement
+    assert error.value.problems == (
+        "Stage 0 is run by ranks 0 and 1; each stage must live on one rank.",
+        "No rank runs stage 2, but there are stages up to 3.",
+    )

@@ -1,0 +1,258 @@
+"""The simulation against the papers' formulas, exactly, and against a second simulator written the plain way."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.schedules import (
+    SCHEDULE_NAMES,
+    Action,
+    Costs,
+    Schedule,
+    Simulation,
+    generate,
+    simulate,
+    with_communication,
+)
+from penstock.schedules.costs import durations
+
+SIZES = st.integers(1, 8)
+COUNTS = st.integers(1, 24)
+TIMES = st.one_of(st.integers(1, 30), st.fractions(Fraction(1, 9), 9, max_denominator=12))
+
+
+def known(name: Any, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    return generate(name, ranks, micro_batches, chunks if name == "interleaved" else 1)
+
+
+# The published figures, exactly.
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b"]), SIZES, COUNTS, TIMES, TIMES, TIMES)
+def test_the_bubble_of_gpipe_and_1f1b_is_p_minus_1_over_m(
+    name: Any, p: int, m: int, forward: Any, into: Any, weight: Any
+) -> None:
+    costs = Costs(forward=forward, backward_input=into, backward_weight=weight)
+    result = simulate(generate(name, p, m), costs)
+    assert result.bubble_over_ideal == Fraction(p - 1, m)
+    assert result.bubble_fraction == Fraction(p - 1, m + p - 1)
+    assert result.makespan == (m + p - 1) * (forward + into + weight)
+    assert set(result.busy) == {m * (forward + into + weight)}
+    assert set(result.idle) == {(p - 1) * (forward + into + weight)}
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(0, 20), st.integers(2, 4), TIMES, TIMES)
+def test_interleaving_divides_the_bubble_by_the_chunks(
+    p: int, more: int, v: int, forward: Any, backward: Any
+) -> None:
+    """For every m ≥ p, not only for the multiples of p."""
+    m = p + more
+    costs = Costs(forward=forward, backward_input=backward, backward_weight=0)
+    assert simulate(generate("interleaved", p, m, v), costs).bubble_over_ideal == Fraction(p - 1, v * m)
+
+
+@settings(deadline=None)
+@given(SIZES, COUNTS, TIMES, TIMES, TIMES)
+def test_zb_h1_has_the_papers_bubble(p: int, more: int, forward: Any, into: Any, weight: Any) -> None:
+    """(p − 1)(T_F + T_B − T_W), independent of m, against (p − 1)(T_F + T_B + T_W) of 1F1B: Qi et al., Table 2.
+
+    The formula needs a W no longer than F and B, as the paper's measured ones are.
+    """
+    m, weight = p + more, min(forward, into, weight)
+    costs = Costs(forward=forward, backward_input=into, backward_weight=weight)
+    split, whole = (simulate(generate(name, p, m), costs) for name in ("zb-h1", "1f1b"))
+    assert split.makespan - m * (forward + into + weight) == (p - 1) * (forward + into - weight)
+    assert whole.makespan - m * (forward + into + weight) == (p - 1) * (forward + into + weight)
+    assert split.busy == whole.busy
+
+
+def test_zb_h1_has_a_third_of_the_bubble_when_all_parts_take_the_same_time() -> None:
+    split, whole = (simulate(generate(name, 4, 8)) for name in ("zb-h1", "1f1b"))
+    assert (split.makespan, whole.makespan) == (24 + 3, 24 + 9)
+
+
+# Memory.
+
+
+@settings(deadline=None)
+@given(SIZES, COUNTS)
+def test_1f1b_holds_at_most_p_micro_batches(p: int, m: int) -> None:
+    assert simulate(generate("1f1b", p, m)).peak_memory == tuple(min(p - r, m) for r in range(p))
+    assert simulate(generate("gpipe", p, m)).peak_memory == (m,) * p
+
+
+@settings(deadline=None)
+@given(SIZES, COUNTS, st.fractions(0, 1, max_denominator=10))
+def test_zb_h1_holds_no_more_than_1f1bs_first_rank(p: int, m: int, kept: Fraction) -> None:
+    split = simulate(generate("zb-h1", p, m), Costs(kept_for_weight=kept))
+    assert max(split.peak_memory) == min(p, m) == max(simulate(generate("1f1b", p, m)).peak_memory)
+
+
+def test_interleaved_holds_what_narayanan_says() -> None:
+    """v·p + (p − 1) chunks at the first rank, that is p (1 + (p − 1) / (p·v)) micro-batches of the whole rank."""
+    p, v = 4, 3
+    result = simulate(generate("interleaved", p, 12, v), Costs(activation=Fraction(1, v)))
+    assert result.peak_memory[0] == Fraction(v * p + p - 1, v) == p * (1 + Fraction(p - 1, p * v))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SCHEDULE_NAMES), SIZES, COUNTS, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_memory_is_what_overlaps_in_time(name: Any, p: int, m: int, v: int, rng: random.Random) -> None:
+    schedule = known(name, p, m, v)
+    stages = schedule.stages
+    whole = [rng.randint(1, 9) for _ in range(stages)]
+    kept = [rng.randint(0, some) for some in whole]
+    costs = Costs(
+        forward=[rng.randint(1, 9) for _ in range(stages)],
+        backward_input=rng.randint(1, 9),
+        transfer=rng.randint(0, 3),
+        activation=whole,
+        kept_for_weight=kept,
+    )
+    result = simulate(schedule, costs)
+    for rank in range(p):
+        lives: dict[tuple[int, int], list[Any]] = {}
+        for span in result.timeline():
+            if span.rank == rank:
+                life = lives.setdefault((span.action.stage, span.action.micro_batch), [0, 0, 0])
+                if span.action.kind == "F":
+                    life[0] = span.start
+                if span.action.kind in ("B", "I"):
+                    life[1] = life[2] = span.end
+                if span.action.kind == "W":
+                    life[2] = span.end
+        profile = result.memory(rank)
+        for i, (when, held) in enumerate(profile):
+            expected = sum(
+                whole[stage] if begin <= when < middle else kept[stage] if middle <= when < end else 0
+                for (stage, _), (begin, middle, end) in lives.items()
+            )
+            assert held == expected
+            assert i == 0 or when > profile[i - 1][0]
+        assert max(held for _, held in profile) == result.peak_memory[rank]
+        assert profile[-1][1] == 0
+
+
+# A second simulator: the start of an action as the latest end of what it needs, by recursion.
+
+
+def plain(schedule: Schedule, costs: Costs, transfer: list[int]) -> dict[Action, Any]:
+    duration, home, last = durations(costs, schedule.stages), schedule.placement, schedule.stages - 1
+    before: dict[Action, Action] = {}
+    for order in schedule.ranks:
+        before.update(zip(order[1:], order))
+    exists = {action for order in schedule.ranks for action in order}
+
+    @cache
+    def end(action: Action) -> Any:
+        return start(action) + duration[action.kind][action.stage]
+
+    @cache
+    def start(action: Action) -> Any:
+        stage, kind, i = action
+        times: list[Any] = [0]
+        if action in before:
+            times.append(end(before[action]))
+        if kind == "F" and stage > 0:
+            hop = transfer[stage - 1] if home[stage] != home[stage - 1] else 0
+            times.append(end(Action(stage - 1, "F", i)) + hop)
+        if kind in ("B", "I"):
+            if stage == last:
+                times.append(end(Action(stage, "F", i)))
+            else:
+                nearer = [a for a in (Action(stage + 1, "B", i), Action(stage + 1, "I", i)) if a in exists]
+                hop = transfer[stage] if home[stage] != home[stage + 1] else 0
+                times.append(end(nearer[0]) + hop)
+        return max(times)
+
+    return {action: start(action) for order in schedule.ranks for action in order}
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(SCHEDULE_NAMES), st.integers(1, 5), st.integers(1, 10), st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_the_plain_simulator_agrees(name: Any, p: int, m: int, v: int, rng: random.Random) -> None:
+    schedule = known(name, p, m, v)
+    stages = schedule.stages
+    transfer = [rng.randint(0, 6) for _ in range(stages - 1)]
+    forward, into, weight = ([rng.randint(0, 9) for _ in range(stages)] for _ in range(3))
+    costs = Costs(forward=forward, backward_input=into, backward_weight=weight, transfer=transfer)
+    expected = plain(schedule, costs, transfer)
+    result = simulate(schedule, costs)
+    assert {span.action: span.start for span in result.timeline()} == expected
+    check_consistent(result)
+
+
+def check_consistent(result: Simulation) -> None:
+    spans = result.timeline()
+    assert result.makespan == max(span.end for span in spans)
+    for rank, order in enumerate(result.schedule.ranks):
+        mine = [span for span in spans if span.rank == rank]
+        assert tuple(span.action for span in mine) == order
+        assert all(a.end <= b.start for a, b in pairwise(mine))
+        assert result.busy[rank] == sum(span.end - span.start for span in mine)
+        assert result.idle[rank] == result.makespan - result.busy[rank]
+
+
+def test_a_transfer_between_stages_of_one_rank_is_free() -> None:
+    costs = Costs(transfer=1000)
+    assert simulate(generate("interleaved", 1, 4, 3), costs).makespan == 4 * 3 * 3
+    assert simulate(generate("gpipe", 2, 1), costs).makespan == 2 * 3 + 2 * 1000
+
+
+def test_floats_stay_floats_and_whole_numbers_stay_whole() -> None:
+    schedule = generate("1f1b", 3, 4)
+    assert type(simulate(schedule).makespan) is int
+    result = simulate(schedule, Costs(forward=0.5, backward_input=1.25, backward_weight=0.25, transfer=0.125))
+    assert isinstance(result.makespan, float)
+    assert isinstance(result.bubble_fraction, float)
+    assert 0 < result.bubble_fraction < 1
+
+
+def test_free_work_has_no_bubble() -> None:
+    result = simulate(generate("1f1b", 2, 2), Costs(forward=0, backward_input=0, backward_weight=0))
+    assert (result.makespan, result.bubble_over_ideal, result.bubble_fraction) == (0, 0, 0)
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"simulate its computations\(\)"):
+        simulate(with_communication(generate("1f1b", 2, 2)))
+    with pytest.raises(
+        ConfigError, match="rank 0 cannot run 0W0, its action 3 of 3: it waits for 0I0, which no rank"
+    ):
+        simulate(Schedule.parse("rank 0 | 0F0 0B0 0W0"))
+    with pytest.raises(ConfigError, match="An action is in the schedule twice"):
+        simulate(Schedule.parse("rank 0 | 0F0 0F0 0B0"))
+
+
+def test_a_large_schedule_is_simulated_in_well_under_half_a_second() -> None:
+    """p = 64, m = 512, v = 4: 262,144 actions; measured 0.13 s of processor time on one 2.5 GHz core."""
+    schedule = generate("interleaved", 64, 512, 4)
+    taken = []
+    for _ in range(2):
+        begin = time.process_time()
+        result = simulate(schedule)
+        taken.append(time.process_time() - begin)
+    assert result.bubble_over_ideal == Fraction(63, 4 * 512)
+    assert min(taken) < 0.5
+
+
+def test_schedules_do_not_need_torch() -> None:
+    code = "import sys, penstock.schedules, penstock.report.schedule_figure; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -77,6 +77,7 @@ def build(
     recipe = recipe or Recipe()
     device = torch.device(device)
     config = None if isinstance(model, nn.Module) else model
+    plan.refuse_unrunnable()
     if config is not None and machine is not None:
         plan.validate(config, machine)
 

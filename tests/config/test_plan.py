@@ -142,3 +142,28 @@ def test_sound_plans_pass(machine: Machine) -> None:
     for precision, optimizer in itertools.product(("O1", "O3"), forms):
         Plan.parse(f"precision={precision} dtype={half} optimizer={optimizer}").validate(MODEL, machine)
     Plan(attention="auto", compile="blocks", layout="batch_second").validate(MODEL, machine)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp=8 sharding=fsdp",
+        "tp=8 sp=true",
+        "pp=4 schedule=interleaved virtual=2",
+        "recompute=full",
+        "precision=O2",
+    ],
+)
+def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
+    plan = Plan.parse(line)
+    with pytest.raises(ConfigError) as caught:
+        plan.refuse_unrunnable()
+    for word in line.split():
+        assert any(f"plan.{word} " in problem for problem in caught.value.problems), word
+    Plan().refuse_unrunnable()
+
+
+def test_devices_and_batch_of_a_plan() -> None:
+    plan = Plan(dp=4, tp=8, pp=6, cp=2, micro_batch=2, accumulate=16)
+    assert plan.gpus == 384
+    assert plan.global_batch == 128

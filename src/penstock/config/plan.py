@@ -11,13 +11,20 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.errors import ConfigError
 
-Precision = Literal["O0", "O1", "O3"]
+Precision = Literal["O0", "O1", "O2", "O3"]
 HalfDtype = Literal["bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 Layout = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math"]
 Compile = Literal["none", "blocks", "whole"]
+Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Recompute = Literal["none", "selective", "operators", "early", "full"]
+Algorithm = Literal["adamw", "adam8bit", "sgd", "muon"]
+GradientType = Literal["weights", "fp32"]
+TensorOverlap = Literal["none", "weights", "all"]
+Offload = Literal["none", "optimizer", "activations"]
 
 BASELINE = "baseline"
 """How a Plan of defaults prints."""
@@ -26,6 +33,15 @@ BASELINE = "baseline"
 _CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
 _HALF_ONLY = ("flash", "cudnn")
 _FLASH_HEAD_WIDTH = 256
+_COUNTS = (
+    "micro_batch", "accumulate", "dp", "shard", "tp", "pp", "virtual", "cp", "ep", "recompute_every"
+)  # fmt: skip
+# What the planner predicts and the runtime cannot run yet: each with the one value that it runs.
+_RUNS_ONLY: dict[str, Any] = {
+    "dp": 1, "sharding": "ddp", "shard": 1, "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1,
+    "ep": 1, "recompute": "none", "recompute_every": 1, "fp8": False, "algorithm": "adamw", "gradients": "weights",
+    "offload": "none", "overlap": True, "tp_overlap": "weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +49,8 @@ class Plan:
     """How a model runs on a machine. The defaults are the plain baseline that every optimisation is measured from."""
 
     precision: Precision = "O0"
-    """O0: fp32 throughout. O1: autocast, fp32 weights. O3: weights, activations and gradients in `dtype`."""
+    """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
+    master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
     dtype: HalfDtype = "bf16"
     """The half-width type that O1 and O3 compute in."""
     matmul: Matmul = "highest"
@@ -50,14 +67,53 @@ class Plan:
     micro_batch: int = 8
     """Samples per forward pass on one device."""
     accumulate: int = 1
-    """Forward and backward passes per optimizer step."""
+    """Forward and backward passes per optimizer step; micro-batches of the pipeline, where there is one."""
+    dp: int = 1
+    """Data parallel degree: replicas, whole or sharded, that see different samples."""
+    sharding: Sharding = "ddp"
+    """What the replicas share out among them: nothing, the optimizer's states (zero1), gradients too (zero2), weights
+    too (fsdp), or all these within groups of `shard` replicas and nothing between the groups (hsdp)."""
+    shard: int = 1
+    """Replicas of a group that shares out everything, with sharding=hsdp."""
+    tp: int = 1
+    """Tensor parallel degree: each block's matrices are split over so many devices."""
+    sp: bool = False
+    """Sequence parallelism: what tensor parallelism leaves whole is split over tokens (Korthikanti et al. 2022)."""
+    pp: int = 1
+    """Pipeline stages."""
+    schedule: ScheduleKind = "1f1b"
+    """Order of forward and backward passes in the pipeline."""
+    virtual: int = 1
+    """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
+    cp: int = 1
+    """Context parallel degree: tokens of a sample are split over so many devices, keys and values go round."""
+    ep: int = 1
+    """Expert parallel degree: experts are split over so many of the data parallel replicas."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again: nothing, the attention scores (selective), all but attention and every
+    other matrix product (operators: torch's per-operator policy), or each block from its input, either whole (full) or
+    until all that is needed is there (early: torch's own checkpointing, which leaves out a block's last product)."""
+    recompute_every: int = 1
+    """Each so-manieth block recomputes."""
+    fp8: bool = False
+    """Whether linear layers multiply in fp8."""
+    algorithm: Algorithm = "adamw"
+    """What the optimizer computes, which decides how many numbers it keeps per weight."""
+    gradients: GradientType = "weights"
+    """Type that gradients are accumulated and reduced in: that of the weights, or fp32."""
+    offload: Offload = "none"
+    """What lives in host memory."""
+    overlap: bool = True
+    """Whether data parallel collectives hide behind forward and backward, where they can."""
+    tp_overlap: TensorOverlap = "weights"
+    """Which tensor parallel collectives hide: none, those that the gradients of weights can cover, or all that can."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, "plan")
         if not problems:
             problems = [
                 f"plan.{name} is {getattr(self, name)}, but must be at least 1."
-                for name in ("micro_batch", "accumulate")
+                for name in _COUNTS
                 if getattr(self, name) < 1
             ]
         if problems:
@@ -102,7 +158,9 @@ class Plan:
         `Plan.parse` gives an equal Plan back.
         """
         words = [
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
+            f"{f.name}={_word(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
         ]
         return " ".join(words) or BASELINE
 
@@ -128,9 +186,42 @@ class Plan:
             raise ConfigError(f"The plan is no valid TOML: {error}.") from error
         return from_dict(cls, values, origin="the plan")
 
+    @property
+    def gpus(self) -> int:
+        """Devices that the plan takes: expert parallel groups lie within the data parallel ones."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step, over all devices."""
+        return self.micro_batch * self.accumulate * self.dp
+
+    def refuse_unrunnable(self) -> None:
+        """Raise `ConfigError` naming each setting that the planner knows but training cannot run yet."""
+        problems = list(self._unrunnable())
+        if problems:
+            raise ConfigError(problems)
+
+    def _unrunnable(self) -> Iterator[str]:
+        for name, value in _RUNS_ONLY.items():
+            if getattr(self, name) != value:
+                yield (
+                    f"plan.{name}={_word(getattr(self, name))} can be predicted by `penstock plan`, but training "
+                    f"cannot run it yet; use {name}={_word(value)}."
+                )
+        if self.precision == "O2":
+            yield (
+                "plan.precision=O2 can be predicted by `penstock plan`, but training cannot run it yet; "
+                "use precision=O1 or O3."
+            )
+
     def validate(self, model: ModelConfig, machine: Machine) -> None:
         """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""
-        problems = [*self._precision_problems(machine), *self._attention_problems(model, machine)]
+        problems = [
+            *self._unrunnable(),
+            *self._precision_problems(machine),
+            *self._attention_problems(model, machine),
+        ]
         if problems:
             raise ConfigError(problems)
 
@@ -178,3 +269,7 @@ class Plan:
                 f"plan.attention=flash takes heads of at most {_FLASH_HEAD_WIDTH} features, but this model's have "
                 f"{model.head_width}; raise model.heads, or use attention=math."
             )
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

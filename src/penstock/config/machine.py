@@ -56,6 +56,8 @@ class Machine:
     """Out of a node, over all its adapters."""
     collective_bytes_per_second: float | None = None
     """Measured bus bandwidth of all-reduce, where a probe ran distributed."""
+    multiprocessors: int | None = None
+    """Blocks of threads, one large tile each, that run at once."""
     power_watts: float | None = None
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""

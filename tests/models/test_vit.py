@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, Layout
@@ -170,6 +171,22 @@ def test_a_meta_model_comes_to_life() -> None:
         assert torch.equal(a, b), name
     for a, b in zip(alive.buffers(), direct.buffers()):
         assert torch.equal(a, b)
+
+
+def test_it_is_built_and_run_without_memory() -> None:
+    """As simulations of large models do."""
+    with FakeTensorMode():
+        model = ViT(replace(TINY, drop_path=0.3, stem="conv"))
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(isinstance(p.grad, FakeTensor) for p in model.parameters())
+
+
+def test_each_weight_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ViT, "init_weights", lambda self: None)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    ViT(replace(TINY, stem="conv"))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,8 +6,11 @@ the parameters, their names and the results are the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, Layout
@@ -15,6 +18,18 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.models.layers import Attention, Block, Branch
 from penstock.models.stem import ConvStem, PatchStem
+
+
+class _Undrawn(TorchFunctionMode):
+    """Within it torch's modules leave their weights as allocated, instead of drawing what is drawn again later."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.kaiming_uniform_, nn.init.uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 class ViT(nn.Module):
@@ -33,14 +48,12 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        target = torch.get_default_device() if device is None else torch.device(device)
-        # Built without memory first, so that each weight is drawn once, and alike however the model came to be.
-        self._build(config, torch.device("meta"), dtype)
-        if target.type != "meta":
-            self.to_empty(device=target)
+        # Allocated first, so that each weight is drawn once, and alike however the model came to be.
+        with _Undrawn():
+            self._build(config, device, dtype)
         self.init_weights()
 
-    def _build(self, config: ViTConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _build(self, config: ViTConfig, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         stem = PatchStem if config.stem == "patchify" else ConvStem
         self.stem: PatchStem | ConvStem = stem(config, device=device, dtype=dtype)
         self.class_token: nn.Parameter | None = None
@@ -58,12 +71,12 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: truncated normal of deviation 0.02, biases 0, norms 1, convolutions by He et
+        """Draw all weights anew: normal of deviation 0.02, biases 0, norms 1, convolutions by He et
         al.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Conv2d):
@@ -72,9 +85,9 @@ class ViT(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, Branch):
                 module.init_weights()
-        nn.init.trunc_normal_(self.positions, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
         if self.class_token is not None:
-            nn.init.trunc_normal_(self.class_token, std=0.02)
+            nn.init.normal_(self.class_token, std=0.02)
 
     @property
     def layout(self) -> Layout:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -159,6 +160,9 @@ def main() -> None:
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 found[name].measure(rng, options.seconds)
     record = environment()
+    record["load_average"] = os.getloadavg()[
+        1
+    ]  # over the last five minutes; above the number of cores it slows all
     for package in ("simplejpeg", "opencv-python-headless"):
         if decode.fast_path():
             record["versions"][package] = importlib.metadata.version(package)

@@ -16,8 +16,7 @@ from penstock.precision import LossScaler
 
 def model_with_gradients(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(31, 97), nn.Tanh(), nn.Linear(97, 3)).to(dtype)
-    return model
+    return nn.Sequential(nn.Linear(31, 97), nn.Tanh(), nn.Linear(97, 3)).to(dtype)
 
 
 def backward(model: nn.Module, factor: float = 1.0) -> None:
@@ -77,7 +76,9 @@ def test_folded_clipping_equals_clipping_first(form: Any, dtype: torch.dtype, ma
         expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
         reference.step()
         assert norm is not None
-        torch.testing.assert_close(norm, expected.float(), rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0.0)
+        torch.testing.assert_close(
+            norm, expected.float(), rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0.0
+        )
     for mine, theirs in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(mine, theirs)
     # The kernel also stores what it divided: whoever looks at gradients afterwards sees them clipped.

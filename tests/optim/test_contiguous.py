@@ -16,19 +16,19 @@ from penstock.optim import contiguous
 from penstock.optim.contiguous import Contiguous
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, dict(lr=0.05)),
-    "SGD momentum": (torch.optim.SGD, dict(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)),
-    "SGD loop": (torch.optim.SGD, dict(lr=0.05, momentum=0.9, fused=False, foreach=False)),
-    "Adam": (torch.optim.Adam, dict(lr=0.01, amsgrad=True)),
-    "AdamW": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
-    "Adamax": (torch.optim.Adamax, dict(lr=0.01)),
-    "NAdam": (torch.optim.NAdam, dict(lr=0.01)),
-    "RAdam": (torch.optim.RAdam, dict(lr=0.01)),
-    "RMSprop": (torch.optim.RMSprop, dict(lr=0.01, momentum=0.5, centered=True)),
-    "Rprop": (torch.optim.Rprop, dict(lr=0.01)),
-    "Adagrad": (torch.optim.Adagrad, dict(lr=0.05)),
-    "Adadelta": (torch.optim.Adadelta, dict(lr=0.5)),
-    "ASGD": (torch.optim.ASGD, dict(lr=0.05, t0=2)),
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "SGD loop": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": False, "foreach": False}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2}),
 }
 
 
@@ -63,7 +63,9 @@ def backward(net: nn.Module, step: int, **how: Any) -> Tensor:
 
 def same_weights(a: nn.Module, b: nn.Module, tolerance: float = 1e-6) -> None:
     for (name, mine), theirs in zip(a.named_parameters(), b.parameters()):
-        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine, theirs, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,11 +127,13 @@ class Even(nn.Module):
         return self.head(torch.tanh(self.body(x.flatten(1))))
 
 
-@pytest.mark.parametrize(("cls", "fused", "exact"), [(Even, True, True), (Net, False, True), (Net, True, False)])
+@pytest.mark.parametrize(
+    ("cls", "fused", "exact"), [(Even, True, True), (Net, False, True), (Net, True, False)]
+)
 def test_state_is_torchs_both_ways(cls: type[nn.Module], fused: bool, exact: bool) -> None:
     # torch's fused CPU kernel rounds the last elements of a tensor, which fill no vector register, a little
     # differently from the others; in a flat buffer these lie elsewhere. So odd sizes agree to rounding only.
-    options: dict[str, Any] = dict(lr=0.01, fused=fused, foreach=False)
+    options: dict[str, Any] = {"lr": 0.01, "fused": fused, "foreach": False}
     plain, flat = cls(), cls()
     one = torch.optim.AdamW(plain.parameters(), **options)
     two = contiguous(torch.optim.AdamW, flat.parameters(), **options)
@@ -153,7 +157,9 @@ def test_state_is_torchs_both_ways(cls: type[nn.Module], fused: bool, exact: boo
             optimizer.step()
     for other in (flat, torch_on, flat_on):
         for expected, got in zip(plain.parameters(), other.parameters()):
-            assert torch.equal(got, expected) if exact else torch.allclose(got, expected, rtol=1e-6, atol=1e-7)
+            assert (
+                torch.equal(got, expected) if exact else torch.allclose(got, expected, rtol=1e-6, atol=1e-7)
+            )
 
 
 def test_views_stay_valid() -> None:
@@ -356,8 +362,12 @@ def test_a_dead_optimizer_lets_go() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [(torch.optim.LBFGS, "searches along a line"), (torch.optim.SparseAdam, "sparse"), (torch.optim.Adafactor, "factors")],
-)  # fmt: skip
+    [
+        (torch.optim.LBFGS, "searches along a line"),
+        (torch.optim.SparseAdam, "sparse"),
+        (torch.optim.Adafactor, "factors"),
+    ],
+)
 def test_refuses_what_is_not_elementwise(cls: type[torch.optim.Optimizer], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         contiguous(cls, Net().parameters())

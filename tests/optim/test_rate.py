@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def test_warms_up_and_comes_down() -> None:
     curve = [learning_rate(step, recipe, 24) for step in range(26)]
     assert curve[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert curve[14] == pytest.approx(0.55)  # half-way down
-    assert all(a >= b for a, b in zip(curve[4:], curve[5:]))
+    assert all(a >= b for a, b in itertools.pairwise(curve[4:]))
     assert curve[23] == pytest.approx(0.1, abs=0.01)
     assert curve[24] == curve[25] == pytest.approx(0.1)
 

@@ -21,7 +21,7 @@ _ROW = 1024
 
 
 def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients taken as one vector: fp32, 0-d, on their device, without waiting for it."""
+    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 for such), on their device, not waited for."""
     if not gradients:
         return torch.zeros(())
     if len(gradients) == 1:
@@ -30,7 +30,9 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     if all(gradient.numel() >= 64 * _ROW and gradient.is_contiguous() for gradient in gradients):
         norms = [_norm(gradient) for gradient in gradients]
     else:
-        norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+        wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+        dtype = torch.float64 if wide else torch.float32
+        norms = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
     return vector_norm(torch.stack([norm.to(first, non_blocking=True) for norm in norms]))
 
 
@@ -42,13 +44,14 @@ def _norm(gradient: Tensor) -> Tensor:
     those are faster and right to 1e-5.
     """
     if gradient.device.type != "cpu" or gradient.numel() < 2 * _ROW or not gradient.is_contiguous():
-        return vector_norm(gradient, dtype=torch.float32)
+        return vector_norm(gradient, dtype=None if gradient.dtype == torch.float64 else torch.float32)
     flat = gradient.view(-1)
     whole = flat.numel() // _ROW * _ROW
-    rows = vector_norm(flat[:whole].view(-1, _ROW), dim=1).float()
+    rows = vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    rows = rows if rows.dtype == torch.float64 else rows.float()
     if whole == flat.numel():
         return vector_norm(rows)
-    rest = vector_norm(flat[whole:], dtype=torch.float32)
+    rest = vector_norm(flat[whole:], dtype=rows.dtype)
     return vector_norm(torch.cat([rows, rest.view(1)]))
 
 
@@ -73,10 +76,13 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
     """
     gradients = gradients_of(target)
     norm = grad_norm(gradients)
-    if gradients:
-        coefficient = (max_norm / (norm + _TINY)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, coefficient)
+    _scale(gradients, norm, max_norm)
     return norm
+
+
+def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
 
 
 def folds(optimizer: Optimizer) -> bool:
@@ -103,22 +109,22 @@ def clipped_step(
     if max_norm is None and scaler is None:
         optimizer.step()
         return None
-    if not folds(optimizer):
-        assert max_norm is not None
-        norm = clip_grad_norm_(optimizer, max_norm)
-        optimizer.step()
-        return norm
-    norm = grad_norm(gradients_of(optimizer))
+    gradients = gradients_of(optimizer)
+    norm = grad_norm(gradients)
     if scaler is not None:
         scale = scaler.scale.to(norm.device, non_blocking=True)
         found_inf = (~norm.isfinite()).float()
-        norm = norm / scale
+        norm = norm.float() / scale
         divisor = scale if max_norm is None else scale * ((norm + _TINY) / max_norm).clamp(min=1.0)
         _folded_step(optimizer, divisor, found_inf)
         scaler.update(found_inf)
-    else:
-        assert max_norm is not None
+        return norm
+    assert max_norm is not None
+    if folds(optimizer) and norm.dtype == torch.float32:  # the kernels take the divisor in fp32 only
         _folded_step(optimizer, ((norm + _TINY) / max_norm).clamp(min=1.0), None)
+    else:
+        _scale(gradients, norm, max_norm)
+        optimizer.step()
     return norm
 
 

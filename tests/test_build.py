@@ -1,0 +1,200 @@
+"""A Plan applied to a model: the same weights and names whatever the Plan, for models of any origin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import Built, build, compile_model
+from penstock.config.machine import Machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+
+TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
+PLANS = [
+    "baseline",
+    "optimizer=contiguous layout=batch_second attention=plain matmul=medium",
+    "precision=O1 optimizer=fused",
+    "precision=O1 dtype=fp16 optimizer=contiguous",
+    "precision=O3 optimizer=foreach",
+]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 1, 8, 8, generator=generator), torch.arange(4)
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_names_and_weights_do_not_depend_on_the_plan(line: str) -> None:
+    reference = build(TINY, Plan(), seed=5).model.state_dict()
+    built = build(TINY, Plan.parse(line), seed=5)
+    state = built.model.state_dict()
+    assert list(state) == list(reference)
+    for name, value in reference.items():
+        torch.testing.assert_close(state[name].to(value.dtype), value.to(state[name].dtype).to(value.dtype))
+    built.step([batch()])
+    assert list(built.model.state_dict()) == list(reference)
+    assert list(built.optimizer.state_dict()) == ["state", "param_groups"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
+    plain, other = build(TINY, Plan()), build(TINY, Plan())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_model(other.model, Plan(compile=compiled), backend=backend)
+    assert list(other.model.state_dict()) == list(plain.model.state_dict())
+    for _ in range(3):
+        expected, got = plain.step([batch()]), other.step([batch()])
+        torch.testing.assert_close(got.loss, expected.loss)
+    assert len(graphs) == 1  # one compilation serves all three blocks
+    with other.inference(), plain.inference():
+        torch.testing.assert_close(other.model(batch()[0]), plain.model(batch()[0]))
+    for a, b in zip(plain.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_many_compiled_plans_in_one_process_all_stay_compiled() -> None:
+    for size in range(1, 13):
+        built = build(TINY, Plan())
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        compile_model(built.model, Plan(compile="blocks"), backend=backend)
+        images, targets = batch()
+        built.step([(images.repeat(size, 1, 1, 1), targets.repeat(size))])
+        assert graphs, f"the model number {size} of this class was run eagerly"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+def test_inductor_agrees(compiled: Any) -> None:
+    plain, other = build(TINY, Plan()), build(TINY, Plan(compile=compiled))
+    for _ in range(3):
+        expected, got = plain.step([batch()]), other.step([batch()])
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-4, atol=1e-5)
+
+
+def test_seeds_decide_weights_and_leave_the_generator_alone() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    one, two, three = (build(TINY, Plan(), seed=seed).model.state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one["head.weight"], two["head.weight"])
+    assert not torch.equal(one["head.weight"], three["head.weight"])
+
+
+def test_plans_take_turns_without_leaking() -> None:
+    def losses(builds: list[Built], rounds: int) -> list[list[float]]:
+        return [[built.step([batch()]).loss.item() for built in builds] for _ in range(rounds)]
+
+    plans = [
+        Plan(),
+        Plan(precision="O1", optimizer="contiguous", matmul="medium"),
+        Plan(precision="O3", optimizer="fused"),
+    ]
+    alone = [losses([build(TINY, plan)], 4) for plan in plans]
+    together = losses([build(TINY, plan) for plan in plans], 4)
+    assert together == [[alone[i][turn][0] for i in range(3)] for turn in range(4)]
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(1))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+def test_any_module_with_any_loss() -> None:
+    module = Foreign()
+
+    def loss(model: nn.Module, data: Tensor) -> Tensor:
+        return (model(data) - 1).square().mean()
+
+    plan = Plan(precision="O3", optimizer="contiguous")
+    built = build(module, plan, loss=loss, recipe=Recipe(layer_decay=0.5, ema_decay=0.9, lr=0.01))
+    assert built.model is module
+    assert built.config is None
+    first = built.step([batch()[0]]).loss
+    for _ in range(20):
+        last = built.step([batch()[0]]).loss
+    assert last < first
+    assert built.ema is not None
+
+
+def test_what_a_foreign_module_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_second"):
+        build(Foreign(), Plan(layout="batch_second"))
+    with pytest.raises(ConfigError, match="attention"):
+        build(Foreign(), Plan(attention="plain"))
+    with pytest.raises(ConfigError, match="No repeated blocks"):
+        build(nn.Linear(64, 4), Plan(compile="blocks"))
+
+
+def test_transformers_vit() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
+        num_channels=1, num_labels=4,
+    )  # fmt: skip
+    model = transformers.ViTForImageClassification(config)
+    built = build(model, Plan(precision="O1", optimizer="contiguous"), recipe=Recipe(lr=3e-3))
+    first = built.step([batch()]).loss
+    for _ in range(20):
+        last = built.step([batch()]).loss
+    assert last < first
+
+
+def test_a_plan_is_checked_against_the_machine() -> None:
+    machine = Machine(name="old", device="cpu", source="measured", peak_flops={"fp32": 1e11})
+    with pytest.raises(ConfigError, match="bf16"):
+        build(TINY, Plan(precision="O1"), machine=machine)
+
+
+@pytest.mark.parametrize("precision", ["O1", "O3"])
+def test_fp16_needs_an_optimizer_that_skips(precision: Any) -> None:
+    with pytest.raises(ConfigError, match="loss scale"):
+        build(TINY, Plan(precision=precision, dtype="fp16", optimizer="foreach"))
+
+
+def test_fp16_throughout_warns_of_a_small_eps(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(precision="O3", dtype="fp16", optimizer="fused")
+    build(TINY, plan, recipe=Recipe(eps=1e-4))
+    assert not caplog.records
+    build(TINY, plan)
+    assert "recipe.eps=1e-4" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", PLANS)
+def test_trains_on_a_gpu(line: str) -> None:
+    built = build(TINY, Plan.parse(line), device="cuda", recipe=Recipe(lr=3e-3, ema_decay=0.9))
+    images, targets = (tensor.cuda() for tensor in batch())
+    first = built.step([(images, targets)]).loss
+    for _ in range(30):
+        last = built.step([(images, targets)]).loss
+    assert last < first

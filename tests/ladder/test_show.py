@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
-from penstock.ladder.show import table, to_html, write
+from penstock.ladder.show import remarks, table, to_html, write
 
 
 def _rung(name: str, status: Status, ratio: float, total: float, *, difference: float = 0.0) -> RungResult:
@@ -85,16 +85,22 @@ def test_alone_the_best_is_the_highest() -> None:
 
 def test_the_table_tells_every_rung_with_its_verdict() -> None:
     out = io.StringIO()
-    Console(file=out, width=200).print(table(REPORT))
-    text = out.getvalue()
-    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if line.count("│") > 3}
+    Console(file=out, width=120).print(table(REPORT))
+    rows = {line[:14].strip(): line for line in out.getvalue().splitlines()}
     assert "2.00×" in rows["half rung"]
     assert "1.50×" in rows["half rung"]  # predicted
     assert "+0.0200" in rows["half rung"]
-    assert "left: slower" in rows["layout rung"]
     assert "12.5" in rows["compile rung"]
-    assert "unsupported: no <kernel> here" in rows["flash rung"]
-    assert "out of memory: tried 9 GiB" in rows["batch rung"]
+    assert rows["layout rung"].rstrip().endswith("left")
+    assert rows["batch rung"].split() == ["batch", "rung", "out", "of", "memory"]
+
+
+def test_remarks_say_why_once_for_all_it_holds_for() -> None:
+    twice = replace(REPORT, rungs=(*REPORT.rungs, replace(REPORT.rungs[5], title="other rung")))
+    said = remarks(twice)
+    assert "flash rung, other rung: unsupported: no <kernel> here" in said
+    assert "batch rung: out of memory: tried 9 GiB" in said
+    assert said[-1] == "A note."
 
 
 def test_the_page_holds_what_was_found_and_nothing_from_outside() -> None:

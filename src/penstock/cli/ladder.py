@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -15,6 +16,9 @@ from penstock.ladder.settings import LadderConfig
 
 if TYPE_CHECKING:
     from penstock.ladder.result import RungResult
+
+PLAIN_WIDTH = 120
+"""Columns of the table where it goes to a file or a pipe."""
 
 
 def _factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
@@ -52,19 +56,26 @@ def ladder(
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
     """
+    # Memory is measured with torch's profiler, which would remark on every step that it began in the middle of a run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rich.console import Console
 
     from penstock.ladder.climb import ladder as climb
-    from penstock.ladder.show import table, write
+    from penstock.ladder.show import remarks, table, write
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     messages = Console(stderr=True)
 
     def watch(result: RungResult) -> None:
         ratio = f"{result.to_previous.median:.2f}×" if result.to_previous else ""
         reason = f" ({result.reason})" if result.reason else ""
         messages.print(
-            f"{result.title:<24} {ratio:>7}  {result.status}{reason}", highlight=False, markup=False
+            f"{result.title:<24} {ratio:>7}  {result.status}{reason}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
     report = climb(
@@ -72,6 +83,8 @@ def ladder(
     )
     html, data = write(report, config.output)
     console.print(table(report))
+    for remark in remarks(report):
+        console.print(remark, highlight=False, markup=False)
     console.print(f"\nWritten: {html} and {data}\n", highlight=False, markup=False)
     console.print(f"{report.speedup:.2f}× the baseline's speed, with", highlight=False)
     # Not wrapped and not styled: this line is there to be copied.

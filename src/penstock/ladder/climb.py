@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 LOSS_SHARE = 0.4
 """Share of a budget that loss runs may take; the rest is for building and timing."""
 LEAST_LOSS_STEPS = 4
+HOPELESS = 0.5
+"""A rung this much slower than the best is timed in two rounds only, and its loss is not run."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 Watch = Callable[[RungResult], None]
@@ -93,7 +95,7 @@ class _Deadline:
     """What is left of a budget; without one, everything."""
 
     seconds: float | None
-    start: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=lambda: time.perf_counter())
 
     def left(self) -> float:
         """Seconds that remain."""
@@ -144,25 +146,35 @@ class _Climb:
         setting = rung.apply(reference, self.situation)
         changes = model_changes(self.subject.first.model, setting.model)
         result = replace(result, plan=setting.plan.line(), model=changes)
-        if self.deadline.left() < self._least_seconds(setting):
-            return replace(
-                result, status="not run", reason=f"the budget of {self.config.budget:g} s was spent"
-            )
         try:
-            result = replace(result, forecast=self._forecast(setting, reference, rung.compared_by))
-            result = self._measured(result, setting, reference, remaining)
-            result = self._with_losses(result, setting, noise)
+            result = self._tried(rung, result, setting, reference, remaining, noise)
         except Exception as error:  # a rung is an experiment: any way of failing is its result
             status, reason = failure(error)
-            log.info("rung %s: %s", rung.name, reason, exc_info=error)
+            log.info("%s: %s: %s", rung.name, status, reason, exc_info=error if status == "failed" else None)
             result = replace(result, status=status, reason=reason)
-        else:
-            status, reason = _verdict(result, carried=rung.carried)
-            result = replace(result, status=status, reason=reason)
-            if status == "kept" and not self.config.alone:
-                self.arena.accept(setting)
+        if result.status == "kept" and not self.config.alone:
+            self.arena.accept(setting)
         self.arena.retire(setting)
         return result
+
+    def _tried(
+        self,
+        rung: Rung,
+        result: RungResult,
+        setting: Setting,
+        reference: Setting,
+        remaining: int,
+        noise: Noise | None,
+    ) -> RungResult:
+        """Foretold, measured, trained, judged; raises whatever the rung raises."""
+        forecast = self._forecast(setting, reference, rung.compared_by)
+        if self.deadline.left() < self._least_seconds(setting, forecast):
+            spent = f"the budget of {self.config.budget:g} s was spent"
+            return replace(result, status="not run", reason=spent, forecast=forecast)
+        result = self._measured(replace(result, forecast=forecast), setting, reference, remaining)
+        result = self._with_losses(result, setting, noise)
+        status, reason = _verdict(result, carried=rung.carried)
+        return replace(result, status=status, reason=reason)
 
     def _measured(
         self, result: RungResult, setting: Setting, reference: Setting, remaining: int
@@ -216,7 +228,8 @@ class _Climb:
         return Noise(seeds=seeds, losses=last, curves=curves, deviation=statistics.stdev(last))
 
     def _with_losses(self, result: RungResult, setting: Setting, noise: Noise | None) -> RungResult:
-        if noise is None:
+        hopeless = result.to_previous is not None and result.to_previous.high < HOPELESS
+        if noise is None or hopeless:
             return result
         curve = self.arena.losses(setting, self.config.seed, self.loss_steps)
         loss = _tail_mean(curve)
@@ -244,6 +257,10 @@ class _Climb:
             loss_difference=0.0 if noise else None,
         )
 
+    def _best_pace(self) -> float:
+        """Seconds per sample of the best setting so far."""
+        return self.arena.step_seconds(self.arena.best) / self.subject.samples(self.arena.best)
+
     def _fit_into_budget(self, rungs: int) -> None:
         """Shorten the loss runs, all alike, so that they take no more than their share."""
         if self.config.budget is None or not self.loss_steps:
@@ -257,21 +274,27 @@ class _Climb:
             self.notes.append(f"The budget shortened loss runs from {self.config.loss_steps} steps {said}.")
 
     def _rounds(self, setting: Setting, remaining: int) -> int:
-        """As many rounds as wished, or as fit into this rung's part of what is left; at least two."""
+        """As many rounds as wished, or as fit into this rung's part of what is left; at least two.
+
+        Two are enough for a setting that the warm-up has shown to be hopeless.
+        """
+        step = self.arena.step_seconds
+        if step(setting) / self.subject.samples(setting) * HOPELESS > self._best_pace():
+            return 2
         if self.config.budget is None:
             return self.config.rounds
-        step = self.arena.step_seconds
         each = sum(
             max(self.config.round_seconds, step(s)) for s in {setting, self.arena.best, self.arena.baseline}
         )
         fit = int((self.deadline.left() / remaining - self.loss_steps * step(setting)) / each)
         return max(2, min(self.config.rounds, fit))
 
-    def _least_seconds(self, setting: Setting) -> float:
-        """The least that measuring a setting takes, if it is as quick as the best; compiling is not foreseen."""
-        larger = self.subject.samples(setting) / self.subject.samples(self.arena.best)
-        steps = measure.WARM_UP_STEPS + 2 + self.loss_steps
-        return self.arena.step_seconds(self.arena.best) * steps * max(1.0, larger)
+    def _least_seconds(self, setting: Setting, forecast: Forecast) -> float:
+        """The least that measuring a setting takes, if its speed is as foretold; compiling is not foreseen."""
+        samples = self.subject.samples(setting)
+        first = self.arena.step_seconds(self.arena.baseline) / self.subject.samples(self.arena.baseline)
+        pace = self._predict(self.arena.baseline).samples_per_second / forecast.samples_per_second
+        return first * pace * samples * (measure.WARM_UP_STEPS + 2 + self.loss_steps)
 
     def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
         best = self._best_alone(results) if self.config.alone else self.arena.best
@@ -312,6 +335,8 @@ def _verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
     assert result.to_previous is not None
     if result.to_previous.pays():
         return "kept", ""
+    if result.to_previous.high < HOPELESS:
+        return "left", "far slower, so its loss was not run"
     return "left", "slower" if result.to_previous.high < 1.0 else "no clear gain"
 
 

@@ -98,6 +98,8 @@ def peak_memory(contender: Contender) -> int:
     under torch's memory profiler, which sees every allocation of tensors, those of compiled code too.
     """
     device = contender.device
+    # Gradients of the last step would be freed within this one, which neither count below would see.
+    contender.built.optimizer.zero_grad(set_to_none=True)
     resident = resident_bytes(contender)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -39,38 +39,46 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 
 
 def table(report: LadderReport) -> Table:
-    """One row per rung, for a terminal."""
+    """One row per rung, for a terminal; `remarks` has the reasons in full."""
+    from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     made = Table(
-        title=_heading(report), title_justify="left", title_style="bold", header_style="bold", expand=False
+        title=_heading(report), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
-    made.add_column("rung")
-    for name in (
-        "predicted",
-        "measured",
-        "of baseline",
-        f"{report.unit}/s",
-        "TFLOP/s",
-        "MiB",
-        "compile",
-        "loss",
-    ):
-        made.add_column(name, justify="right")
-    made.add_column("verdict")
+    made.add_column("rung", no_wrap=True)
+    _, flops = _flop_unit(report)
+    for name in ("predicted", "measured", "in all", f"{report.unit}/s", flops, "MiB", "compile s", "loss"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("verdict", no_wrap=True)
     styles = {"baseline": "bold", "kept": "green", "left": "dim", "reported": "dim"}
     for rung in report.rungs:
-        style = styles.get(rung.status, "yellow")
+        cells = [""] * 7
         if rung.measured:
             cells = [
-                _predicted(rung), _ratio(rung), _of_baseline(rung), *_speeds(rung), _memory(rung), _compiling(rung),
+                _ratio(rung),
+                _of_baseline(rung),
+                *_speeds(report, rung),
+                _memory(rung),
+                _compiling(rung),
                 _loss(rung),
-            ]  # fmt: skip
-        else:
-            cells = [_predicted(rung), *[""] * 7]
-        made.add_row(rung.title, *cells, Text(_verdict(rung), style=style), style=style)
+            ]
+        made.add_row(
+            rung.title, _predicted(rung), *cells, rung.status, style=styles.get(rung.status, "yellow")
+        )
     return made
+
+
+def remarks(report: LadderReport) -> list[str]:
+    """What the table has no room for: why rungs were not measured or not kept, and notes on the whole climb."""
+    reasons: dict[str, list[str]] = {}
+    for rung in report.rungs:
+        if rung.reason:
+            reasons.setdefault(f"{rung.status}: {rung.reason}", []).append(rung.title)
+    said = [f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items()]
+    if any(not rung.interleaved for rung in report.rungs):
+        said.append("* timed after the others and not in turn with them: memory did not hold both.")
+    return [*said, *report.notes]
 
 
 def to_html(report: LadderReport) -> str:
@@ -81,8 +89,9 @@ def to_html(report: LadderReport) -> str:
         now, before = best.samples_per_second.median, first.samples_per_second.median
         tiles.append(Tile(value=f"{number(now)}/s", words=f"{report.unit}, from {number(before)}"))
     if best.model_flops_per_second and first.model_flops_per_second:
-        now, before = best.model_flops_per_second.median / 1e12, first.model_flops_per_second.median / 1e12
-        tiles.append(Tile(value=f"{number(now)} TFLOP/s", words=f"of the model, from {number(before)}"))
+        scale, unit = _flop_unit(report)
+        now, before = best.model_flops_per_second.median / scale, first.model_flops_per_second.median / scale
+        tiles.append(Tile(value=number(now), words=f"{unit} of the model, from {number(before)}"))
     if best.memory_bytes and first.memory_bytes:
         now, before = best.memory_bytes / _MIB, first.memory_bytes / _MIB
         tiles.append(Tile(value=f"{now:,.0f} MiB", words=f"peak memory, from {before:,.0f}"))
@@ -145,11 +154,11 @@ def _gain_words(report: LadderReport) -> str:
     how = (
         "Each optimisation by itself, against the plain baseline."
         if report.alone
-        else "Each optimisation on top of all before it that paid. One that does not pay is measured, shown, and not kept."
+        else "Each optimisation on top of all before it that paid. One that does not is measured, shown, and not kept."
     )
     return (
-        f"{how} Medians of up to {report.rounds} rounds in which the contenders take turns, so that a machine that slows "
-        f"down does so for all; whiskers are quartiles. A step pays from 1 % on, if three rounds in four agree."
+        f"{how} Medians of up to {report.rounds} rounds in which the contenders take turns, so that a machine that "
+        f"slows down does so for all; whiskers are quartiles. A step pays from 1 % on, if three rounds in four agree."
     )
 
 
@@ -204,11 +213,11 @@ def _loss_sections(report: LadderReport) -> list[Section]:
     band = ([min(step) for step in steps], [max(step) for step in steps])
     seeds = f"baseline, {len(noise.seeds)} seeds"
     text = (
-        f"{report.loss_steps} optimizer steps on real data, from the same weights, in the same order of samples. The grey "
-        f"band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that of the "
-        f"mean loss over the last quarter of the steps; one standard deviation of the baseline over its seeds is "
-        f"{noise.deviation:.4f}, estimated from {len(noise.seeds)} runs only. A larger batch or image sees other samples, "
-        f"so its difference is no error of arithmetic."
+        f"{report.loss_steps} optimizer steps on real data, from the same weights, in the same order of samples. The "
+        f"grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that of "
+        f"the mean loss over the last quarter of the steps; one standard deviation of the baseline over its seeds is "
+        f"{noise.deviation:.4f}, estimated from {len(noise.seeds)} runs only. A larger batch or image sees other "
+        f"samples, so its difference is no error of arithmetic."
     )
     dots = [
         Dot(label=rung.title, value=rung.loss_difference)
@@ -224,8 +233,8 @@ def _loss_sections(report: LadderReport) -> list[Section]:
 def _table_section(report: LadderReport) -> Section:
     columns = [
         Cell("rung", words=True), Cell("predicted", "of the rung before"), Cell("measured", "of the rung before"),
-        Cell("of baseline"), Cell(f"{report.unit}/s", "quartiles"), Cell("TFLOP/s"), Cell("peak MiB", "predicted"),
-        Cell("compile s"), Cell("loss", "less baseline's"), Cell("verdict", words=True),
+        Cell("of baseline"), Cell(f"{report.unit}/s", "quartiles"), Cell(_flop_unit(report)[1]),
+        Cell("peak MiB", "predicted"), Cell("compile s"), Cell("loss", "less baseline's"), Cell("verdict", words=True),
     ]  # fmt: skip
     if report.alone:
         columns[1:3] = [Cell("predicted", "of baseline"), Cell("measured", "of baseline")]
@@ -234,16 +243,16 @@ def _table_section(report: LadderReport) -> Section:
         state = _STATES.get(rung.status, "absent")
         verdict = Cell(rung.status, _sentence(rung.reason), words=True)
         first = Cell(rung.title, _sentence(rung.plan) if rung.status == "kept" else "", words=True)
-        rows.append((state, [first, *_figures_of(rung), verdict]))
+        rows.append((state, [first, *_figures_of(report, rung), verdict]))
     return Section(title="The figures", columns=columns, rows=rows)
 
 
-def _figures_of(rung: RungResult) -> list[Cell]:
+def _figures_of(report: LadderReport, rung: RungResult) -> list[Cell]:
     forecast = rung.forecast
     if not rung.measured:
         return [Cell(_predicted(rung)), *[Cell("")] * 7]
     spread, before = rung.samples_per_second, rung.to_previous
-    samples, flops = _speeds(rung)
+    samples, flops = _speeds(report, rung)
     return [
         Cell(_predicted(rung)),
         Cell(
@@ -266,6 +275,7 @@ def _why_section(report: LadderReport) -> Section:
 def _facts(report: LadderReport) -> dict[str, str]:
     environment = report.environment
     machine: dict[str, Any] = environment.get("machine", {})
+    planner = f"Machine {report.machine.get('name')} ({report.machine.get('source')})"
     facts = {
         "processor": f"{machine.get('processor')}, {machine.get('cores')} cores, {machine.get('threads')} threads",
         "memory": f"{(machine.get('memory_bytes') or 0) / 2**30:.1f} GiB",
@@ -276,7 +286,7 @@ def _facts(report: LadderReport) -> dict[str, str]:
         ),
         "commit": str(environment.get("commit") or "none"),
         "time": str(environment.get("time")),
-        "predictions": f"with Machine {report.machine.get('name')} ({report.machine.get('source')}): {_rates(report.machine)}",
+        "predictions": f"with {planner}: {_rates(report.machine)}",
     }
     if report.notes:
         facts["notes"] = " ".join(report.notes)
@@ -303,9 +313,16 @@ def _of_baseline(rung: RungResult) -> str:
     return f"{rung.to_baseline.median:.2f}×" if rung.to_baseline else ""
 
 
-def _speeds(rung: RungResult) -> tuple[str, str]:
+def _flop_unit(report: LadderReport) -> tuple[float, str]:
+    """FLOP/s in thousands of millions, or in millions of millions where there are that many."""
+    first = report.baseline.model_flops_per_second
+    return (1e12, "TFLOP/s") if first and first.median >= 0.1e12 else (1e9, "GFLOP/s")
+
+
+def _speeds(report: LadderReport, rung: RungResult) -> tuple[str, str]:
+    scale, _ = _flop_unit(report)
     samples = number(rung.samples_per_second.median) if rung.samples_per_second else ""
-    flops = number(rung.model_flops_per_second.median / 1e12) if rung.model_flops_per_second else ""
+    flops = number(rung.model_flops_per_second.median / scale) if rung.model_flops_per_second else ""
     return samples, flops
 
 
@@ -321,10 +338,6 @@ def _loss(rung: RungResult) -> str:
     if rung.loss_difference is None or rung.status == "baseline":
         return ""
     return f"{rung.loss_difference:+.4f}"
-
-
-def _verdict(rung: RungResult) -> str:
-    return f"{rung.status}: {rung.reason}" if rung.reason else rung.status
 
 
 def _short(rung: RungResult) -> str:

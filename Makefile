@@ -11,7 +11,8 @@ RUNS   ?= runs/demo
 DEMO_LADDER_MODEL ?= vit-ti16
 DEMO_LADDER       ?= --quick --budget 120
 DEMO_TRAIN_MODEL  ?= vit-digits
-DEMO_TRAIN        ?=
+# The ladder's batch suits what it climbed, not the digits.
+DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 20
 DEMO_PLAN         ?= $(RUNS)/plan.txt
 PYTEST            ?=
 

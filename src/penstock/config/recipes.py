@@ -20,7 +20,7 @@ RUNS: dict[str, RunConfig] = {
         recipe=Recipe(
             epochs=40.0,
             lr=1e-3,
-            warmup_steps=50,
+            warmup_steps=20,
             weight_decay=0.05,
             eval_every_epochs=5.0,
             augment=Augment(flip=0.0, crop_scale_min=0.7),

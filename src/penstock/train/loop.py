@@ -122,6 +122,9 @@ class _Run:
         self.config = config = with_classes(config, train_source)
         config.plan.validate(config.model, self.machine)
         self.schedule = Schedule.of(config, len(train_source))
+        learning_rate(
+            0, config.recipe, self.schedule.total
+        )  # a warm-up that does not fit is said before anything runs
         self.prediction = predict(config.model, self.machine, config.plan)
         self.meter = Meter.of(self.prediction, self.machine)
 

@@ -1,0 +1,93 @@
+"""`penstock train`: the same names as in Python, preset recipes, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.config.load import load
+from penstock.config.machine import Machine, save_machine
+from penstock.config.recipes import preset_run
+from penstock.config.run import RunConfig
+
+SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    machine = Machine(
+        name="desk",
+        device="cpu",
+        source="measured",
+        peak_flops={"fp32": 1e11, "bf16": 1e11},
+        launch_seconds=1e-6,
+    )
+    path = save_machine(machine, tmp_path / "machine.json")
+    rest = f"--recipe.steps 4 --log_every 2 --machine {path} --output {tmp_path / 'run'}"
+    return [*SMALL.split(), *rest.split(), "--recipe.warmup_steps", "1"]
+
+
+def test_a_preset_is_trained_with_its_own_recipe(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "vit-digits", *options]) == 0
+    told = capsys.readouterr().out
+    assert "plan    micro_batch=64\n" in told
+    assert f"output  {tmp_path / 'run'}\n" in told
+    assert "done: top-1" in told
+    assert f"weights in {tmp_path / 'run' / 'export'}" in told
+    stored = load(RunConfig, file=tmp_path / "run" / "run.toml")
+    assert stored.recipe.augment == preset_run("vit-digits").recipe.augment
+    assert stored.recipe.augment.flip == 0.0
+    assert (stored.recipe.steps, stored.model.width) == (4, 16)
+
+
+def test_a_stored_run_runs_again_and_is_found_complete(options: list[str], tmp_path: Path) -> None:
+    assert main(["train", "vit-digits", *options]) == 0
+    again = tmp_path / "again"
+    assert main(["train", "--config", str(tmp_path / "run" / "run.toml"), "--output", str(again)]) == 0
+
+    def losses(folder: Path) -> list[float]:
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+    assert len(losses(again)) == 4
+    assert losses(again) == losses(tmp_path / "run")
+    assert main(["train", "--config", str(again / "run.toml")]) == 0
+    assert losses(again) == losses(tmp_path / "run")
+
+
+def test_plan_and_dotted_settings_reach_the_run(options: list[str], tmp_path: Path) -> None:
+    plan = "precision=O1 optimizer=fused micro_batch=32"
+    assert (
+        main(
+            ["train", "vit-digits", *options, "--plan", plan, "--recipe.augment.mixup", "0.2", "--seed", "7"]
+        )
+        == 0
+    )
+    stored = load(RunConfig, file=tmp_path / "run" / "run.toml")
+    assert stored.plan.line() == plan
+    assert (stored.recipe.augment.mixup, stored.seed) == (0.2, 7)
+
+
+def test_exit_codes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "vit-digit", *options]) == 2
+    assert "vit-digits" in capsys.readouterr().err
+    assert main(["train", "vit-digits", *options, "--device", "cuda:7"]) == 3
+    assert "cuda:7" in capsys.readouterr().err
+    assert main(["train", "vit-digits", *options[:-1], "9"]) == 2
+    assert "recipe.warmup_steps is 9" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert main(["train", "vit-digits", *options]) == 0
+    assert main(["train", "vit-digits", *options, "--recipe.lr", "0.5"]) == 2
+    told = capsys.readouterr().err
+    assert "recipe.lr is 0.5" in told
+    assert "--no-resume" in told
+    assert main(["train", "vit-digits", *options, "--recipe.lr", "0.5", "--no-resume"]) == 0
+    for file in (tmp_path / "run" / "checkpoints").glob("step-*/weights.safetensors"):
+        file.write_bytes(b"")
+    assert main(["train", "vit-digits", *options, "--recipe.lr", "0.5"]) == 5
+    assert "weights.safetensors has 0 bytes" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Counts against real modules of other libraries, and against the arithmetic that everybody quotes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.config.model import PRESETS
+from penstock.config.transformer import TRANSFORMERS, TransformerConfig
+from penstock.errors import ConfigError
+from penstock.planner import counts
+from penstock.planner.shapes import shape_of
+
+transformers = pytest.importorskip("transformers")
+
+
+def hugging_face(name: str) -> torch.nn.Module:
+    """The published model that a preset describes, without memory."""
+    config = TRANSFORMERS[name]
+    with torch.device("meta"):
+        if name == "gpt2":
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config())
+        if name == "bert-base":
+            return transformers.BertForMaskedLM(transformers.BertConfig())
+        if name == "llama3-8b":
+            return transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=config.vocabulary, hidden_size=config.width, intermediate_size=config.mlp_width,
+                    num_hidden_layers=config.depth, num_attention_heads=config.heads,
+                    num_key_value_heads=config.kv_heads,
+                )
+            )  # fmt: skip
+        if name == "mixtral-8x7b":
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig())
+        if name == "bloom-176b":
+            return transformers.BloomForCausalLM(
+                transformers.BloomConfig(
+                    hidden_size=config.width, n_layer=config.depth, n_head=config.heads, vocab_size=config.vocabulary
+                )
+            )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=config.width, d_kv=config.head_width, d_ff=config.mlp_width, num_layers=config.depth,
+                num_heads=config.heads, vocab_size=config.vocabulary,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base", "llama3-8b", "mixtral-8x7b", "bloom-176b", "t5-small"])
+def test_parameters_are_those_of_real_modules(name: str) -> None:
+    model = hugging_face(name)
+    assert shape_of(TRANSFORMERS[name]).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # llm-foundry, scripts/train/benchmarking/README.md, at 2,048 tokens.
+        ("mpt-125m", 125311488), ("mpt-350m", 355985408), ("mpt-760m", 760470528), ("mpt-1b", 1315950592),
+        ("mpt-3b", 2651837440), ("mpt-7b", 6658859008), ("mpt-13b", 12853954560), ("mpt-30b", 29975214080),
+        ("mpt-70b", 64862437376),
+    ],
+)  # fmt: skip
+def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
+    assert shape_of(TRANSFORMERS[name]).parameters == parameters
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_vision_model_counts_as_its_modules_do(name: str) -> None:
+    shape = shape_of(PRESETS[name])
+    assert shape.parameters == counts.parameters(PRESETS[name])
+    assert shape.forward_flops == counts.forward_flops(PRESETS[name])
+
+
+def test_flops_are_those_of_a_real_decoder() -> None:
+    config = TransformerConfig(
+        width=64, depth=3, heads=4, kv_heads=2, mlp_width=160, mlp="swiglu", vocabulary=500, sequence=32,
+        positions="rotary", norm="rms", bias=False, tied=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation="eager",
+        )
+    )  # fmt: skip
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 32, dtype=torch.long))
+    assert 2 * shape_of(config).forward_flops == pytest.approx(counter.get_total_flops(), rel=0.001)
+
+
+def test_narayanan_s_formula_of_flops() -> None:
+    """F = 96 B s l h² (1 + s/6h + V/16lh), recomputation included (Narayanan et al. 2021, equation 3)."""
+    for name in ("gpt-1.7b", "gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t"):
+        model, shape = TRANSFORMERS[name], shape_of(TRANSFORMERS[name])
+        s, layers, h, v = model.sequence, model.depth, model.width, model.vocabulary
+        formula = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+        blocks = sum(block.count * block.flops for block in shape.blocks)
+        assert shape.model_flops + blocks == pytest.approx(formula, rel=1e-12)
+
+
+def test_korthikanti_s_formula_of_model_flops() -> None:
+    """72 B L s h² (1 + s/6h + v/12hL) (Korthikanti et al. 2022, equation 7), and Table 5's figures from it."""
+    for name, batch, flops in (
+        ("gpt-22b", 4, 1.1436e15),
+        ("gpt-175b", 64, 1.4109e17),
+        ("gpt-1t", 512, 6.4259e18),
+    ):
+        model, shape = TRANSFORMERS[name], shape_of(TRANSFORMERS[name])
+        s, layers, h, v = model.sequence, model.depth, model.width, model.vocabulary
+        formula = 72 * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+        assert shape.model_flops == pytest.approx(formula, rel=1e-12)
+        assert batch * shape.model_flops == pytest.approx(flops, rel=1e-4)
+
+
+def test_gpt_3_needs_2_79_terabytes() -> None:
+    parameters = shape_of(TRANSFORMERS["gpt-175b"]).parameters
+    assert 16 * parameters == pytest.approx(2.79e12, rel=0.002)
+    assert 16 * parameters / 80e9 == pytest.approx(34.9, abs=0.1)  # so 35 devices hold nothing else
+
+
+def test_gpt_3_s_iteration_and_training_in_flops() -> None:
+    shape = shape_of(TRANSFORMERS["gpt-175b"])
+    model = 1536 * shape.model_flops
+    blocks = sum(block.count * block.flops for block in shape.blocks)
+    recomputed = model + 1536 * blocks
+    assert recomputed == pytest.approx(4.51e18, rel=0.001)
+    assert model == pytest.approx(3.39e18, rel=0.002)
+    steps = 300e9 / (1536 * 2048)
+    assert steps * recomputed == pytest.approx(430e21, rel=0.001)
+    assert steps * recomputed / 312e12 / 86400 == pytest.approx(16_000, rel=0.01)
+
+
+def test_a_mixture_meets_fewer_parameters_than_it_has() -> None:
+    shape = shape_of(TRANSFORMERS["mixtral-8x7b"])
+    assert shape.active_parameters == pytest.approx(12.9e9, rel=0.01)  # Jiang et al. 2024, section 2.2
+
+
+def test_impossible_models_say_why() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be split over model\.heads 12"):
+        TransformerConfig(width=770)
+    with pytest.raises(ConfigError, match=r"must divide model\.heads"):
+        replace(TRANSFORMERS["llama3-8b"], kv_heads=5)
+    with pytest.raises(ConfigError, match="Did you mean 'gpt-175b'"):
+        TransformerConfig.parse("gpt-174b")

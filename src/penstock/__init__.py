@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
+    from penstock.config.transformer import TRANSFORMERS as TRANSFORMERS
+    from penstock.config.transformer import TransformerConfig as TransformerConfig
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.planner.outcome import Prediction as Prediction
+    from penstock.planner.prediction import predict as predict
+    from penstock.planner.search import search as search
 
 __version__ = "0.1.0"
 
@@ -36,13 +41,18 @@ _HOME = {
     "PRESETS": "penstock.config.model",
     "PenstockError": "penstock.errors",
     "Plan": "penstock.config.plan",
+    "Prediction": "penstock.planner.outcome",
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
+    "TRANSFORMERS": "penstock.config.transformer",
+    "TransformerConfig": "penstock.config.transformer",
     "ViTConfig": "penstock.config.model",
     "known_machines": "penstock.config.machine",
     "load": "penstock.config.load",
     "load_machine": "penstock.config.machine",
+    "predict": "penstock.planner.prediction",
     "save_machine": "penstock.config.machine",
+    "search": "penstock.planner.search",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

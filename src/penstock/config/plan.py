@@ -196,6 +196,11 @@ class Plan:
         """Samples of one optimizer step, over all devices."""
         return self.micro_batch * self.accumulate * self.dp
 
+    @property
+    def runnable(self) -> bool:
+        """Whether training can run every setting of the plan today."""
+        return not any(self._unrunnable())
+
     def refuse_unrunnable(self) -> None:
         """Raise `ConfigError` naming each setting that the planner knows but training cannot run yet."""
         problems = list(self._unrunnable())

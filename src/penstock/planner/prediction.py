@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.counts import activation_bytes, operations, parameters
+from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
 from penstock.planner.operations import conv_widths
+from penstock.planner.outcome import Prediction as Prediction
 from penstock.planner.time import Workload, compute_type, step_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Time and memory of one optimizer step on one device."""
+def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan) -> Prediction:
+    """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    plan: Plan
-    machine: str
-    iteration_seconds: float
-    """One optimizer step: `plan.accumulate` micro-batches and one update."""
-    samples_per_second: float
-    memory_bytes: int
-    """Peak, without what the allocator and libraries add."""
-    fits: bool
-    """Whether that is less than the machine's memory."""
-    model_flops_per_second_per_gpu: float
-    """Forward and backward of the model; what is computed twice is not counted."""
-    mfu: float
-    """Model FLOP/s as a share of `peak_flops`."""
-    hfu: float
-    """The same with what is computed twice."""
-    peak_flops: float
-    """The machine's peak in the type that the plan computes its matrix products in."""
-    peak_name: str
-    seconds: dict[str, float]
-    """`iteration_seconds` by part."""
-    memory: dict[str, int]
-    """`memory_bytes` by part."""
-
-
-def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
-    """Predict one optimizer step of `model` under `plan` on one device of `machine`.
-
-    Raises ConfigError where the machine cannot compute in the plan's type.
+    What Penstock itself trains today (a ViT on one device) is predicted operator by operator, as its own modules launch
+    them; every other model and layout from its shape. Raises ConfigError where the machine cannot compute in the
+    plan's type, or for a layout that cannot be, with every reason.
     """
-    return predict_workload(workload(model, machine, plan), machine, plan)
+    if isinstance(model, ViTConfig) and plan.runnable:
+        return predict_workload(workload(model, machine, plan), machine, plan)
+    return estimate(model, machine, plan)
 
 
 def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
@@ -98,4 +75,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
         peak_name=peak_name,
         seconds=seconds,
         memory=memory,
+        global_batch=work.samples * plan.accumulate,
+        parameters=work.parameters,
+        memory_limit_bytes=int(machine.memory_bytes),
     )

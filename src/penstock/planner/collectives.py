@@ -1,0 +1,88 @@
+"""How long collectives take: latency per step and bytes over bandwidth, on rings and trees, inside and across nodes.
+
+Thakur, Rabenseifner and Gropp (IJHPCA 2005) give the ring's terms, Sanders, Speck and Träff (Parallel Computing 2009)
+the double tree's. Devices are numbered as launchers number them: tensor parallel ranks are neighbours, then context,
+then data, then pipeline. A group whose members lie in several nodes shares the nodes' adapters with the groups that
+run beside it, so its ring has as many parts of them as it has members in a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.planner.rates import Rates
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Devices that communicate: `size` of them, `inside` in each node, over `bandwidth` bytes per second."""
+
+    size: int
+    inside: int
+    bandwidth: float
+    """Bus bandwidth: of one member in its ring."""
+    step: float
+    """Mean latency of one step of the ring."""
+    hop: float
+    """Latency of one level of a tree."""
+    ramp_seconds: float
+    ramp_bytes: float
+
+
+def group_of(rates: Rates, size: int, stride: int) -> Group:
+    """The group of `size` devices that are `stride` apart."""
+    per_node = rates.per_node
+    inside = min(size, max(1, per_node // stride))
+    if inside >= size:
+        return Group(
+            size, inside, rates.link, rates.link_step, rates.link_step, rates.ramp_seconds, rates.ramp_bytes
+        )
+    bandwidth = min(rates.link, rates.node * inside / per_node)
+    nodes = -(-size // inside)
+    step = (nodes * rates.node_step + (size - nodes) * rates.link_step) / size
+    return Group(size, inside, bandwidth, step, rates.node_step, rates.ramp_seconds, rates.ramp_bytes)
+
+
+def gather_seconds(group: Group, moved: float) -> float:
+    """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them."""
+    n = group.size
+    if n == 1 or moved <= 0:
+        return 0.0
+    return (n - 1) / n * moved / group.bandwidth + _latency(group, n - 1) + _ramp(group, moved) / 2
+
+
+def reduce_seconds(group: Group, moved: float) -> float:
+    """All-reduce of `moved` bytes, by a ring or a double tree, whichever is faster."""
+    n = group.size
+    if n == 1 or moved <= 0:
+        return 0.0
+    return 2 * (n - 1) / n * moved / group.bandwidth + _latency(group, 2 * (n - 1)) + _ramp(group, moved)
+
+
+def exchange_seconds(group: Group, moved: float) -> float:
+    """All-to-all where each member sends `moved` bytes in all, its own part among them."""
+    n = group.size
+    if n == 1 or moved <= 0:
+        return 0.0
+    away = moved * (n - group.inside) / n if n > group.inside else moved * (n - 1) / n
+    return away / group.bandwidth + group.hop + _ramp(group, moved) / 2
+
+
+def send_seconds(rates: Rates, stride: int, moved: float) -> float:
+    """`moved` bytes from one device to another that is `stride` away; all devices of a node send at once."""
+    across = stride >= rates.per_node
+    bandwidth = min(rates.link, rates.node / rates.per_node) if across else rates.link
+    return moved / bandwidth + (rates.node_step if across else rates.link_step)
+
+
+def _latency(group: Group, steps: int) -> float:
+    """Steps of a ring, or levels of a tree up and down where that is less."""
+    levels = 2 * (group.size - 1).bit_length()
+    inside = group.inside * group.step if group.size > group.inside else 0.0
+    return min(steps * group.step, levels * group.hop * 2 + inside)
+
+
+def _ramp(group: Group, moved: float) -> float:
+    if moved >= group.ramp_bytes:
+        return group.ramp_seconds
+    return group.ramp_seconds * float((moved / group.ramp_bytes) ** 0.5)

@@ -1,0 +1,65 @@
+"""Every fitted number of the planner, in one place, each with what it was fitted to.
+
+There are no constants per model, per table or per row. What a datasheet or a probe says is in `Machine`; what follows
+from the algorithms is counted; what is left over is here. `penstock.planner.calibration` refits them and shows what
+errors remain, with each model left out in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The planner's constants; `DEFAULT` holds the calibrated ones."""
+
+    gemm_share: float = 0.917
+    """Of a chip's best matrix-product rate (`Machine.achievable_flops`), what long runs of large products sustain."""
+    unmeasured_share: float = 0.80
+    """Of the peak, what stands for the best rate where no sweep is known; the published ceilings range over it."""
+    memory_share: float = 0.81
+    """Of the memory bandwidth, what streaming kernels reach."""
+    tile_depth: float = 32.0
+    """Inner length at which a tile's prologue and epilogue take as long as its products."""
+    fused_attention_share: float = 0.288
+    """Of the peak, the rate of first-generation fused attention (`efficient`), forward and backward together."""
+    fused_backward: float = 5.0
+    """How many times longer that kernel's backward pass takes than its forward pass."""
+    flash_share: float = 0.60
+    """Of the peak, the rate of `flash` on an Ampere chip: the range in the abstract of Dao 2023 is 0.50 to 0.73."""
+    flash_share_hopper: float = 0.35
+    """The same kernel on Hopper, as the abstract of Shah et al. 2024 states it."""
+    cudnn_share_hopper: float = 0.55
+    """Kernels written for Hopper: between the forward rate (0.75) of Shah et al. 2024 and its backward's."""
+    link_share: float = 0.78
+    """Of a node's link rate, the bus bandwidth of large collectives: nccl-tests on A100 (78 %), H200 rings (82 %)."""
+    node_share: float = 0.90
+    """Of a node's adapters, what large collectives between nodes reach."""
+    link_step_seconds: float = 2.9e-6
+    """Latency of one step of a ring inside a node: 40 µs for an all-reduce of 8 in nccl-tests."""
+    node_step_seconds: float = 6.0e-6
+    """Latency of one step between nodes: nccl-tests on 4 nodes."""
+    ramp_seconds: float = 57e-6
+    """What the start of a pipelined collective costs, reached at `ramp_bytes`, below as the root of the size."""
+    ramp_bytes: float = 44e6
+    straggling: float = 0.006
+    """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span."""
+    kernel_seconds: float = 2.0e-6
+    """Gap between two dependent kernels of a GPU, where the host runs ahead."""
+    fragmentation: float = 0.05
+    """Share of activations that the allocator loses."""
+    step_seconds: float = 0.03
+    """Host work between two optimizer steps."""
+
+    def with_(self, **changes: float) -> Constants:
+        """A copy with some constants changed; for calibration."""
+        return replace(self, **changes)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All constants by name."""
+        return tuple(f.name for f in fields(cls))
+
+
+DEFAULT = Constants()

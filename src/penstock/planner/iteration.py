@@ -1,0 +1,296 @@
+"""Seconds of one optimizer step on a layout: blocks into stages, stages into a pipeline, replicas into one step.
+
+Overlap rules, all of them:
+
+- Forward and backward of different micro-batches never overlap on one device.
+- A pipeline of p stages and m micro-batches takes as long as its slowest stage does for all micro-batches, and once
+  the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
+  2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work.
+- Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers.
+- Gradients are reduced behind the last micro-batch's backward pass, all but those of the last block.
+- Tensor parallel collectives follow the rules in `block_time`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from penstock.config.plan import Plan
+from penstock.planner.block_time import BlockTime, Parts, block_time
+from penstock.planner.collectives import Group, gather_seconds, group_of, reduce_seconds, send_seconds
+from penstock.planner.gemm import gemm_seconds
+from penstock.planner.layout import stage_blocks
+from penstock.planner.rates import Rates
+from penstock.planner.shapes import Shape
+from penstock.planner.states import gradient_size, optimizer_traffic, weight_size
+
+LOSS_BYTES = {"none": 36, "blocks": 36, "whole": 10}
+"""Traffic of cross-entropy per number of the output, forward and backward: a cast to fp32, log-softmax, its gradient
+and the cast back, each an operator of its own unless the whole model is compiled."""
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Seconds of one optimizer step by what takes them, and what the bubble is of."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bubble_fraction: float = 0.0
+    """Idle seconds of the pipeline over the busy seconds of its slowest stage."""
+    forward_seconds: float = 0.0
+    """Of one stage and one micro-batch."""
+    backward_seconds: float = 0.0
+    recompute_share: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return sum(self.seconds.values())
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The slowest stage's work for one micro-batch."""
+
+    parts: Parts
+    again: float
+    output: float
+    forward: float
+    backward: float
+    others: float
+    """What all the other stages take for one micro-batch."""
+    data: float
+    """Exposed gathering and scattering of sharded weights, per micro-batch."""
+
+
+Memo = dict[tuple[object, ...], list[BlockTime]]
+"""Times of blocks that a search has met: many layouts share them."""
+
+
+def iteration(
+    shape: Shape, rates: Rates, plan: Plan, memo: Memo | None = None, *, held: float | None = None
+) -> Iteration:
+    """One optimizer step of a model of `shape` under `plan`.
+
+    `held` is the number of parameters of the fullest device, if known. `memo` holds the times of blocks over calls that
+    differ in degrees, micro-batch and recomputation only.
+    """
+    if memo is None:
+        times = [block_time(block, rates, plan) for block in shape.blocks]
+    else:
+        key = (plan.tp, plan.sp, plan.cp, plan.ep, plan.micro_batch, plan.recompute)
+        found = memo.get(key)
+        times = memo[key] = found or [block_time(block, rates, plan) for block in shape.blocks]
+    stage = _stage(shape, rates, plan, times)
+    m = plan.accumulate
+    parts = stage.parts
+    seconds = {
+        "gemm": m * parts.gemm,
+        "attention": m * parts.attention,
+        "pointwise": m * parts.pointwise,
+        "recompute": m * stage.again,
+        "output": m * stage.output,
+        "tensor": m * parts.tensor,
+        "expert": m * parts.expert,
+        "context": m * parts.context,
+        "pipeline": 0.0,
+        "bubble": 0.0,
+        "data": m * stage.data,
+        "optimizer": 0.0,
+        "straggling": 0.0,
+        "launch": 0.0,
+    }
+    one = parts.total + stage.again + stage.output + stage.data
+    result = Iteration(seconds, forward_seconds=stage.forward, backward_seconds=stage.backward)
+    if plan.pp > 1:
+        bubble = stage.others / plan.virtual
+        if plan.schedule == "zero_bubble":
+            bubble /= 3.0
+        seconds["bubble"] = bubble
+        seconds["pipeline"] = _transfers(shape, rates, plan)
+        result.bubble_fraction = bubble / (m * one)
+    held = held_parameters(shape, plan) if held is None else held
+    seconds["data"] += _reduction(shape, rates, plan, held, stage)
+    moved, launched = optimizer_traffic(held, plan)
+    seconds["optimizer"] = moved / rates.memory + _accumulation(rates, plan, held) + rates.step_seconds
+    group, outer = data_group(rates, plan)
+    replicas = group.size * (outer.size if outer else 1)
+    nodes = -(-replicas * plan.tp // rates.per_node)
+    if replicas > 1 and nodes > 1:
+        seconds["straggling"] = rates.straggling * math.log2(nodes) * sum(seconds.values())
+    kernels = sum(t.launches * b.count for t, b in zip(times, shape.blocks)) / plan.pp * m + launched
+    seconds["launch"] = (
+        max(0.0, kernels * rates.launch_seconds - sum(seconds.values())) if not rates.cpu else 0.0
+    )
+    return result
+
+
+def held_experts(shape: Shape, plan: Plan) -> float:
+    """Those of `held_parameters` that are experts, and so the same on 1/ep of the replicas only."""
+    total = sum(b.count * b.expert_parameters * b.experts for b in shape.blocks) / plan.ep / plan.tp
+    return total / shape.depth * max(stage_blocks(shape.depth, plan.pp))
+
+
+def held_parameters(shape: Shape, plan: Plan) -> float:
+    """Parameters of the fullest stage on one device, before data parallel sharding."""
+    blocks = 0.0
+    for block in shape.blocks:
+        own = block.attention_parameters / plan.tp + block.norm_parameters
+        if block.experts:
+            own += block.router_parameters
+            own += block.expert_parameters * (block.experts / plan.ep + block.shared) / plan.tp
+        else:
+            own += block.expert_parameters / plan.tp
+        blocks += block.count * own
+    if plan.pp == 1:
+        return blocks + (shape.entrance_parameters + shape.exit_parameters) / plan.tp
+    first, middle, last = stage_blocks(shape.depth, plan.pp)
+    one = blocks / shape.depth
+    entrance, exit_ = shape.entrance_parameters / plan.tp, shape.exit_parameters / plan.tp
+    if shape.tied:
+        exit_ += shape.output * shape.width / plan.tp
+    return max(first * one + entrance, middle * one, last * one + exit_)
+
+
+def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _Stage:
+    """The slowest stage, and the sum of the others."""
+    n = shape.depth
+    parts, again, forward, backward = Parts(), 0.0, 0.0, 0.0
+    for block, time in zip(shape.blocks, times):
+        share = block.count / n
+        parts.plus(time.forward, share)
+        parts.plus(time.backward, share)
+        again += time.again.total * share
+        forward += time.forward.total * share
+        backward += (time.backward.total + time.again.total) * share
+    data = _gathering(shape, rates, plan, forward, backward) if plan.sharding in ("fsdp", "hsdp") else 0.0
+    one = forward + backward + data
+    entrance, output = _ends(shape, rates, plan)
+    if plan.pp == 1:
+        whole = Parts()
+        whole.plus(parts, n)
+        return _Stage(whole, n * again, entrance + output, n * forward, n * backward, 0.0, n * data)
+    first, middle, last = stage_blocks(n, plan.pp)
+    stages = [(first * one + entrance, first, entrance), (last * one + output, last, output)]
+    if plan.pp > 2:
+        stages.append((middle * one, middle, 0.0))
+    slowest = max(stages)
+    total = n * one + entrance + output
+    count = slowest[1]
+    whole = Parts()
+    whole.plus(parts, count)
+    return _Stage(
+        whole, count * again, slowest[2], count * forward, count * backward, total - slowest[0], count * data
+    )
+
+
+def _ends(shape: Shape, rates: Rates, plan: Plan) -> tuple[float, float]:
+    """Seconds of the entrance and of the exit with its loss, forward and backward, for one micro-batch."""
+    tokens = max(1, plan.micro_batch * shape.samples_are_tokens // plan.cp)
+    entrance = 6.0 * tokens * shape.width * rates.stream / rates.memory
+    if shape.entrance_flops:
+        entrance += 3.0 * plan.micro_batch * shape.entrance_flops / rates.half
+    rows = max(1, plan.micro_batch * shape.output_tokens // plan.cp)
+    columns = -(-shape.output // plan.tp)
+    output = gemm_seconds(rates, rows, columns, shape.width, linear=False)
+    output += gemm_seconds(rates, rows, shape.width, columns, linear=False)
+    output += gemm_seconds(rates, shape.width, columns, rows, linear=False)
+    output += float(rows) * columns * LOSS_BYTES[plan.compile] / rates.memory
+    if plan.tp > 1:
+        group = group_of(rates, plan.tp, 1)
+        moved = float(rows) * shape.width * rates.compute
+        output += gather_seconds(group, moved) * (2 if plan.sp else 1) + 3 * reduce_seconds(group, rows * 4.0)
+        entrance += reduce_seconds(group, moved)
+    return entrance, output
+
+
+def data_group(rates: Rates, plan: Plan) -> tuple[Group, Group | None]:
+    """The replicas that share weights out among them, and, with hsdp, those that hold equal shares.
+
+    Context parallel devices hold the same weights, so they are of the group too.
+    """
+    size, stride = plan.dp * plan.cp, plan.tp
+    if plan.sharding == "hsdp":
+        inner = min(plan.shard, size)
+        return group_of(rates, inner, stride), group_of(rates, max(1, size // inner), stride * inner)
+    return group_of(rates, size, stride), None
+
+
+def _gathering(shape: Shape, rates: Rates, plan: Plan, forward: float, backward: float) -> float:
+    """Exposed seconds per block and micro-batch of gathering weights (twice) and scattering gradients (once)."""
+    group, _ = data_group(rates, plan)
+    if group.size == 1:
+        return 0.0
+    block = max(shape.blocks, key=lambda b: b.parameters)
+    per_device = block.parameters / plan.tp / (plan.ep if block.experts else 1)
+    gather = gather_seconds(group, per_device * rates.linear)
+    scatter = gather_seconds(group, per_device * gradient_size(plan))
+    again = 0.0 if plan.pp > 1 else gather
+    # Flat buffers are filled and emptied on the device's own time: a read and a write of each weight, of each
+    # gradient, and of its division by the number of replicas.
+    passes = 1 if plan.pp > 1 else 2
+    copies = per_device * (2 * passes * weight_size(plan) + 4 * gradient_size(plan)) / rates.memory
+    if not plan.overlap:
+        return gather + again + scatter + copies
+    exposed = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+    # The first block's gathering and the last one's scattering have nothing to hide behind.
+    ends = (gather + scatter) / shape.depth
+    return exposed + ends + copies
+
+
+def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stage) -> float:
+    """Exposed seconds per step of reducing gradients over replicas, and of what else is said once per step."""
+    group, outer = data_group(rates, plan)
+    seconds = 0.0
+    if plan.pp > 1 and shape.tied:
+        pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
+        seconds += reduce_seconds(pair, shape.output * shape.width / plan.tp * gradient_size(plan))
+    if plan.sharding in ("fsdp", "hsdp"):
+        if outer is not None:
+            whole = reduce_seconds(outer, held / group.size * gradient_size(plan))
+            seconds += max(0.1 * whole, whole - stage.backward) if plan.overlap else whole
+        return seconds
+    if group.size == 1:
+        return seconds
+    size = held * gradient_size(plan)
+    whole = reduce_seconds(group, size)
+    after = 0.0
+    if plan.sharding in ("zero1", "zero2"):
+        whole = gather_seconds(group, size)
+        after = gather_seconds(group, held * weight_size(plan))
+        if plan.sharding == "zero2":
+            # Gradients cannot be kept whole, so each micro-batch reduces them.
+            seconds += (plan.accumulate - 1) * max(0.0, whole - stage.backward * plan.overlap)
+    if not plan.overlap:
+        return seconds + whole + after
+    last = 1.0 / max(1, shape.depth // plan.pp)
+    seconds += max(whole * last, whole - stage.backward)
+    return seconds + max(after * last, after - stage.forward)
+
+
+def _transfers(shape: Shape, rates: Rates, plan: Plan) -> float:
+    """Exposed seconds of activations and their gradients between stages.
+
+    Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
+    while the pipeline fills and drains.
+    """
+    tokens = plan.micro_batch * shape.samples_are_tokens / plan.cp
+    moved = tokens * shape.width * rates.stream / plan.tp
+    one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
+    if not plan.sp and plan.tp > 1:
+        one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
+    # Between chunks a transfer can hide behind another micro-batch's work, but for its latency.
+    shown = rates.node_step if plan.overlap and plan.virtual > 1 else one
+    steady = 2.0 * plan.accumulate * plan.virtual * shown
+    return steady + 2.0 * (plan.pp - 1) * one
+
+
+def _accumulation(rates: Rates, plan: Plan, held: float) -> float:
+    """Adding each micro-batch's gradients to those of the step: both are read, one is written."""
+    if plan.accumulate == 1 and plan.pp == 1:
+        return 0.0
+    sharded = plan.dp * plan.cp if plan.sharding in ("fsdp", "zero2") else 1
+    if plan.sharding == "hsdp":
+        sharded = plan.shard
+    size = gradient_size(plan)
+    return plan.accumulate * held / sharded * (2 * size + weight_size(plan)) / rates.memory

@@ -1,0 +1,281 @@
+"""Every legal layout of a model on so many devices: predicted, ranked, and why the others lose.
+
+The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation. Memory comes first,
+because it is cheap and rules most layouts out; times of blocks are shared between layouts that have them in common.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config.machine import Machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.planner.constants import DEFAULT, Constants
+from penstock.planner.estimate import prediction
+from penstock.planner.iteration import Memo
+from penstock.planner.layout import layout_problems
+from penstock.planner.memory_model import memory
+from penstock.planner.outcome import Prediction
+from penstock.planner.rates import FUSED, rates_of
+from penstock.planner.shapes import Shape, shape_of
+
+MARGIN = 0.93
+"""Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
+MOST_MICRO_BATCH = 64
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search tries. Empty tuples mean every legal value."""
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    virtual: tuple[int, ...] = ()
+    sharding: tuple[str, ...] = ("zero1", "fsdp")
+    recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
+    sp: tuple[bool, ...] = (True,)
+    """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search found: predictions that fit, best first, and what became of the others."""
+
+    predictions: list[Prediction] = field(default_factory=list)
+    tried: int = 0
+    too_large: int = 0
+    """Layouts that do not fit."""
+    nearest: tuple[Plan, float] | None = None
+    """Of the layouts that do not fit, the one that needs least memory, and how many bytes that is."""
+
+
+def search(
+    model: ViTConfig | TransformerConfig,
+    machine: Machine,
+    gpus: int,
+    *,
+    global_batch: int | None = None,
+    base: Plan | None = None,
+    space: Space | None = None,
+    keep: int | None = 50,
+) -> list[Prediction]:
+    """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them.
+
+    `base` gives what is not searched (precision, attention, compilation, optimizer); `global_batch` defaults to what
+    keeps each layout's devices busy, at least one sample per replica. Raises OutOfMemory saying what would make it
+    fit where nothing does, and ConfigError where no degrees multiply to `gpus`.
+    """
+    found = explore(model, machine, gpus, global_batch=global_batch, base=base, space=space, keep=keep)
+    if not found.predictions:
+        raise OutOfMemory(nothing_fits(model, machine, gpus, found))
+    return found.predictions
+
+
+def default_base(machine: Machine) -> Plan:
+    """What a search holds fixed unless told otherwise: half precision with master weights, and fused kernels."""
+    if machine.device == "cpu":
+        return Plan(optimizer="fused")
+    dtype = "bf16" if "bf16" in machine.peak_flops else "fp16"
+    return Plan(
+        precision="O2",
+        dtype="bf16" if dtype == "bf16" else "fp16",
+        gradients="fp32" if dtype == "bf16" else "weights",
+        optimizer="fused",
+        attention="flash" if dtype == "bf16" else "efficient",
+        compile="blocks",
+    )
+
+
+def explore(
+    model: ViTConfig | TransformerConfig,
+    machine: Machine,
+    gpus: int,
+    *,
+    global_batch: int | None = None,
+    base: Plan | None = None,
+    space: Space | None = None,
+    keep: int | None = 50,
+    constants: Constants = DEFAULT,
+) -> Found:
+    """As `search`, with what became of the layouts that lose. Raises ConfigError as it does."""
+    if gpus < 1:
+        raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
+    shape = shape_of(model)
+    base = base or default_base(machine)
+    batch = global_batch or default_batch(shape, gpus)
+    space = space or Space()
+    memo: Memo = {}
+    rates = {
+        sharding: rates_of(machine, vary(base, sharding=sharding), constants) for sharding in space.sharding
+    }
+    memos: dict[str, Memo] = {sharding: {} for sharding in space.sharding}
+    limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
+    found = Found()
+    ranked: list[tuple[float, int, Prediction]] = []
+    for plan in layouts(shape, machine, gpus, batch, base, space):
+        found.tried += 1
+        parts = memory(shape, plan, constants)
+        needed = sum(parts.values())
+        if needed > limit:
+            found.too_large += 1
+            if found.nearest is None or needed < found.nearest[1]:
+                found.nearest = (plan, needed)
+            continue
+        memo = memos[plan.sharding]
+        one = prediction(shape, machine, rates[plan.sharding], plan, constants, parts=parts, memo=memo)
+        ranked.append((one.iteration_seconds, found.tried, one))
+        if keep is not None and len(ranked) > 40 * keep:
+            ranked = sorted(ranked)[:keep]
+    if not found.tried:
+        raise ConfigError(
+            f"No layout has {gpus} devices and {batch} samples a step: tensor parallel degrees must divide the heads, "
+            f"stages must divide the {shape.depth} blocks, and replicas the samples. Try a number of devices that "
+            "divides the batch, or another global batch."
+        )
+    found.predictions = [one for _, _, one in sorted(ranked)[:keep]]
+    return found
+
+
+def default_batch(shape: Shape, gpus: int) -> int:
+    """Samples of a step where none are asked for: a power of two near four million tokens, one per device at least."""
+    wanted = max(gpus, 2**22 // max(1, shape.samples_are_tokens))
+    batch = gpus
+    while batch * 2 <= wanted:
+        batch *= 2
+    return batch
+
+
+def vary(plan: Plan, **changes: Any) -> Plan:
+    """A copy of `plan` with fields changed to values known to be sound: without the checks of construction."""
+    other = copy.copy(plan)
+    for name, value in changes.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+def layouts(
+    shape: Shape, machine: Machine, gpus: int, batch: int, base: Plan, space: Space
+) -> Iterator[Plan]:
+    """Every legal layout in `space`."""
+    for tp in _tensor_degrees(shape, machine, gpus, space.tp):
+        for pp in _stages(shape, gpus // tp, space.pp):
+            for cp in space.cp:
+                if gpus % (tp * pp * cp):
+                    continue
+                dp = gpus // (tp * pp * cp)
+                if batch % dp:
+                    continue
+                for ep in _expert_degrees(shape, dp, space.ep):
+                    corner = vary(base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=False)
+                    yield from _within(shape, corner, batch // dp, space)
+
+
+def _within(shape: Shape, corner: Plan, samples: int, space: Space) -> Iterator[Plan]:
+    """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
+    chunks = _chunks(shape, corner.pp, space.virtual)
+    shardings = space.sharding if corner.dp * corner.cp > 1 else space.sharding[:1]
+    kinds = [kind for kind in space.recompute if kind != "selective" or corner.attention not in FUSED]
+    for micro in _micro_batches(samples, space.micro_batch):
+        for virtual in chunks:
+            schedule = "interleaved" if virtual > 1 else "1f1b"
+            if virtual > 1 and samples // micro % corner.pp:
+                continue
+            for sharding in shardings:
+                for kind in kinds:
+                    for sp in space.sp if corner.tp > 1 else (False,):
+                        yield vary(
+                            corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
+                            schedule=schedule, sharding=sharding, recompute=kind, sp=sp,
+                        )  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def _tensor_degrees(shape: Shape, machine: Machine, gpus: int, wanted: Sequence[int]) -> list[int]:
+    """Degrees that divide heads and hidden width, inside a node unless asked for."""
+    found = wanted or _divisors(min(gpus, machine.devices_per_node))
+    return [
+        tp
+        for tp in found
+        if gpus % tp == 0 and all(block.heads % tp == 0 and block.hidden % tp == 0 for block in shape.blocks)
+    ]
+
+
+def _stages(shape: Shape, devices: int, wanted: Sequence[int]) -> list[int]:
+    """Numbers of stages that share the blocks out evenly, entrance and exit counted or not."""
+    n = shape.depth
+    found = wanted or [p for p in range(1, min(n, devices) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
+    return [p for p in found if devices % p == 0]
+
+
+def _expert_degrees(shape: Shape, dp: int, wanted: Sequence[int]) -> list[int]:
+    experts = max(block.experts for block in shape.blocks)
+    if not experts:
+        return [1]
+    return [ep for ep in (wanted or _divisors(experts)) if experts % ep == 0 and dp % ep == 0]
+
+
+def _chunks(shape: Shape, pp: int, wanted: Sequence[int]) -> list[int]:
+    if pp == 1:
+        return [1]
+    if shape.depth % pp:
+        return [1]
+    return [v for v in (wanted or _divisors(shape.depth // pp)) if shape.depth % (pp * v) == 0]
+
+
+def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
+    if wanted:
+        return [size for size in wanted if samples % size == 0]
+    return [size for size in _divisors(min(samples, MOST_MICRO_BATCH)) if samples % size == 0]
+
+
+def nothing_fits(model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found) -> str:
+    """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
+    shape = shape_of(model)
+    name = model.short_form()
+    limit = machine.memory_bytes * MARGIN
+    assert found.nearest is not None
+    plan, needed = found.nearest
+    says = (
+        f"{name} ({shape.parameters / 1e9:.1f} billion parameters) fits in no layout on {gpus} {machine.name}: the "
+        f"smallest needs {needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give "
+        f"({plan.line()})."
+    )
+    remedies = []
+    more = _enough(shape, machine, plan, limit)
+    if more is not None:
+        remedies.append(f"use {more} devices or more")
+    if sum(memory(shape, vary(plan, offload="optimizer")).values()) <= limit:
+        remedies.append("keep the optimizer's states in host memory (offload=optimizer)")
+    if plan.algorithm == "adamw" and sum(memory(shape, vary(plan, algorithm="adam8bit")).values()) <= limit:
+        remedies.append("keep its moments in eight bits (algorithm=adam8bit)")
+    if plan.recompute not in ("early", "full"):
+        remedies.append("recompute blocks (recompute=full)")
+    if not remedies:
+        remedies.append("use devices with more memory")
+    return f"{says} To make it fit: {'; or '.join(remedies)}."
+
+
+def _enough(shape: Shape, machine: Machine, plan: Plan, limit: float) -> int | None:
+    """The smallest number of devices, by doubling, on which `plan` with everything sharded fits."""
+    for doublings in range(1, 14):
+        dp = plan.dp * 2**doublings
+        wider = vary(plan, dp=dp, sharding="fsdp", recompute="full", micro_batch=1, accumulate=1)
+        for pp in (plan.pp, *_stages(shape, 2**30, ())):
+            deeper = vary(wider, pp=pp, dp=max(1, dp * plan.pp // pp))
+            fits = sum(memory(shape, deeper).values()) <= limit
+            if fits and not list(layout_problems(shape, deeper)):
+                return deeper.gpus
+    return None

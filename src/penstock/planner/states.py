@@ -1,0 +1,74 @@
+"""Weights, gradients and optimizer states: bytes per parameter, and what an update moves."""
+
+from __future__ import annotations
+
+from penstock.config.plan import Plan
+
+MOMENTS = {"adamw": 2.0, "adam8bit": 2.0, "sgd": 1.0, "muon": 1.0}
+"""Numbers that an optimizer keeps per weight."""
+EIGHT_BIT = 1.03
+"""Bytes of a number kept in eight bits, with its blocks' scales (Dettmers et al., ICLR 2022)."""
+
+
+def weight_size(plan: Plan) -> int:
+    """Bytes per weight that forward and backward compute with."""
+    return (
+        2
+        if plan.precision in ("O2", "O3") or (plan.precision == "O1" and plan.sharding in ("fsdp", "hsdp"))
+        else 4
+    )
+
+
+def stored_size(plan: Plan) -> int:
+    """Bytes per weight as it is stored between steps, without master weights."""
+    return 2 if plan.precision in ("O2", "O3") else 4
+
+
+def gradient_size(plan: Plan) -> int:
+    """Bytes per gradient that is accumulated and reduced."""
+    return 4 if plan.gradients == "fp32" else stored_size(plan)
+
+
+def optimizer_size(plan: Plan) -> float:
+    """Bytes per weight that the optimizer keeps, master weights among them."""
+    number = stored_size(plan) if plan.precision == "O3" else 4.0
+    if plan.algorithm == "adam8bit":
+        number = EIGHT_BIT
+    return MOMENTS[plan.algorithm] * number + (4.0 if plan.precision == "O2" else 0.0)
+
+
+def update_bytes(plan: Plan) -> float:
+    """Bytes per weight that one update reads and writes, gradient clipping among them.
+
+    A fused AdamW reads weight, gradient and both moments and writes all but the gradient; written as single operators
+    it makes twenty accesses. Master weights add a gradient in fp32, its unscaling where the type is fp16, and the copy
+    back.
+    """
+    number = 2.0 if plan.precision == "O3" else 4.0
+    kept = MOMENTS[plan.algorithm]
+    state = EIGHT_BIT if plan.algorithm == "adam8bit" else number
+    fused = plan.optimizer in ("fused", "contiguous")
+    adam = (3 * number + 2 * kept * state) if fused else 20 * number * (1 + kept) / 3
+    clip = 3 * number
+    if plan.precision != "O2":
+        return adam + clip
+    size = gradient_size(plan)
+    cast = size + 4.0 if size == 2 else 0.0
+    unscale = 8.0 if plan.dtype == "fp16" else 0.0
+    return adam + clip + cast + unscale + 6.0 + size
+
+
+def optimizer_traffic(held: float, plan: Plan) -> tuple[float, float]:
+    """Bytes that one update moves on a device that holds `held` parameters, and kernels that it launches."""
+    shares = plan.dp * plan.cp if plan.sharding != "ddp" else 1
+    if plan.sharding == "hsdp":
+        shares = plan.shard
+    moved = held / shares * update_bytes(plan)
+    if plan.offload == "optimizer":
+        # Over the bus to the host, at a few hundredths of the memory's rate: see the memory model's notes.
+        moved *= HOST_SLOWDOWN
+    return moved, 40.0
+
+
+HOST_SLOWDOWN = 40.0
+"""How much slower an update in host memory is: 50 GB/s where the device has 2 TB/s."""

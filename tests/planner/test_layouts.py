@@ -1,0 +1,174 @@
+"""Times and layouts: bubbles, collectives, tiles, the search, and what is said of the impossible."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.machine import load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.transformer import TRANSFORMERS
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.planner import predict, search
+from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
+from penstock.planner.gemm import gemm_seconds
+from penstock.planner.layout import layout_problems, stage_blocks
+from penstock.planner.rates import rates_of
+from penstock.planner.search import explore
+from penstock.planner.shapes import shape_of
+
+A100 = load_machine("a100-80g")
+HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flash")
+
+
+def test_the_bubble_of_equal_stages_is_exact() -> None:
+    """(p-1)/m, and (p-1)/(v m) with v chunks; a model whose exit is small has nearly equal stages."""
+    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    for p, m, v in ((2, 8, 1), (8, 64, 1), (8, 64, 3), (4, 4, 2)):
+        schedule = "interleaved" if v > 1 else "1f1b"
+        plan = replace(HALF, tp=8, pp=p, accumulate=m, virtual=v, schedule=schedule)
+        assert predict(model, A100, plan).bubble_fraction == pytest.approx((p - 1) / (v * m), rel=0.02)
+
+
+def test_zero_bubbles_leave_a_third() -> None:
+    plan = replace(HALF, tp=8, pp=8, accumulate=16)
+    whole = predict(TRANSFORMERS["gpt-22b"], A100, plan)
+    filled = predict(TRANSFORMERS["gpt-22b"], A100, replace(plan, schedule="zero_bubble"))
+    assert filled.bubble_fraction == pytest.approx(whole.bubble_fraction / 3)
+
+
+@pytest.mark.parametrize(
+    ("depth", "stages", "blocks"),
+    [
+        (96, 8, (12, 12, 12)),
+        (70, 12, (5, 6, 5)),
+        (106, 12, (8, 9, 8)),
+        (10, 4, (2, 3, 2)),
+        (11, 4, (3, 3, 2)),
+    ],
+)
+def test_blocks_fall_on_stages(depth: int, stages: int, blocks: tuple[int, int, int]) -> None:
+    assert stage_blocks(depth, stages) == blocks
+
+
+def test_parts_sum_to_the_whole() -> None:
+    plan = replace(HALF, tp=8, sp=True, pp=8, dp=2, sharding="zero1", accumulate=32, recompute="full")
+    one = predict(TRANSFORMERS["gpt-175b"], A100, plan)
+    assert sum(one.seconds.values()) == pytest.approx(one.iteration_seconds)
+    assert sum(one.memory.values()) == pytest.approx(one.memory_bytes, rel=1e-6)
+    assert min(one.seconds.values()) >= 0.0
+    assert one.hfu / one.mfu == pytest.approx(4 / 3, rel=0.02)
+    assert one.gpus == 128
+    assert one.global_batch == 8 * 32 * 2
+
+
+def test_a_large_collective_is_bound_by_the_slowest_link() -> None:
+    rates = rates_of(A100, HALF)
+    inside = group_of(rates, 8, 1)
+    assert gather_seconds(inside, 8e9) == pytest.approx(7 / 8 * 8e9 / rates.link, rel=0.01)
+    assert reduce_seconds(inside, 8e9) == pytest.approx(2 * gather_seconds(inside, 8e9), rel=0.01)
+    # Eight groups of one member per node share a node's adapters: an eighth each.
+    across = group_of(rates, 4, 8)
+    assert across.bandwidth == pytest.approx(rates.node / 8)
+    assert group_of(rates, 32, 1).bandwidth == pytest.approx(rates.node)
+
+
+def test_more_latency_for_more_members_and_none_for_one() -> None:
+    rates = rates_of(A100, HALF)
+    times = [reduce_seconds(group_of(rates, size, 8), 1e4) for size in (1, 2, 4, 16, 64)]
+    assert times[0] == 0.0
+    assert times == sorted(times)
+
+
+def test_waves_are_whole() -> None:
+    """One tile more than the multiprocessors hold costs another wave."""
+    rates = rates_of(A100, HALF)
+    full = gemm_seconds(rates, 256 * 108, 128, 4096)
+    more = gemm_seconds(rates, 256 * 109, 128, 4096)
+    assert more > 1.25 * full
+    assert gemm_seconds(rates, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rates.gemm, rel=0.06)
+
+
+def test_rows_that_cross_lines_are_slower() -> None:
+    """A width of 14,400 over 8 devices is 1,800 = 8 · 225 numbers; 13,824 over 8 is 1,728 = 64 · 27."""
+    rates = rates_of(A100, HALF)
+    bad = gemm_seconds(rates, 2048, 14400, 1800) / (14400 * 1800)
+    good = gemm_seconds(rates, 2048, 13824, 1728) / (13824 * 1728)
+    assert bad > 1.15 * good
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tp=7", "plan.tp=7 cannot share out the model's 96 attention heads evenly"),
+        ("sp=true", "plan.tp=1"),
+        ("pp=97", "plan.pp=97 leaves stages without a block"),
+        ("pp=8 virtual=2", "needs plan.schedule=interleaved"),
+        ("pp=8 virtual=5 schedule=interleaved", "does not divide the model's 96 blocks"),
+        ("ep=4 dp=4", "splits experts, but the model has none"),
+        ("cp=3", "cannot split the model's 2048 tokens evenly"),
+        ("dp=8 sharding=hsdp shard=3", "does not divide the 8 replicas"),
+    ],
+)
+def test_impossible_degrees_name_the_constraint(line: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        predict(TRANSFORMERS["gpt-175b"], A100, Plan.parse(line))
+
+
+def test_every_layout_found_is_legal_and_fits() -> None:
+    model = TRANSFORMERS["gpt-175b"]
+    found = explore(model, A100, 512, global_batch=1536, keep=None)
+    assert found.tried > 300
+    assert found.too_large > 100
+    times = [one.iteration_seconds for one in found.predictions]
+    assert times == sorted(times)
+    for one in found.predictions:
+        assert not list(layout_problems(shape_of(model), one.plan))
+        assert one.plan.gpus == 512
+        assert one.plan.global_batch == 1536
+        assert one.memory_bytes < A100.memory_bytes
+        assert Plan.parse(one.plan.line()) == one.plan
+    best = found.predictions[0]
+    assert predict(model, A100, best.plan).iteration_seconds == pytest.approx(best.iteration_seconds)
+
+
+def test_what_fits_nowhere_says_what_would_make_it_fit() -> None:
+    with pytest.raises(
+        OutOfMemory, match=r"fits in no layout on 8 a100-80g.*To make it fit: use \d+ devices or more"
+    ):
+        search(TRANSFORMERS["gpt-175b"], A100, 8)
+    with pytest.raises(ConfigError, match="No layout has 11 devices"):
+        search(TRANSFORMERS["gpt-175b"], A100, 11, global_batch=100)
+
+
+def test_vision_models_are_searched_too() -> None:
+    best = search(PRESETS["vit-h14"], A100, 16, global_batch=1024)[0]
+    assert best.plan.gpus == 16
+    assert 0.2 < best.mfu < 0.75
+
+
+def test_experts_are_spread() -> None:
+    h100 = load_machine("h100")
+    best = search(TRANSFORMERS["mixtral-8x7b"], h100, 64, global_batch=1024)[0]
+    assert best.fits
+    alone = predict(TRANSFORMERS["mixtral-8x7b"], h100, replace(HALF, dp=8, ep=8))
+    assert alone.seconds["expert"] > 0.0
+    assert alone.memory["weights"] < predict(TRANSFORMERS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
+
+
+def test_one_prediction_and_a_whole_search_are_fast() -> None:
+    """The bounds are those that are promised: 0.2 ms and 2 s of one core, here with room for a busy machine."""
+    model = TRANSFORMERS["gpt-1t"]
+    plan = replace(HALF, tp=8, sp=True, pp=64, dp=6, sharding="zero1", accumulate=512)
+    predict(model, A100, plan)
+    begin = time.process_time()
+    for _ in range(200):
+        predict(model, A100, plan)
+    assert (time.process_time() - begin) / 200 < 0.4e-3
+    begin = time.process_time()
+    assert search(model, A100, 3072, global_batch=3072)
+    assert time.process_time() - begin < 2.0

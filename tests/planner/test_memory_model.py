@@ -1,0 +1,51 @@
+"""Activation memory against the published formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.plan import Plan
+from penstock.config.transformer import TRANSFORMERS
+from penstock.planner.memory_model import block_bytes, in_flight
+from penstock.planner.shapes import shape_of
+
+MODELS = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
+
+
+def kept(model: str, **settings: object) -> tuple[float, float]:
+    """Bytes of one block over sbh, and 5as/h."""
+    block = shape_of(TRANSFORMERS[model]).blocks[0]
+    base = Plan(precision="O2", compile="blocks", attention="plain", micro_batch=4)
+    plan = replace(base, **settings)  # type: ignore[arg-type]
+    unit = 2048 * 4 * block.width
+    return block_bytes(block, plan)[0] / unit, 5 * block.heads * 2048 / block.width
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_are_the_formulas_of_korthikanti_table_2(model: str) -> None:
+    t = 8
+    whole, scores = kept(model)
+    assert whole == pytest.approx(34 + scores, rel=1e-12)
+    assert kept(model, tp=t)[0] == pytest.approx(10 + 24 / t + scores / t, rel=1e-12)
+    assert kept(model, tp=t, sp=True)[0] == pytest.approx(34 / t + scores / t, rel=1e-12)
+    assert kept(model, tp=t, recompute="selective")[0] == pytest.approx(10 + 24 / t, rel=1e-12)
+    assert kept(model, tp=t, sp=True, recompute="selective")[0] == pytest.approx(34 / t, rel=1e-12)
+    assert kept(model, tp=t, recompute="full")[0] == 2
+
+
+def test_selective_recomputation_saves_what_section_5_says() -> None:
+    for model, saved in (("gpt-175b", 0.70), ("gpt-530b", 0.65)):
+        whole, _ = kept(model)
+        assert 1 - kept(model, recompute="selective")[0] / whole == pytest.approx(saved, abs=0.01)
+
+
+def test_the_pipeline_keeps_as_many_micro_batches_as_the_paper_says() -> None:
+    assert in_flight(Plan(pp=8, accumulate=64)) == 8
+    assert in_flight(Plan(pp=8, accumulate=4)) == 4
+    assert in_flight(Plan(pp=8, accumulate=64, schedule="gpipe")) == 64
+    # Section 4.2.3: L (1 + (p-1)/(p m)) layers with m interleaved stages.
+    assert in_flight(Plan(pp=8, accumulate=64, schedule="interleaved", virtual=3)) == pytest.approx(
+        8 * (1 + 7 / 24)
+    )

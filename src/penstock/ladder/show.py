@@ -94,7 +94,7 @@ def to_html(report: LadderReport) -> str:
         tiles.append(Tile(value=number(now), words=f"{unit} of the model, from {number(before)}"))
     if best.memory_bytes and first.memory_bytes:
         now, before = best.memory_bytes / _MIB, first.memory_bytes / _MIB
-        tiles.append(Tile(value=f"{now:,.0f} MiB", words=f"peak memory, from {before:,.0f}"))
+        tiles.append(Tile(value=f"{number(now)} MiB", words=f"peak memory, from {number(before)}"))
     if best.loss_difference is not None and report.noise is not None:
         words = f"loss difference; chance alone makes ±{report.noise.deviation:.3f}"
         tiles.append(Tile(value=f"{best.loss_difference:+.3f}", words=words))
@@ -262,7 +262,7 @@ def _figures_of(report: LadderReport, rung: RungResult) -> list[Cell]:
         Cell(_of_baseline(rung)),
         Cell(samples, f"{number(spread.low)} – {number(spread.high)}" if spread else ""),
         Cell(flops),
-        Cell(_memory(rung), f"{forecast.memory_bytes / _MIB:,.0f}" if forecast else ""),
+        Cell(_memory(rung), number(forecast.memory_bytes / _MIB) if forecast else ""),
         Cell(_compiling(rung)),
         Cell(f"{rung.loss:.4f}" if rung.loss is not None else "", _loss(rung)),
     ]
@@ -327,7 +327,7 @@ def _speeds(report: LadderReport, rung: RungResult) -> tuple[str, str]:
 
 
 def _memory(rung: RungResult) -> str:
-    return f"{rung.memory_bytes / _MIB:,.0f}" if rung.memory_bytes is not None else ""
+    return number(rung.memory_bytes / _MIB) if rung.memory_bytes is not None else ""
 
 
 def _compiling(rung: RungResult) -> str:

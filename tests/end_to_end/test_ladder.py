@@ -1,0 +1,170 @@
+"""A whole climb on real images, from the command line to the page; and with models of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.cli import main
+from penstock.config.machine import Machine, save_machine
+from penstock.config.plan import Plan
+from penstock.ladder import LadderReport, ladder
+
+MODEL = ["--model.width", "48", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "96"]
+SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 4, "device": "cpu"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    """A Machine file, so that nothing is probed."""
+    made = Machine(
+        name="toy", device="cpu", source="measured", peak_flops={"fp32": 5e10, "fp32_medium": 6e10, "bf16": 5e9},
+        memory_bytes=8e9, memory_bytes_per_second=1e10, launch_seconds=2e-6,
+    )  # fmt: skip
+    return str(save_machine(made, tmp_path / "toy.toml"))
+
+
+def test_the_ladder_of_a_tiny_vision_transformer(
+    machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ladder"
+    options = [
+        "--rounds",
+        "2",
+        "--round_seconds",
+        "0.01",
+        "--loss_steps",
+        "4",
+        "--batch",
+        "16",
+        "--device",
+        "cpu",
+    ]
+    words = ["ladder", "vit-digits", "--model.classifier", "token", *MODEL, *options, "--machine", machine]
+    assert main([*words, "--skip", "compile", "--output", str(out)]) == 0
+
+    found = json.loads((out / "ladder.json").read_text(encoding="utf-8"))
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    measured = {name for name, rung in rungs.items() if rung["to_baseline"] is not None}
+    may_be = {"attention-flash"}  # applies only where plain attention was kept before it
+    assert measured - may_be == {
+        "baseline", "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous",
+        "classifier", "layout", "attention-plain", "batch-x2", "batch-x4", "image", "whole-half",
+    }  # fmt: skip
+    assert {rungs[name]["status"] for name in rungs.keys() - measured} == {"unsupported"}
+    for name in measured:
+        rung = rungs[name]
+        assert rung["samples_per_second"]["median"] > 0
+        assert rung["memory_bytes"] > 100_000
+        assert name == "baseline" or rung["forecast"]["to_previous"] > 0
+    for name in ("optimizer-foreach", "optimizer-fused", "layout", "attention-plain"):
+        difference = rungs[name]["loss_difference"]
+        assert difference is None or abs(difference - rungs[_before(found, name)]["loss_difference"]) < 1e-3
+    assert found["noise"]["deviation"] > 0
+    assert len(found["noise"]["seeds"]) == 3
+    assert Plan.parse(found["plan"]).line() == found["plan"]
+
+    html = (out / "ladder.html").read_text(encoding="utf-8")
+    assert html.count("<svg") == 4
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last == found["train_command"]
+    assert last.startswith("penstock train vit-digits --model.width 48")
+    assert f'--plan "{found["plan"]}"' in last
+
+
+def _before(found: dict[str, Any], name: str) -> str:
+    """The rung that `name` was built upon."""
+    best = "baseline"
+    for rung in found["rungs"]:
+        if rung["name"] == name:
+            return best
+        best = rung["name"] if rung["status"] == "kept" else best
+    raise KeyError(name)
+
+
+def _perceptron() -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    batch = (torch.randn(8, 16), torch.arange(8) % 4)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+    return model, batch, loss
+
+
+def test_the_ladder_of_a_perceptron(machine: str) -> None:
+    report = ladder(factory=_perceptron, skip=("compile",), machine=machine, alone=True, **SHORT)
+    status = _status(report)
+    assert {status[name] for name in ("classifier", "layout", "attention-plain", "image")} == {"unsupported"}
+    for name in ("matmul", "optimizer-fused", "optimizer-contiguous", "batch-x2"):
+        rung = next(rung for rung in report.rungs if rung.name == name)
+        assert rung.measured, rung.reason
+        assert rung.forecast is not None
+        assert rung.loss_difference is not None
+    assert report.unit == "samples"
+    assert "penstock.build" in report.train_command
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_ladder_of_a_foreign_transformer(machine: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def factory() -> tuple[nn.Module, Any, Any]:
+        config = transformers.ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16,
+            patch_size=8, num_labels=4,
+        )  # fmt: skip
+        batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 3])}
+        return transformers.ViTForImageClassification(config), batch, lambda model, batch: model(**batch).loss
+
+    report = ladder(
+        factory=factory,
+        rungs=("matmul", "optimizer-fused", "attention-plain", "layout"),
+        machine=machine,
+        **SHORT,
+    )
+    status = _status(report)
+    assert status["layout"] == "unsupported"
+    assert status["attention-plain"] in ("kept", "left")
+    assert status["optimizer-fused"] in ("kept", "left")
+
+
+def test_a_factory_may_be_given_as_the_model(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "given_as_model.py").write_text(
+        "from torch import nn, ones\n"
+        "def factory():\n"
+        "    return nn.Linear(4, 1), ones(2, 4), lambda model, batch: model(batch).square().mean()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "ladder",
+        "--model",
+        "given_as_model:factory",
+        "--rungs",
+        "matmul",
+        "--loss_steps",
+        "0",
+        "--rounds",
+        "2",
+    ]
+    assert main([*words, "--round_seconds", "0.001", "--machine", machine, "--device", "cpu"]) == 0
+    found = json.loads(Path("runs/ladder/ladder.json").read_text(encoding="utf-8"))
+    assert found["title"] == "given_as_model:factory"
+    assert found["command"].startswith("penstock ladder --model given_as_model:factory")
+    assert found["noise"] is None
+
+
+def test_a_rung_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ladder", "vit-digits", "--rungs", "matmull"]) == 2
+    assert "Did you mean 'matmul'?" in capsys.readouterr().err
+
+
+def _status(report: LadderReport) -> dict[str, str]:
+    return {rung.name: rung.status for rung in report.rungs}

@@ -1,0 +1,132 @@
+"""Memory and losses of real contenders, and that switches of one do not leak into another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.config.machine import Machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.ladder import measure
+from penstock.ladder.rung import Setting
+from penstock.ladder.settings import LadderConfig
+from penstock.ladder.subject import Configured
+from penstock.planner import predict
+
+CPU = Machine(
+    name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11, "fp32_medium": 2e11, "bf16": 4e11},
+    memory_bytes_per_second=1e10, launch_seconds=1e-6,
+)  # fmt: skip
+MODEL = replace(PRESETS["vit-digits"], width=48, depth=2, heads=2, mlp_width=96, classifier="token")
+
+
+@pytest.fixture
+def subject() -> Configured:
+    return Configured(LadderConfig(model=MODEL, batch=16), torch.device("cpu"), CPU)
+
+
+def _with(subject: Configured, line: str, **model: object) -> Setting:
+    assert subject.first.model is not None
+    return Setting(
+        model=replace(subject.first.model, **model),  # type: ignore[arg-type]
+        plan=Plan.parse(f"{line} micro_batch=16"),
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["", "optimizer=fused", "optimizer=contiguous", "precision=O3", "attention=plain"]
+)
+def test_peak_memory_is_near_what_the_planner_says(subject: Configured, line: str) -> None:
+    setting = replace(_with(subject, line), plan=replace(Plan.parse(line), micro_batch=64))
+    assert setting.model is not None
+    found = measure.peak_memory(measure.contend(subject, setting, 0))
+    assert found == pytest.approx(predict(setting.model, CPU, setting.plan).memory_bytes, rel=0.15)
+
+
+def test_peak_memory_sees_what_a_step_holds_at_once(subject: Configured) -> None:
+    """A step whose forward keeps a known amount more weighs just that much more."""
+    contender = measure.contend(subject, subject.first, 0)
+    before = measure.peak_memory(contender)
+    step = contender.built.step
+
+    def heavier(batches: object) -> object:
+        held = torch.empty(50_000_000, dtype=torch.uint8)
+        result = step(batches)  # type: ignore[arg-type]
+        del held
+        return result
+
+    contender.built = replace(contender.built, step=heavier)  # type: ignore[arg-type]
+    assert measure.peak_memory(contender) - before == pytest.approx(50_000_000, rel=1e-3)
+
+
+def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) -> None:
+    first = measure.losses(subject, subject.first, 0, 3)
+    again = measure.losses(subject, subject.first, 0, 3)
+    other = measure.losses(subject, subject.first, 1, 3)
+    assert first == again
+    assert first != other
+    assert len(first) == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["optimizer=fused", "optimizer=contiguous", "layout=batch_second", "attention=plain"]
+)
+def test_what_changes_speed_only_changes_no_loss(subject: Configured, line: str) -> None:
+    plain = measure.losses(subject, subject.first, 0, 4)
+    torch.testing.assert_close(
+        torch.tensor(measure.losses(subject, _with(subject, line), 0, 4)), torch.tensor(plain)
+    )
+
+
+def test_a_pooled_model_starts_from_the_weights_it_shares(subject: Configured) -> None:
+    token = dict(subject.build(subject.first, 0).model.named_parameters())
+    pooled = dict(subject.build(_with(subject, "", classifier="pooled"), 0).model.named_parameters())
+    torch.testing.assert_close(pooled["positions"], token["positions"][1:])
+    for name in pooled.keys() - {"positions"}:
+        torch.testing.assert_close(pooled[name], token[name])
+
+
+def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> None:
+    before = torch.get_float32_matmul_precision()
+    pair = [measure.contend(subject, _with(subject, line), 0) for line in ("matmul=medium", "")]
+    seen: list[tuple[int, str]] = []
+    for index, contender in enumerate(pair):
+        model = contender.built.model
+        model.register_forward_hook(
+            lambda module, args, out, index=index: seen.append((index, torch.get_float32_matmul_precision()))
+        )
+    measure.interleaved(pair, 2, 1e-6)
+    assert set(seen) == {(0, "medium"), (1, "highest")}
+    assert [index for index, _ in seen] == [0, 1, 1, 0]  # each round begins with another
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiling_is_timed_and_leaves_losses_alone(subject: Configured) -> None:
+    with measure.side_by_side():
+        setting = _with(subject, "compile=blocks")
+        contender = measure.contend(subject, setting, 0)
+        assert contender.compile_seconds is not None
+        assert contender.compile_seconds > contender.step_seconds
+        torch.testing.assert_close(
+            torch.tensor(measure.losses(subject, setting, 0, 3)),
+            torch.tensor(measure.losses(subject, subject.first, 0, 3)),
+        )
+        assert measure.peak_memory(contender) < 2 * measure.peak_memory(
+            measure.contend(subject, subject.first, 0)
+        )
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu_is_near_what_the_planner_says() -> None:
+    device = torch.device("cuda")
+    machine = replace(CPU, device="cuda", peak_flops={"fp32": 1e13, "tf32": 1e14, "bf16": 1e14})
+    model = replace(PRESETS["vit-s16"], depth=4)
+    subject = Configured(LadderConfig(model=model, batch=32), device, machine)
+    found = measure.peak_memory(measure.contend(subject, subject.first, 0))
+    assert found == pytest.approx(predict(model, machine, subject.first.plan).memory_bytes, rel=0.1)

@@ -1,0 +1,150 @@
+"""What every rung must hold, and what the single ones change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import get_args
+
+import pytest
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import AttentionBackend, Plan
+from penstock.errors import ConfigError
+from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose, register
+
+CPU = Machine(
+    name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11, "fp32_medium": 2e11, "bf16": 4e11}
+)
+FIRST = Setting(model=PRESETS["vit-s16"], plan=Plan(micro_batch=8))
+OWN = Setting(model=None, plan=Plan(micro_batch=8))
+
+
+def _situation(machine: Machine) -> Situation:
+    return Situation(
+        machine=machine,
+        micro_batch=8,
+        attention=get_args(AttentionBackend),
+        layouts=("batch_first", "batch_second"),
+    )
+
+
+def _named(name: str) -> Rung:
+    return next(rung for rung in all_rungs() if rung.name == name)
+
+
+@pytest.mark.parametrize("rung", all_rungs(), ids=lambda rung: rung.name)
+def test_a_rung_changes_something_and_says_why(rung: Rung) -> None:
+    situation = _situation(load_machine("h100"))
+    changed = rung.apply(FIRST, situation)
+    assert changed != FIRST
+    assert (
+        rung.apply(changed, situation) == changed or rung.name == "image"
+    )  # climbing twice is climbing once
+    assert Plan.parse(changed.plan.line()) == changed.plan
+    assert rung.why.endswith(".")
+    assert rung.title == rung.title.strip()
+    assert len(rung.title) <= 22  # it stands below a bar
+
+
+@pytest.mark.parametrize("rung", all_rungs(), ids=lambda rung: rung.name)
+def test_a_rung_changes_one_thing(rung: Rung) -> None:
+    changed = rung.apply(FIRST, _situation(load_machine("h100")))
+    assert changed.model is not None
+    assert FIRST.model is not None
+    differing = [f.name for f in fields(Plan) if getattr(changed.plan, f.name) != getattr(FIRST.plan, f.name)]
+    differing += [
+        f.name for f in fields(FIRST.model) if getattr(changed.model, f.name) != getattr(FIRST.model, f.name)
+    ]
+    assert set(differing) <= {"precision", "dtype"} or len(differing) == 1
+
+
+@pytest.mark.parametrize("machine", ["v100", "a100-80g", "h100"])
+def test_what_no_rung_objects_to_is_a_valid_plan_once_climbed_to(machine: str) -> None:
+    """Climbing everything on a GPU ends in a plan that the validation accepts at each step, or says why not."""
+    situation = _situation(load_machine(machine))
+    setting = FIRST
+    refused = []
+    for rung in all_rungs():
+        if rung.obstacle(setting, situation) is None:
+            candidate = rung.apply(setting, situation)
+            assert candidate.model is not None
+            try:
+                candidate.plan.validate(candidate.model, situation.machine)
+            except ConfigError:
+                refused.append(rung.name)
+            else:
+                setting = candidate
+    assert setting.plan.optimizer == "contiguous"
+    assert setting.plan.precision == "O3"
+    assert setting.plan.dtype == ("fp16" if machine == "v100" else "bf16")
+    assert setting.plan.micro_batch == 32
+    assert refused == (["attention-flash", "attention-cudnn"] if machine == "v100" else [])
+
+
+def test_the_order_is_that_of_the_ladder() -> None:
+    order = [rung.name for rung in all_rungs()]
+    told = [
+        "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "classifier", "layout",
+        "attention-plain", "compile-blocks", "compile-whole", "batch-x2", "image", "whole-half",
+    ]  # fmt: skip
+    assert [name for name in order if name in told] == told
+
+
+@pytest.mark.parametrize("name", ["classifier", "image"])
+def test_rungs_that_rebuild_the_model_do_not_apply_to_a_model_of_ones_own(name: str) -> None:
+    reason = _named(name).obstacle(OWN, _situation(CPU))
+    assert reason is not None
+    assert "your own" in reason
+
+
+def test_obstacles_of_the_situation() -> None:
+    cpu = _situation(CPU)
+    assert "one layout" in str(_named("layout").obstacle(OWN, replace(cpu, layouts=("batch_first",))))
+    assert "cannot be switched" in str(_named("attention-plain").obstacle(OWN, replace(cpu, attention=())))
+    assert "told apart" in str(_named("batch-x2").obstacle(OWN, replace(cpu, splittable=False)))
+    assert "GPUs only" in str(_named("attention-cudnn").obstacle(FIRST, cpu))
+    assert "does not compute in fp16" in str(_named("half-fp16").obstacle(FIRST, cpu))
+    assert "loss scale" in str(_named("half-fp16").obstacle(FIRST, _situation(load_machine("h100"))))
+    assert "no TF32" in str(_named("matmul").obstacle(FIRST, _situation(load_machine("v100"))))
+    pooled = replace(FIRST, model=PRESETS["vit-digits"])
+    assert "already" in str(_named("classifier").obstacle(pooled, cpu))
+    narrow = replace(CPU, peak_flops={"fp32": 1e11})
+    assert "does not compute in bf16" in str(_named("half-bf16").obstacle(FIRST, _situation(narrow)))
+    assert "neither" in str(_named("whole-half").obstacle(FIRST, _situation(narrow)))
+
+
+def test_the_larger_image_of_the_usual_size_is_256() -> None:
+    situation = _situation(CPU)
+    image = _named("image")
+    larger = image.apply(FIRST, situation).model
+    assert larger is not None
+    assert larger.image_size == 256
+    h14 = image.apply(replace(FIRST, model=PRESETS["vit-h14"]), situation).model
+    assert h14 is not None
+    assert h14.image_size == 252  # 14-pixel patches do not divide 256
+
+
+def test_names_and_groups_choose() -> None:
+    assert [r.name for r in choose(("compile", "matmul"))] == ["matmul", "compile-blocks", "compile-whole"]
+    assert "compile-whole" not in {r.name for r in choose(skip=("compile",))}
+    assert [r.name for r in choose(("optimizer",), ("optimizer-foreach",))] == [
+        "optimizer-fused",
+        "optimizer-contiguous",
+    ]
+    with pytest.raises(ConfigError, match=r"no rung 'matmull'. Did you mean 'matmul'"):
+        choose(("matmull",))
+
+
+def test_a_name_is_taken_once() -> None:
+    matmul = _named("matmul")
+    assert register(matmul) is matmul  # importing a module again is no conflict
+    with pytest.raises(ConfigError, match="already is a rung named 'matmul'"):
+        register(replace(matmul, title="another"))
+
+
+def test_rungs_are_free_of_torch() -> None:
+    code = "import sys; from penstock.ladder.rung import all_rungs; all_rungs(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

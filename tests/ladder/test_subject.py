@@ -1,0 +1,157 @@
+"""What climbs: presets by their shortest words, and models of anybody's own."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.config.machine import Machine
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.ladder.rung import Setting
+from penstock.ladder.settings import LadderConfig
+from penstock.ladder.subject import Configured, Own, load_factory, preset_name
+
+CPU = Machine(
+    name="toy",
+    device="cpu",
+    source="measured",
+    peak_flops={"fp32": 1e11, "bf16": 4e11},
+    memory_bytes_per_second=1e10,
+)
+DEVICE = torch.device("cpu")
+
+
+def _mse(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def _perceptron() -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, {"x": torch.ones(4, 8), "y": torch.zeros(4, 1), "note": "kept"}, _mse
+
+
+def _own(factory: Any = _perceptron) -> Own:
+    return Own(factory, "mine", LadderConfig(), DEVICE, CPU)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_name(name: str) -> None:
+    assert PRESETS[preset_name(PRESETS[name])] == PRESETS[name]
+
+
+def test_what_differs_from_a_preset_is_said() -> None:
+    assert (
+        preset_name(replace(PRESETS["vit-s16"], classifier="pooled")) == "vit-s16 --model.classifier pooled"
+    )
+
+
+def test_the_train_command_is_one_that_train_takes() -> None:
+    from penstock.config.load import load
+    from penstock.config.run import RunConfig
+
+    subject = Configured(LadderConfig(model=PRESETS["vit-b16"]), DEVICE, CPU)
+    model = replace(PRESETS["vit-b16"], classifier="pooled", layer_scale=1e-5)
+    plan = Plan.parse("precision=O1 optimizer=fused micro_batch=16")
+    words = shlex.split(subject.train_command(Setting(model=model, plan=plan)))
+    assert words[:3] == ["penstock", "train", "vit-b16"]
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    overrides = {key.removeprefix("--"): value for key, value in options.items()}
+    made = load(RunConfig, overrides={"model": words[2], **overrides})
+    assert made.model == model
+    assert made.plan == plan
+
+
+def test_batches_are_real_images_of_the_models_size() -> None:
+    config = ViTConfig(image_size=24, patch_size=8, width=32, depth=1, heads=2, mlp_width=64, classes=12)
+    subject = Configured(LadderConfig(model=config, batch=4), DEVICE, CPU)
+    first = next(subject.batches(subject.first, 0))
+    again = next(subject.batches(subject.first, 0))
+    other = next(subject.batches(subject.first, 1))
+    assert first.images.shape == (4, 3, 24, 24)
+    assert first.images.std() > 0.1
+    torch.testing.assert_close(first.images, again.images)
+    assert list(first.ids) != list(other.ids)
+
+
+def test_a_model_of_ones_own_is_built_from_the_seeds_weights() -> None:
+    subject = _own()
+    built = subject.build(subject.first, 3)
+    again = subject.build(subject.first, 3)
+    other = subject.build(subject.first, 4)
+    for (name, one), two, three in zip(
+        built.model.named_parameters(), again.model.parameters(), other.model.parameters(), strict=True
+    ):
+        assert one is not two
+        assert torch.equal(one, two), name
+        assert not torch.equal(one, three), name
+
+
+def test_a_factory_that_returns_one_model_every_time_is_never_trained_itself() -> None:
+    model, batch, loss = _perceptron()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    subject = _own(lambda: (model, batch, loss))
+    built = subject.build(subject.first, 0)
+    built.step([next(subject.batches(subject.first, 0))])
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_a_batch_grows_where_its_samples_are_known() -> None:
+    subject = _own()
+    assert subject.situation().splittable
+    larger = replace(subject.first, plan=replace(subject.first.plan, micro_batch=12))
+    batch = next(subject.batches(larger, 0))
+    assert batch["x"].shape == (12, 8)
+    assert batch["y"].shape == (12, 1)
+    assert batch["note"] == "kept"
+    assert subject.workload(larger).samples == 12
+    assert subject.model_flops(larger) == 3 * subject.model_flops(subject.first)
+
+
+def test_a_batch_whose_tensors_disagree_is_left_alone() -> None:
+    def factory() -> tuple[nn.Module, Any, Any]:
+        model, batch, loss = _perceptron()
+        return model, {**batch, "weights": torch.ones(3)}, loss
+
+    assert not _own(factory).situation().splittable
+
+
+def test_what_a_factory_must_return_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"mine returned Linear, but must return three things"):
+        _own(lambda: nn.Linear(1, 1))
+
+
+def test_a_foreign_transformer_offers_what_its_family_can() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def factory() -> tuple[nn.Module, Any, Any]:
+        config = transformers.ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16,
+            patch_size=8, num_labels=4,
+        )  # fmt: skip
+        model = transformers.ViTForImageClassification(config)
+        batch = {"pixel_values": torch.zeros(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+        return model, batch, lambda model, batch: model(**batch).loss
+
+    situation = _own(factory).situation()
+    assert {"plain", "sdpa"} <= set(situation.attention)
+    assert situation.layouts == ("batch_first",)
+
+
+def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somewhere_mine.py").write_text("def factory():\n    return 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/usr/lib"])
+    assert load_factory("somewhere_mine:factory")() == 7
+    with pytest.raises(ConfigError, match="has no function 'other'"):
+        load_factory("somewhere_mine:other")
+    with pytest.raises(ConfigError, match=r"nowhere_at_all of the factory .* cannot be imported"):
+        load_factory("nowhere_at_all:factory")

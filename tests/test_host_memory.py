@@ -46,3 +46,12 @@ def test_other_allocators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_glibc", lambda: None)
     with pytest.raises(EnvironmentProblem, match="use 'release'"):
         host_memory.keep_freed_memory(True)
+
+
+def test_settling_acts_only_on_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(host_memory, "_kept", False)
+    monkeypatch.setattr(host_memory, "keep_freed_memory", calls.append)
+    changes = [host_memory.settle(keep=keep) for keep in (False, True, True, False, False)]
+    assert changes == [False, True, False, True, False]
+    assert calls == [True, False]

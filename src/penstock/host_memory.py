@@ -40,6 +40,23 @@ def unavailable() -> str | None:
     return None
 
 
+_kept = False
+
+
+def settle(*, keep: bool) -> bool:
+    """`keep_freed_memory(keep)` if it is not so already; returns whether that changed anything.
+
+    Cheap enough for every step, so that Plans which differ in this can take turns in one process. A process that
+    never asked to keep memory is left as it is, whatever its environment told the allocator.
+    """
+    global _kept
+    if keep == _kept:
+        return False
+    keep_freed_memory(keep)
+    _kept = keep
+    return True
+
+
 def keep_freed_memory(keep: bool) -> None:
     """Keep freed blocks up to 1 GiB mapped (`keep`), or return them to the kernel as a fresh process would.
 

@@ -7,8 +7,10 @@ its random state and its gradient mode are as they were.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import mmap
 import os
 import platform
 import statistics
@@ -63,6 +65,7 @@ _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that the
 # large shapes would take minutes: those that this one predicts to take longer than the patience are left out.
 _FIRST_SHAPE: Shape = (256, 256, 256)
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
         samples = _gemm_samples(where, quick, budget)
         bandwidth = _memory_bandwidth(where, budget)
         launch = _launch_seconds(where)
+        page = _page_seconds() if where.type == "cpu" else 0.0
         collective = _all_reduce_bandwidth(where, quick)
     best: dict[str, float] = {}
     for sample in samples:
@@ -102,6 +106,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
         memory_bytes=_memory_bytes(where),
         memory_bytes_per_second=bandwidth,
         launch_seconds=launch,
+        page_seconds=page,
         collective_bytes_per_second=collective,
         gemm=tuple(samples),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
@@ -362,6 +367,23 @@ def _launch_seconds(device: torch.device) -> float:
     """What one small operator costs in a long row of them, its output allocated as in any model."""
     a, b = torch.ones(2, 16, device=device)
     return _seconds(lambda: torch.add(a, b), device, 0.05)
+
+
+def _page_seconds() -> float:
+    """What the first touch of a page costs over a later one: the kernel clears and maps it."""
+    size = 2**26
+
+    def fill(memory: mmap.mmap) -> float:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = time.perf_counter()
+        ctypes.memset(address, 1, size)
+        return time.perf_counter() - start
+
+    extra = []
+    for _ in range(5):
+        with mmap.mmap(-1, size) as memory:
+            extra.append(fill(memory) - fill(memory))
+    return max(0.0, statistics.median(extra)) / (size // _PAGE_BYTES)
 
 
 def _all_reduce_bandwidth(device: torch.device, quick: bool) -> float | None:

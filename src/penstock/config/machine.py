@@ -49,6 +49,8 @@ class Machine:
     memory_bytes_per_second: float = 0.0
     launch_seconds: float = 0.0
     """What one more operator costs, however small."""
+    page_seconds: float = 0.0
+    """What a CPU's kernel takes to clear and map one page of 4 KiB on its first touch."""
     link_bytes_per_second: float | None = None
     """To devices in the same node, one direction."""
     devices_per_node: int = 1

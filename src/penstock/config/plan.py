@@ -18,6 +18,7 @@ OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 Layout = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math"]
 Compile = Literal["none", "blocks", "whole"]
+HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "operators", "early", "full"]
@@ -64,6 +65,8 @@ class Plan:
     `auto` is Penstock's choice by device, dtype and sequence length."""
     compile: Compile = "none"
     """torch.compile: of each repeated block (`blocks`, one compilation serves all), or of the whole model."""
+    host_memory: HostMemory = "release"
+    """Whether memory that a step frees on a CPU goes back to the kernel or stays mapped for the next step."""
     micro_batch: int = 8
     """Samples per forward pass on one device."""
     accumulate: int = 1
@@ -245,6 +248,11 @@ class Plan:
             yield (
                 f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={self.optimizer} cannot skip an overflowed "
                 "step without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
+            )
+        if self.host_memory != "release" and machine.device == "cuda":
+            yield (
+                f"plan.host_memory={self.host_memory} has no effect on a GPU's step, and machine {machine.name} is one; "
+                "leave it out."
             )
         if self.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
             yield (

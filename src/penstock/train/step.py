@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
+from penstock.host_memory import settle
 from penstock.optim import EMA, clipped_step
 from penstock.precision import LossScaler, autocast, matmul_precision
 
@@ -88,6 +89,7 @@ class TrainStep:
         """Take one step. Raises ConfigError when there is no micro-batch."""
         if not micro_batches:
             raise ConfigError("A training step was given no micro-batch; give it at least one.")
+        settle(keep=self.plan.host_memory == "keep")
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             losses = [self._accumulate(batch, len(micro_batches)) for batch in micro_batches]

@@ -1,0 +1,29 @@
+"""Freed host memory stays mapped."""
+
+from dataclasses import replace
+
+from penstock.host_memory import unavailable
+from penstock.ladder.rung import Rung, Setting, Situation, register
+
+
+def _apply(setting: Setting, situation: Situation) -> Setting:
+    return replace(setting, plan=replace(setting.plan, host_memory="keep"))
+
+
+def _obstacle(setting: Setting, situation: Situation) -> str | None:
+    if situation.machine.device != "cpu":
+        return "a GPU's own allocator keeps freed memory already"
+    return unavailable()
+
+
+register(
+    Rung(
+        name="memory",
+        place=150,
+        title="keep freed memory",
+        why="The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the "
+        "same pages again.",
+        apply=_apply,
+        obstacle=_obstacle,
+    )
+)

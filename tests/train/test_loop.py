@@ -267,11 +267,39 @@ def test_two_runs_do_not_share_a_directory(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_request_saves_the_next_step(config: RunConfig, number: signal.Signals) -> None:
-    with pytest.raises(SavedRequeue, match=f"{number.name} after step 5") as caught:
+    with pytest.raises(SavedRequeue, match=f"{number.name} after step 4") as caught:
         train(config, display=At(4, lambda: os.kill(os.getpid(), number)))
     assert caught.value.exit_code == 75
-    assert checkpoint.steps(Path(config.output) / "checkpoints") == [3, 5]
-    assert train(config).resumed_at == 5
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == [3, 4]
+    assert train(config).resumed_at == 4
+
+
+def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once(config: RunConfig) -> None:
+    often = replace(config, recipe=replace(config.recipe, eval_every_epochs=4 * 32 / 1442))
+    train(often)
+    assert [event for event in events(often) if event[0] == "evaluation"] == [
+        ("evaluation", 4),
+        ("evaluation", 8),
+    ]
+    broken = replace(often, output=f"{often.output}-broken")
+    with pytest.raises(SavedRequeue, match="after step 4"):
+        train(broken, display=At(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert ("evaluation", 4) not in events(broken)
+    with pytest.raises(Cut):
+        train(broken, display=At(6, cut))
+    train(broken)
+
+    def told(config: RunConfig) -> list[Any]:
+        records = read_metrics(Path(config.output) / "metrics.jsonl")
+        return [(r["step"], r["top1"], r["loss"]) for r in records if r["event"] == "evaluation"]
+
+    assert told(broken) == told(often)
+
+
+def test_a_stop_request_at_the_last_step_finishes_the_run(config: RunConfig) -> None:
+    result = train(config, display=At(8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert result.steps == 8
+    assert result.export.is_dir()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from penstock.build import build
 from penstock.config.load import dump_toml, to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
-from penstock.errors import NumericError, SavedRequeue
+from penstock.errors import SavedRequeue
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
@@ -51,7 +51,7 @@ from penstock.train.prepare import machine_of, open_sources, set_aside, with_cla
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
 from penstock.train.state import changes, own_random, random_state, seed_random, set_random_state
-from penstock.train.window import REMEDY, Window
+from penstock.train.window import Window, require_finite
 
 _log = logging.getLogger(__name__)
 
@@ -122,75 +122,85 @@ class _Run:
         self.config = config = with_classes(config, train_source)
         config.plan.validate(config.model, self.machine)
         self.schedule = Schedule.of(config, len(train_source))
-        learning_rate(
-            0, config.recipe, self.schedule.total
-        )  # a warm-up that does not fit is said before anything runs
+        learning_rate(0, config.recipe, self.schedule.total)  # refuses a warm-up that does not fit
         self.prediction = predict(config.model, self.machine, config.plan)
         self.meter = Meter.of(self.prediction, self.machine)
 
         snapshot = self._find_snapshot(resume)
         (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
         self.resumed_at = self.step = snapshot.step if snapshot else 0
-        seed_random(config.seed)
-        self.loss = math.nan
+        self.saved_at = self.step
+        self.evaluated_at = 0
         self.evaluation: Evaluation | None = None
+        self.loss = math.nan
 
+        seed_random(config.seed)
+        self.memory_before = resident_memory()
         self.built = build(
             config.model,
             config.plan,
-            device=self.device,
+            device=device,
             recipe=config.recipe,
             seed=config.seed,
             machine=self.machine,
         )
         self.loader = Loader(
-            train_source,
-            batch=config.plan.micro_batch,
-            image_size=config.model.image_size,
-            classes=config.model.classes,
-            augment=config.recipe.augment,
-            seed=config.seed,
-            device=self.device,
-            workers=config.data.workers,
+            train_source, augment=config.recipe.augment, seed=config.seed, **_reading(config, device)
         )
-        self.window = Window(config.log_every, self.device)
-        self.timer = StepTimer(self.device)
-        self.step_seconds: list[float] = []
-        self.waited = 0.0
-        self.memory_before = resident_memory()
-        self.metrics = MetricsFile(output / "metrics.jsonl")
-        self.metrics.rewind(self.step if snapshot else -1)
-        self.board = TensorBoard(output / "tensorboard", resumed_at=self.step) if tensorboard else None
         if snapshot:
             self._restore(snapshot)
         elif config.init_from:
             self._start_from(config.init_from)
 
+        self.window = Window(config.log_every, device)
+        self.timer = StepTimer(device)
+        self.step_seconds: list[float] = []
+        self.waited = 0.0
+        self.metrics = MetricsFile(output / "metrics.jsonl")
+        self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
+        self.board = TensorBoard(output / "tensorboard", resumed_at=self.step) if tensorboard else None
+
     def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
         """Train to the end, or until asked to stop."""
-        self._announce()
         try:
+            self._announce()
+            if self.resumed_at and self._evaluation_is_due():
+                self._evaluate()
             while self.step < self.schedule.total:
                 if not len(self.window):
                     self._open_window()
                 self._train_step()
                 lock.touch()
-                stopping = stop.signal is not None and self.step < self.schedule.total
-                if stopping or self.schedule.logs(self.step):
+                if self.schedule.logs(self.step):
                     self._log()
-                if self.schedule.evaluates(self.step):
+                self._stop_if_asked(stop)
+                if self._evaluation_is_due():
                     self._evaluate()
-                if stopping or self.schedule.saves(self.step):
+                if self.schedule.saves(self.step):
                     self._save()
-                if stopping:
-                    assert stop.signal is not None
-                    raise SavedRequeue(
-                        f"Stopped by {stop.signal.name} after step {self.step}, which is saved in {self.folder}. "
-                        f"The same command goes on from there."
-                    )
+                self._stop_if_asked(stop)
             return self._finish()
         finally:
             self.display.end()
+
+    def _stop_if_asked(self, stop: StopRequest) -> None:
+        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life."""
+        if stop.signal is None or self.step == self.schedule.total:
+            return
+        if len(self.window):
+            self._log()
+        self._save()
+        raise SavedRequeue(
+            f"Stopped by {stop.signal.name} after step {self.step}, which is saved in {self.folder}. "
+            f"The same command goes on from there."
+        )
+
+    def _told_again(self) -> set[str]:
+        """Events that this life will record at the very step it goes on from."""
+        return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
+
+    def _evaluation_is_due(self) -> bool:
+        return self.schedule.evaluates(self.step) and self.evaluated_at != self.step
 
     def close(self) -> None:
         """End threads, processes and files."""
@@ -259,17 +269,10 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        loader = Loader(
-            self.val_source,
-            batch=self.config.plan.micro_batch,
-            image_size=self.config.model.image_size,
-            classes=self.config.model.classes,
-            device=self.device,
-            workers=self.config.data.workers,
-            endless=False,
-        )
+        loader = Loader(self.val_source, endless=False, **_reading(self.config, self.device))
         with loader, self._final_weights():
             self.evaluation = evaluate(self.built.model, loader)
+        self.evaluated_at = self.step
         self._record(
             "evaluation",
             epoch=self.schedule.epoch(self.step),
@@ -305,8 +308,10 @@ class _Run:
 
     def _save(self) -> None:
         """Commit everything that the future of the run depends on."""
+        if self.saved_at == self.step:
+            return
         started = time.perf_counter()
-        self._require_finite()
+        require_finite(self.built.model, self.step)
         weights = {"weights": self.built.model.state_dict()}
         if self.built.ema is not None:
             weights["ema"] = self.built.ema.state_dict()
@@ -320,6 +325,7 @@ class _Run:
                 "random": random_state(self.device),
                 "progress": {
                     "loss": self.loss,
+                    "evaluated_at": self.evaluated_at,
                     "evaluation": dataclasses.asdict(self.evaluation) if self.evaluation else None,
                 },
             },
@@ -327,18 +333,8 @@ class _Run:
             plan=self.config.plan.line(),
         )
         path = checkpoint.save(self.folder, snapshot, keep=self.config.keep)
+        self.saved_at = self.step
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
-
-    def _require_finite(self) -> None:
-        """A loss shows a bad weight one step late; a checkpoint must not hold one at all."""
-        bad = [
-            name for name, value in self.built.model.state_dict().items() if not bool(value.isfinite().all())
-        ]
-        if bad:
-            raise NumericError(
-                f"After step {self.step} weights are not finite: {', '.join(bad[:3])}"
-                f"{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}. No checkpoint was written of it. {REMEDY}"
-            )
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Become what `_save` saw; the random generators last, for building has drawn from them."""
@@ -351,6 +347,7 @@ class _Run:
         self.loader.load_state_dict(snapshot.state["loader"])
         progress = snapshot.state["progress"]
         self.loss = progress["loss"]
+        self.evaluated_at = progress["evaluated_at"]
         self.evaluation = Evaluation(**progress["evaluation"]) if progress["evaluation"] else None
         set_random_state(snapshot.state["random"], self.device)
 
@@ -383,6 +380,17 @@ class _Run:
             export=export,
             metrics=self.output / "metrics.jsonl",
         )
+
+
+def _reading(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """How both splits are read."""
+    return {
+        "batch": config.plan.micro_batch,
+        "image_size": config.model.image_size,
+        "classes": config.model.classes,
+        "device": device,
+        "workers": config.data.workers,
+    }
 
 
 def _of_prediction(prediction: Prediction) -> dict[str, float]:

@@ -13,7 +13,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -140,10 +140,6 @@ def used_memory(device: torch.device, *, before: int) -> dict[str, Any]:
     return {"memory_bytes": max(peak_memory(device) - before, 0), "memory_kind": "growth of the process"}
 
 
-_AFTER_RESUME = ("resume", "prediction")
-"""What a run records at the step it goes on from, before it has done anything."""
-
-
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, each whole line on its way to the disk at once.
 
@@ -155,14 +151,17 @@ class MetricsFile:
         self._path = path
         self._file: TextIO | None = None
 
-    def rewind(self, step: int) -> None:
-        """Keep what was recorded before the checkpoint of `step` was made; the file is replaced atomically."""
+    def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
+        """Keep what was recorded up to the checkpoint of `step`; the file is replaced atomically.
+
+        `again` names events that will be recorded anew at `step` itself.
+        """
         if not self._path.exists():
             return
         kept = [
             line
             for line, record in _whole_lines(self._path)
-            if record["step"] < step or (record["step"] == step and record["event"] not in _AFTER_RESUME)
+            if record["step"] < step or (record["step"] == step and record["event"] not in again)
         ]
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         temporary.write_text("".join(kept), encoding="utf-8")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import NumericError
 
@@ -61,3 +61,18 @@ REMEDY = (
     "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
     "(plan dtype=bf16, or precision=O0)."
 )
+
+
+def require_finite(model: nn.Module, step: int) -> None:
+    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device.
+
+    Raises:
+        NumericError: names the weights that are not finite after `step`.
+    """
+    state = model.state_dict()
+    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NumericError(
+            f"After step {step} weights are not finite: {', '.join(bad[:3])}{more}. They were not saved. {REMEDY}"
+        )

@@ -14,15 +14,15 @@ from dataclasses import dataclass, fields, replace
 class Constants:
     """The planner's constants; `DEFAULT` holds the calibrated ones."""
 
-    gemm_share: float = 0.917
+    gemm_share: float = 0.93
     """Of a chip's best matrix-product rate (`Machine.achievable_flops`), what long runs of large products sustain."""
     unmeasured_share: float = 0.80
     """Of the peak, what stands for the best rate where no sweep is known; the published ceilings range over it."""
-    memory_share: float = 0.81
+    memory_share: float = 0.75
     """Of the memory bandwidth, what streaming kernels reach."""
     tile_depth: float = 32.0
     """Inner length at which a tile's prologue and epilogue take as long as its products."""
-    fused_attention_share: float = 0.288
+    fused_attention_share: float = 0.2915
     """Of the peak, the rate of first-generation fused attention (`efficient`), forward and backward together."""
     fused_backward: float = 5.0
     """How many times longer that kernel's backward pass takes than its forward pass."""
@@ -45,11 +45,11 @@ class Constants:
     ramp_bytes: float = 44e6
     straggling: float = 0.006
     """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span."""
-    kernel_seconds: float = 2.0e-6
+    kernel_seconds: float = 3.9e-6
     """Gap between two dependent kernels of a GPU, where the host runs ahead."""
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
-    step_seconds: float = 0.03
+    step_seconds: float = 0.037
     """Host work between two optimizer steps."""
 
     def with_(self, **changes: float) -> Constants:

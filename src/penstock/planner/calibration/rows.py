@@ -1,0 +1,277 @@
+"""Each row of the published tables as a question to the planner: a model, a machine, a Plan and what was measured.
+
+How a row becomes a Plan is said here once per table, from what its source says of the software; nothing depends on the
+row's model or on what was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.plan import Plan, Recompute
+from penstock.config.transformer import TRANSFORMERS, TransformerConfig
+from penstock.planner.block_time import block_time
+from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
+from penstock.planner.constants import Constants
+from penstock.planner.iteration import iteration
+from penstock.planner.memory_model import memory
+from penstock.planner.rates import rates_of
+from penstock.planner.shapes import shape_of
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published figure. `predict` gives the planner's, in the same unit, under some constants."""
+
+    table: str
+    name: str
+    model: str
+    """What is left out together in cross-validation."""
+    measured: float
+    predict: Callable[[Constants], float]
+    section: str = ""
+    samples: float = 0.0
+    """Samples of a step: sections that vary them are ranked by samples per second."""
+
+
+@cache
+def read(table: str) -> tuple[dict[str, str], ...]:
+    """The rows of a table; its first line is the source."""
+    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines()[1:]))
+
+
+def source(table: str) -> str:
+    """Where a table comes from."""
+    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    return text.splitlines()[0].removeprefix("# ").removeprefix('"').removesuffix('"')
+
+
+def _seconds(model: TransformerConfig, machine: Machine, plan: Plan) -> Callable[[Constants], float]:
+    shape = shape_of(model)
+
+    def predict(constants: Constants) -> float:
+        return iteration(shape, rates_of(machine, plan, constants), plan).total
+
+    return predict
+
+
+# Megatron-LM of early 2022: fp16 with fp32 master weights, fused kernels, unfused attention, nothing hidden between
+# replicas, and the reduction of inputs' gradients hidden behind those of weights.
+_MEGATRON = Plan(
+    precision="O2", dtype="fp16", optimizer="fused", compile="blocks", attention="plain", overlap=False
+)
+
+
+def korthikanti_table4() -> Iterator[Row]:
+    """Forward and backward milliseconds of one layer."""
+    block = shape_of(TRANSFORMERS["gpt-22b"]).blocks[0]
+    machine = load_machine("a100-80g")
+    for row in read("korthikanti_table4"):
+        words = row["experiment"].lower()
+        kind: Recompute = "full" if "full" in words else "selective" if "selective" in words else "none"
+        plan = replace(_MEGATRON, tp=8, micro_batch=4, sp="sequence" in words, recompute=kind)
+
+        def forward(constants: Constants, plan: Plan = plan) -> float:
+            return 1e3 * block_time(block, rates_of(machine, plan, constants), plan).forward.total
+
+        def backward(constants: Constants, plan: Plan = plan) -> float:
+            time = block_time(block, rates_of(machine, plan, constants), plan)
+            return 1e3 * (time.backward.total + time.again.total)
+
+        yield Row(
+            "korthikanti_table4",
+            f"{row['experiment']}, forward",
+            "22b layer",
+            float(row["forward_ms"]),
+            forward,
+        )
+        yield Row(
+            "korthikanti_table4",
+            f"{row['experiment']}, backward",
+            "22b layer",
+            float(row["backward_ms"]),
+            backward,
+        )
+
+
+def korthikanti_table5() -> Iterator[Row]:
+    """Seconds per iteration of 22B to 1T, under full recomputation and under selective with sequence parallelism."""
+    machine = load_machine("a100-80g")
+    for row in read("korthikanti_table5"):
+        model = TRANSFORMERS[f"gpt-{row['model'].lower()}"]
+        sp = row["sequence_parallel"] == "yes"
+        dp, micro, virtual = int(row["dp"]), int(row["micro_batch"]), int(row["virtual_stages"])
+        plan = replace(
+            _MEGATRON, tp=int(row["tp"]), pp=int(row["pp"]), dp=dp, micro_batch=micro, virtual=virtual, sp=sp,
+            accumulate=int(row["global_batch"]) // micro // dp, schedule="interleaved" if virtual > 1 else "1f1b",
+            recompute="selective" if sp else "full",
+        )  # fmt: skip
+        if row["iter_time_s"]:
+            measured = float(row["iter_time_s"])
+        else:
+            useful = shape_of(model).model_flops * plan.global_batch / plan.gpus
+            measured = useful / (float(row["mfu_pct"]) / 100 * machine.peak_flops["fp16"])
+        name = f"{row['model']}, {plan.gpus} GPUs, {plan.recompute}{' + sp' if sp else ''}"
+        yield Row("korthikanti_table5", name, row["model"], measured, _seconds(model, machine, plan))
+
+
+def mosaicml(chip: str) -> Iterator[Row]:
+    """Seconds per iteration of MPT under FSDP, eager, with Triton's first flash attention; `chip` is a100 or h100.
+
+    The 40 GB rows (mixed precision PURE) reduce gradients in bf16, and repeat blocks whole; those of the 80 GB cards
+    (DEFAULT) reduce in fp32, and are taken to be made with torch 2.1 or later, whose checkpointing stops early.
+    """
+    machines = {"a100_40gb": "a100-40g", "a100_80gb": "a100-80g", "h100_80gb": "h100"}
+    for row in read("mosaicml"):
+        if chip not in row["gpu"] or "fp8" in row["precision"]:
+            continue
+        model = replace(TRANSFORMERS[f"mpt-{row['model']}"], sequence=int(row["sequence"]))
+        pure = row["mixed_precision"] == "PURE"
+        again: Recompute = "none"
+        if row["checkpointing"] == "True":
+            again = "full" if pure else "early"
+        plan = Plan(
+            precision="O2" if pure else "O1", optimizer="foreach", attention="efficient", dp=int(row["gpus"]),
+            sharding="fsdp", micro_batch=int(row["micro_batch"]), accumulate=int(row["accumulate"]), recompute=again,
+        )  # fmt: skip
+        machine = load_machine(machines[row["gpu"]])
+        name = f"{row['model']}, {row['sequence']} tokens, {row['gpus']} {machine.name}, micro-batch {plan.micro_batch}"
+        yield Row(
+            f"mosaicml_{chip}", name, row["model"], float(row["iter_time_s"]), _seconds(model, machine, plan)
+        )
+
+
+def _titan(row: dict[str, str]) -> tuple[TransformerConfig, Plan]:
+    family, size = ("llama3", row["model"].split()[-1].lower())
+    if row["model"].startswith("Llama 2"):
+        family = "llama2"
+    model = replace(TRANSFORMERS[f"{family}-{size}"], sequence=int(row["seq_len"]))
+    tp, cp = int(row["tp"]), int(row["cp"])
+    kind: Recompute = {"s": "operators", "p": "operators", "f": "early", "n": "none"}[row["ac"][0]]  # type: ignore[assignment]
+    every = 1
+    if row["ac"] == "selective layer":
+        kind, every = "early", 2
+    plan = Plan(
+        precision="O1", optimizer="fused", attention="flash", fp8="float8" in row["precision"], tp=tp, sp=tp > 1, cp=cp,
+        dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]), recompute=kind,
+        recompute_every=every, tp_overlap="all" if "async" in row["techniques"].lower() else "none",
+        # The H200 rows are of 2025, when the loss was compiled too.
+        compile="none" if row["compile"] != "yes" else "whole" if "H200" in row["table"] else "blocks",
+    )  # fmt: skip
+    return model, plan
+
+
+def torchtitan_memory() -> Iterator[Row]:
+    """GiB of Llama 3.1 under FSDP2, tensor and context parallelism."""
+    for row in read("torchtitan"):
+        if row["mem_gib"]:
+            model, plan = _titan(row)
+            shape = shape_of(model)
+
+            def predict(constants: Constants, shape=shape, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
+                return sum(memory(shape, plan, constants).values()) / GIB
+
+            name = f"{row['model']}, {row['seq_len']} tokens, {row['gpus']} GPUs, {row['techniques']}"
+            yield Row("torchtitan_memory", name, row["model"], float(row["mem_gib"]), predict)
+
+
+def torchtitan_speed() -> Iterator[Row]:
+    """Tokens per second per GPU of the same runs and more; never fitted to."""
+    base = load_machine("h100")
+    # The card is held to 500 of 700 W. Rates are taken to fall with the root of the power.
+    slowed = {name: rate * (500 / 700) ** 0.5 for name, rate in base.achievable_flops.items()}
+    teton = replace(
+        base, name="h100-96g", memory_bytes=96e9, memory_bytes_per_second=2.4e12, power_watts=500.0,
+        achievable_flops=slowed,
+    )  # fmt: skip
+    for row in read("torchtitan"):
+        model, plan = _titan(row)
+        machine = load_machine("a100-80g") if "A100" in row["table"] else teton
+        machine = load_machine("h200") if "H200" in row["table"] else machine
+        seconds = _seconds(model, machine, plan)
+        tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
+
+        def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
+            return float(tokens / seconds(constants))
+
+        name = f"{row['model']}, {row['seq_len']} tokens, {row['gpus']} GPUs, {row['precision']}, {row['techniques']}"
+        name += f", {row['ac']} ({row['table']})"
+        yield Row("torchtitan_speed", name, row["model"], float(row["tps_per_gpu"]), predict)
+
+
+def bloom() -> Iterator[Row]:
+    """Seconds per iteration of the layouts tried for BLOOM, under Megatron-DeepSpeed; never fitted to.
+
+    Its fork of Megatron dates from before the overlap of tensor parallel reductions. Four adapters of 100 Gb/s a node.
+    """
+    machine = replace(load_machine("a100-80g"), node_bytes_per_second=50e9)
+    for row in read("bloom"):
+        if row["sec_per_it"] in ("", "x"):
+            continue
+        width = int(row["hidden"])
+        model = replace(
+            TRANSFORMERS["bloom-176b"], width=width, depth=int(row["layers"]), heads=int(row["heads"] or 96),
+            mlp_width=4 * width,
+        )  # fmt: skip
+        half = "Rebalancing" not in row["section"] and row["section"] != "bf16"
+        micro, dp = int(row["mbs"]), int(row["dp"])
+        plan = replace(
+            _MEGATRON, dtype="fp16" if half else "bf16", gradients="weights" if half else "fp32", tp=int(row["tp"]),
+            pp=int(row["pp"]), dp=dp, micro_batch=micro, accumulate=int(row["gbs"]) // micro // dp, recompute="full",
+            sharding="zero1", tp_overlap="none",
+        )  # fmt: skip
+        name = (
+            f"h {width}, {row['layers']} layers, {row['heads'] or '?'} heads, dp {dp} tp {plan.tp} pp {plan.pp}, "
+            f"micro-batch {micro}, batch {row['gbs']}"
+        )
+        yield Row(
+            "bloom", name, f"{width}/{row['layers']}", float(row["sec_per_it"]), _seconds(model, machine, plan),
+            section=row["section"], samples=float(row["gbs"]),
+        )  # fmt: skip
+
+
+def nccl() -> Iterator[Row]:
+    """Bus bandwidth in GB/s of large collectives inside a node, rings."""
+    moved = 16 * GIB
+    for name, device, collective, measured in (
+        ("all-reduce, 16 GiB, 8 A100", "a100-80g", "reduce", 234.89),
+        ("all-reduce ring, 16 GiB, 8 H200", "h200", "reduce", 367.61),
+        ("all-gather ring, 16 GiB, 8 H200", "h200", "gather", 361.4),
+        ("reduce-scatter ring, 16 GiB, 8 H200", "h200", "gather", 362.9),
+    ):
+        machine = load_machine(device)
+
+        def predict(constants: Constants, machine: Machine = machine, collective: str = collective) -> float:
+            group = group_of(rates_of(machine, Plan(precision="O1"), constants), 8, 1)
+            if collective == "reduce":
+                return 2 * 7 / 8 * moved / reduce_seconds(group, moved) / 1e9
+            return 7 / 8 * moved / gather_seconds(group, moved) / 1e9
+
+        yield Row("nccl", name, device, measured, predict)
+
+
+TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
+    "korthikanti_table4": (korthikanti_table4, True, "milliseconds of one layer"),
+    "korthikanti_table5": (korthikanti_table5, True, "seconds per iteration"),
+    "mosaicml_a100": (lambda: mosaicml("a100"), True, "seconds per iteration"),
+    "torchtitan_memory": (torchtitan_memory, True, "GiB per GPU"),
+    "nccl": (nccl, True, "GB/s of bus bandwidth"),
+    "mosaicml_h100": (lambda: mosaicml("h100"), False, "seconds per iteration"),
+    "torchtitan_speed": (torchtitan_speed, False, "tokens per second per GPU"),
+    "bloom": (bloom, False, "seconds per iteration"),
+}
+"""Each table: its rows, whether constants are fitted on it, and the unit."""
+
+
+@cache
+def rows(table: str) -> tuple[Row, ...]:
+    """The rows of a table of `TABLES`."""
+    return tuple(TABLES[table][0]())

@@ -1,0 +1,171 @@
+"""Memory and time of generating text: weights, key–value cache, prefill and decoding, on one device or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.machine import Machine
+from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import ConfigError
+from penstock.planner.collectives import exchange_seconds, group_of, reduce_seconds, send_seconds
+from penstock.planner.constants import DEFAULT, Constants
+from penstock.planner.gemm import gemm_seconds
+from penstock.planner.rates import Rates, rates_of
+from penstock.planner.shapes import Block, Shape, shape_of
+
+WORKSPACE_BYTES = 2**30
+"""Activations of a step and what libraries keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How a model is served."""
+
+    batch: int = 1
+    """Sequences that are generated together."""
+    prompt: int = 512
+    """Tokens read at once before the first is generated."""
+    generated: int = 128
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    weight_bytes: float = 2.0
+    """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
+    cache_bytes: float = 2.0
+    """Per number of the key–value cache."""
+
+    @property
+    def gpus(self) -> int:
+        """Devices: expert parallelism splits experts over the tensor parallel ones."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferencePrediction:
+    """Time and memory of one batch, on the fullest device."""
+
+    serving: Serving
+    prefill_seconds: float
+    """Until the first token."""
+    decode_seconds_per_token: float
+    """Between two tokens of a sequence, at the mean length of the cache."""
+    tokens_per_second: float
+    """Generated, of all sequences together, prefill included."""
+    weights_bytes: int
+    cache_bytes: int
+    memory_bytes: int
+    fits: bool
+    largest_batch: int
+    """Sequences whose cache the memory holds."""
+
+
+def predict_inference(
+    model: TransformerConfig, machine: Machine, serving: Serving, constants: Constants = DEFAULT
+) -> InferencePrediction:
+    """Predict generation with a decoder. Raises ConfigError for degrees that the model does not admit."""
+    shape = shape_of(model)
+    _check(model, shape, serving)
+    dtype = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else None
+    plan = (
+        Plan(precision="O3", dtype="fp16" if dtype == "fp16" else "bf16", attention="flash")
+        if dtype
+        else Plan()
+    )
+    rates = rates_of(machine, plan, constants)
+    weights = _weights(shape, serving)
+    each = cache_bytes_per_token(shape, serving)
+    cache = each * serving.batch * (serving.prompt + serving.generated)
+    prefill = _pass_seconds(shape, rates, serving, serving.prompt, serving.prompt)
+    seen = serving.prompt + serving.generated // 2
+    decode = _pass_seconds(shape, rates, serving, 1, seen)
+    needed = int(weights + cache + WORKSPACE_BYTES)
+    room = machine.memory_bytes - weights - WORKSPACE_BYTES
+    total = prefill + serving.generated * decode
+    return InferencePrediction(
+        serving=serving,
+        prefill_seconds=prefill,
+        decode_seconds_per_token=decode,
+        tokens_per_second=serving.batch * serving.generated / total,
+        weights_bytes=int(weights),
+        cache_bytes=int(cache),
+        memory_bytes=needed,
+        fits=not machine.memory_bytes or needed <= machine.memory_bytes,
+        largest_batch=max(0, int(room / (each * (serving.prompt + serving.generated)))),
+    )
+
+
+def cache_bytes_per_token(shape: Shape, serving: Serving) -> float:
+    """Bytes of the key–value cache of one token of one sequence, on one device."""
+    total = 0.0
+    for block in shape.blocks:
+        heads = max(1.0, block.kv_heads / serving.tp)
+        total += block.count * 2 * heads * block.features * serving.cache_bytes
+    return total / serving.pp
+
+
+def _check(model: TransformerConfig, shape: Shape, serving: Serving) -> None:
+    problems = []
+    if model.family != "decoder":
+        problems.append(f"model.family is {model.family}, but only decoders are predicted to generate text.")
+    if any(block.heads % serving.tp for block in shape.blocks):
+        problems.append(f"tp={serving.tp} cannot share out the model's {model.heads} attention heads evenly.")
+    if serving.pp > shape.depth:
+        problems.append(f"pp={serving.pp} leaves stages without a block, for the model has {shape.depth}.")
+    if serving.ep > 1 and (not model.experts or model.experts % serving.ep):
+        problems.append(f"ep={serving.ep} cannot share out the model's {model.experts} experts evenly.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _weights(shape: Shape, serving: Serving) -> float:
+    return shape.parameters * serving.weight_bytes / (serving.tp * serving.pp)
+
+
+def _pass_seconds(shape: Shape, rates: Rates, serving: Serving, tokens: int, seen: int) -> float:
+    """One forward pass of all stages, one after the other: `tokens` new ones of each sequence, which see `seen`."""
+    rows = serving.batch * tokens
+    group = group_of(rates, serving.tp, 1)
+    moved = float(rows) * shape.width * rates.compute
+    seconds = 0.0
+    for block in shape.blocks:
+        one = _block_seconds(block, rates, serving, rows, tokens, seen)
+        one += 2 * reduce_seconds(group, moved)
+        if block.experts and serving.ep > 1:
+            one += 2 * exchange_seconds(group_of(rates, serving.ep, 1), moved * block.routed / serving.tp)
+        seconds += block.count * one
+    columns = -(-shape.output // serving.tp)
+    seconds += _product(rates, serving, serving.batch, columns, shape.width)
+    return seconds + (serving.pp - 1) * send_seconds(rates, serving.tp, moved / serving.tp)
+
+
+def _product(rates: Rates, serving: Serving, m: int, n: int, k: int, batch: int = 1) -> float:
+    """A product whose weights may be stored in fewer bytes than they are multiplied in."""
+    computed = gemm_seconds(rates, m, n, k, batch)
+    read = batch * n * k * serving.weight_bytes / rates.memory
+    stored = batch * n * k * rates.linear / rates.memory
+    # Where reading the weights is what takes the time, reading fewer bytes takes less.
+    return max(read, computed - stored + read) if computed < 1.5 * stored else computed
+
+
+def _block_seconds(block: Block, rates: Rates, serving: Serving, rows: int, tokens: int, seen: int) -> float:
+    t, d = serving.tp, block.width
+    a, kv = block.heads * block.features // t, max(1, block.kv_heads * block.features // t)
+    seconds = _product(rates, serving, rows, a + 2 * kv, d) + _product(rates, serving, rows, d, a)
+    hidden = max(1, block.hidden // t)
+    up = hidden * (2 if block.gated else 1)
+    if block.experts:
+        met = min(block.experts, rows * block.routed)
+        each = max(1, rows * block.routed // met)
+        met = max(1, met // serving.ep)
+        seconds += _product(rates, serving, each, up, d, met) + _product(rates, serving, each, d, hidden, met)
+        if block.shared:
+            seconds += _product(rates, serving, rows, up * block.shared, d)
+            seconds += _product(rates, serving, rows, d, hidden * block.shared)
+    else:
+        seconds += _product(rates, serving, rows, up, d) + _product(rates, serving, rows, d, hidden)
+    flops = 4.0 * rows * (seen if tokens == 1 else seen / 2) * a
+    cached = 2.0 * serving.batch * seen * kv * serving.cache_bytes
+    seconds += max(flops / rates.attention, cached / rates.memory) + rates.kernel_seconds
+    passes = rows * (12 * d + 3 * hidden) * rates.compute
+    return seconds + passes / rates.memory + 6 * rates.kernel_seconds

@@ -27,7 +27,8 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     if len(gradients) == 1:
         return _norm(gradients[0])
     first = gradients[0].device
-    if all(gradient.numel() >= 64 * _ROW and gradient.is_contiguous() for gradient in gradients):
+    half = gradients[0].dtype in (torch.bfloat16, torch.float16)
+    if (half and first.type == "cpu") or all(gradient.numel() >= 64 * _ROW for gradient in gradients):
         norms = [_norm(gradient) for gradient in gradients]
     else:
         wide = any(gradient.dtype == torch.float64 for gradient in gradients)

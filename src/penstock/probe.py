@@ -63,7 +63,8 @@ _CUDA_SHAPES: dict[str, Shape] = {
 }
 _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that the
-# large shapes would take minutes: those that this one predicts to take longer than the patience are left out.
+# large shapes would take minutes: those that this one, on a single thread, predicts to take longer than the patience
+# are left out. On a single thread, because a busy neighbour can slow short products on several threads a hundredfold.
 _FIRST_SHAPE: Shape = (256, 256, 256)
 _PAGE_BYTES = 4096
 
@@ -244,6 +245,16 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def _nothing() -> Iterator[None]:
     yield
 
@@ -305,18 +316,17 @@ def _has_tensor_cores(device: torch.device) -> bool:
 def _gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmSample]:
     shapes = _CPU_SHAPES if device.type == "cpu" else _CUDA_SHAPES
     names = (_CPU_QUICK if device.type == "cpu" else _CUDA_QUICK) if quick else tuple(shapes)
-    patience = 0.4 if quick else 15.0
+    patience = 0.5 if quick else 15.0
     generator = torch.Generator(device=device).manual_seed(0)
     samples: list[GemmSample] = []
     for kind in _kinds(device):
         with matmul_precision(kind.matmul):
             try:
-                first = _gemm_sample(kind, _FIRST_SHAPE, device, generator, budget)
-                samples.append(first)
+                with _one_thread():
+                    alone = _gemm_sample(kind, _FIRST_SHAPE, device, generator, 0.0).flops_per_second
+                asked = [shapes[name] for name in names if 2.0 * math.prod(shapes[name]) / alone < patience]
                 samples += [
-                    _gemm_sample(kind, shapes[name], device, generator, budget)
-                    for name in names
-                    if 2.0 * math.prod(shapes[name]) / first.flops_per_second < patience
+                    _gemm_sample(kind, shape, device, generator, budget) for shape in (_FIRST_SHAPE, *asked)
                 ]
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from penstock.ladder.page import to_html
 from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
-from penstock.ladder.show import remarks, table, to_html, write
+from penstock.ladder.show import remarks, table, write
 
 
 def _rung(name: str, status: Status, ratio: float, total: float, *, difference: float = 0.0) -> RungResult:

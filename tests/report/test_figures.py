@@ -48,7 +48,7 @@ def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
     assert not _bar(svg, "absent <one>: 0.00×")
     assert "out of memory" in svg
     assert "<one>" not in svg  # words are escaped
-    assert len(_elements(svg, "polygon")) == 2 + 1  # two predictions and the legend's
+    assert len(_elements(svg, "polygon")) == 1 + 1  # what was measured and predicted, and the legend's
 
 
 def test_a_figure_without_any_measurement_is_refused() -> None:

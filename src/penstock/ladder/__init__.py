@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.ladder.climb import ladder
+    from penstock.ladder.page import to_html
     from penstock.ladder.result import LadderReport, RungResult
     from penstock.ladder.rung import Rung, Setting, Situation, register
     from penstock.ladder.settings import LadderConfig
-    from penstock.ladder.show import table, to_html, write
+    from penstock.ladder.show import table, write
 
 __all__ = [
     "LadderConfig",
@@ -39,7 +40,7 @@ _HOME = {
     "ladder": "climb",
     "register": "rung",
     "table": "show",
-    "to_html": "show",
+    "to_html": "page",
     "write": "show",
 }
 

@@ -190,6 +190,8 @@ class _Climb:
             result,
             samples_per_second=Spread.of([samples / s for s in timing.challenger]),
             model_flops_per_second=Spread.of([flops / s for s in timing.challenger]),
+            baseline_samples_per_second=self.subject.samples(self.arena.baseline)
+            / statistics.median(timing.baseline),
             to_previous=Spread.of(_ratios(here, timing.challenger, there, timing.reference)),
             to_baseline=Spread.of(_ratios(here, timing.challenger, first, timing.baseline)),
             interleaved=timing.interleaved,
@@ -249,6 +251,7 @@ class _Climb:
             forecast=self._forecast(first, first, "samples"),
             samples_per_second=Spread.of([samples / s for s in seconds]),
             model_flops_per_second=Spread.of([flops / s for s in seconds]),
+            baseline_samples_per_second=samples / statistics.median(seconds),
             to_previous=one,
             to_baseline=one,
             memory_bytes=measure.peak_memory(self.arena.contender(first)),

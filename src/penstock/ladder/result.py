@@ -72,6 +72,8 @@ class RungResult:
     forecast: Forecast | None = None
     samples_per_second: Spread | None = None
     model_flops_per_second: Spread | None = None
+    baseline_samples_per_second: float | None = None
+    """The baseline's median in the same rounds: a machine may have been quicker or slower by then."""
     to_previous: Spread | None = None
     """Median of the paired ratios to the best setting so far, in what the rung is compared by."""
     to_baseline: Spread | None = None

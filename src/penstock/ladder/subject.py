@@ -89,7 +89,9 @@ class Configured(Subject):
     unit = "images"
 
     def __init__(self, config: LadderConfig, device: torch.device, machine: Machine) -> None:
-        self.title = preset_name(config.model)
+        name, *changes = model_words(config.model)
+        changed = ", ".join(change.removeprefix("--model.") for change in changes)
+        self.title = f"{name} ({changed})" if changes else name
         self.device, self.machine = device, machine
         self.recipe = Recipe(lr=config.lr)
         batch = config.batch if config.batch is not None else BATCH[machine.device]

@@ -78,7 +78,7 @@ def waterfall(bars: Sequence[Bar], *, title: str, y_label: str, alone: bool = Fa
 
     `predicted` is marked by a diamond beside the bar. Raises ValueError where no bar has a value.
     """
-    canvas, frame, slot = _bar_frame(bars, height=480.0, y_label=y_label, unit="×")
+    canvas, frame, slot = _bar_frame(bars, height=420.0, y_label=y_label, unit="×")
     canvas.line(frame.left, frame.y(1), frame.right, frame.y(1), stroke="--edge", dash="4 4")
     level: tuple[float, float] | None = None  # right edge and height of the bar that is built upon
     for index, bar in enumerate(bars):
@@ -90,9 +90,9 @@ def waterfall(bars: Sequence[Bar], *, title: str, y_label: str, alone: bool = Fa
                 canvas.line(level[0], frame.y(level[1]), middle - half, frame.y(level[1]), stroke="--edge")
             _step(canvas, frame, middle, half, bar)
             _value_label(canvas, frame, middle, bar, f"{bar.value:.2f}×")
+            _predicted(canvas, frame, middle, bar)
             if bar.state in ("baseline", "kept"):
                 level = (middle + half, bar.value)
-        _predicted(canvas, frame, middle, bar)
         _step_label(canvas, frame, middle, slot, bar)
     _legend(
         canvas,
@@ -105,7 +105,7 @@ def waterfall(bars: Sequence[Bar], *, title: str, y_label: str, alone: bool = Fa
 
 def memory_bars(bars: Sequence[Bar], *, title: str, y_label: str, unit: str = "", alone: bool = False) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
-    canvas, frame, slot = _bar_frame(bars, height=330.0, y_label=y_label, unit=unit)
+    canvas, frame, slot = _bar_frame(bars, height=280.0, y_label=y_label, unit=unit)
     for index, bar in enumerate(bars):
         middle, half = frame.left + (index + 0.5) * slot, _half_width(slot)
         if bar.value is None:
@@ -119,7 +119,7 @@ def memory_bars(bars: Sequence[Bar], *, title: str, y_label: str, unit: str = ""
                 middle - half, top, 2 * half, frame.bottom - top, fill=fill, stroke=edge, radius=2, tip=tip
             )
             _value_label(canvas, frame, middle, bar, number(bar.value))
-        _predicted(canvas, frame, middle, bar)
+            _predicted(canvas, frame, middle, bar)
         _step_label(canvas, frame, middle, slot, bar)
     _legend(
         canvas,
@@ -168,8 +168,8 @@ def loss_curves(
     if band is not None:
         canvas.rect(x, 40, 22, 12, fill="--edge", radius=2)
         canvas.text(x + 30, 50, band_label, size=12, fill="--muted")
-    colored = 0
-    for row, curve in enumerate(drawn):
+    colored, y = 0, 70.0
+    for curve in drawn:
         color, dash = "--ink", None
         if not curve.bold:
             color = CURVE_COLORS[colored % len(CURVE_COLORS)]
@@ -178,9 +178,11 @@ def loss_curves(
         width = 2.6 if curve.bold else 1.5
         points = [(frame.x(i + 1), frame.y(value)) for i, value in enumerate(curve.values)]
         canvas.polyline(points, stroke=color, width=width, dash=dash)
-        y = 70 + row * 19.0
         canvas.line(x, y - 4, x + 22, y - 4, stroke=color, width=width + 0.6, dash=dash)
-        canvas.text(x + 30, y, curve.label, size=12, bold=curve.bold)
+        for line in wrap(curve.label, 29 if curve.bold else 34):
+            canvas.text(x + 30, y, line, size=11.5, bold=curve.bold)
+            y += 15.0
+        y += 5.0
     said = "; ".join(f"{c.label} ends at {c.values[-1]:.4f}" for c in drawn)
     return canvas.svg(title, said, alone=alone)
 
@@ -190,19 +192,18 @@ def difference_dots(dots: Sequence[Dot], *, noise: float | None, title: str, alo
     known = [abs(dot.value) for dot in dots if dot.value is not None]
     reach = max([*known, 2 * noise if noise else 0.0, 1e-4]) * 1.12
     marks = ticks(-reach, reach, 4)
-    canvas = Canvas(WIDTH, 300.0)
+    slot = (WIDTH - _RIGHT - _LEFT) / len(dots)
+    canvas = Canvas(WIDTH, 240 + 15.0 * max(len(_lines(dot.label, slot)) for dot in dots))
     frame = _Frame(_LEFT, 34, WIDTH - _RIGHT, 214, 0, 1, marks[0], marks[-1])
     if noise is not None:
         top, bottom = frame.y(2 * noise), frame.y(-2 * noise)
         canvas.rect(frame.left, top, frame.right - frame.left, bottom - top, fill="--idle")
     _grid(canvas, frame, marks, "loss minus baseline", lambda value: f"{value:+g}" if value else "0")
     canvas.line(frame.left, frame.y(0), frame.right, frame.y(0), stroke="--ink")
-    slot = (frame.right - frame.left) / len(dots)
     for index, dot in enumerate(dots):
         middle = frame.left + (index + 0.5) * slot
         if dot.value is not None:
-            outside = noise is not None and abs(dot.value) > 2 * noise
-            color = "--bad" if outside else "--accent"
+            color = _dot_color(dot.value, noise)
             y = frame.y(dot.value)
             canvas.line(middle, frame.y(0), middle, y, stroke=color, width=1.5)
             canvas.circle(middle, y, 5, fill=color, tip=f"{dot.label}: {dot.value:+.4f}")
@@ -210,13 +211,22 @@ def difference_dots(dots: Sequence[Dot], *, noise: float | None, title: str, alo
             canvas.text(middle, above, f"{dot.value:+.3f}", size=11, anchor="middle")
         else:
             canvas.text(middle, frame.y(0) - 6, "–", anchor="middle", fill="--muted")
-        for row, line in enumerate(wrap(dot.label, max(8, int(slot / 6.3)))[:4]):
-            canvas.text(middle, frame.bottom + 20 + 15 * row, line, size=11.5, anchor="middle")
-    _legend(
-        canvas, [("--idle", "±2 standard deviations of the baseline over seeds")] if noise is not None else []
-    )
+        for row, line in enumerate(_lines(dot.label, slot)):
+            canvas.text(middle, frame.bottom + 20 + 15 * row, line, size=_size(slot), anchor="middle")
+    if noise is not None:
+        _legend(
+            canvas,
+            [("--idle", "±2 standard deviations of the baseline over seeds"), ("--accent", "within"),
+             ("--bad", "higher"), ("--c1", "lower")],
+        )  # fmt: skip
     said = "; ".join(f"{dot.label} {dot.value:+.4f}" for dot in dots if dot.value is not None)
     return canvas.svg(title, said, alone=alone)
+
+
+def _dot_color(value: float, noise: float | None) -> str:
+    if noise is None or abs(value) <= 2 * noise:
+        return "--accent"
+    return "--bad" if value > 0 else "--c1"
 
 
 def _bar_frame(
@@ -226,10 +236,12 @@ def _bar_frame(
     if not any(bar.value is not None for bar in bars):
         raise ValueError("A figure needs at least one measured bar.")
     marks = ticks(0, max(tops) * 1.06, 5)
-    canvas = Canvas(WIDTH, height)
-    frame = _Frame(_LEFT, 44, WIDTH - _RIGHT, height - 84, 0, 1, 0, marks[-1])
+    slot = (WIDTH - _RIGHT - _LEFT) / len(bars)
+    below = 26 + 15.0 * max(len(_lines(bar.label, slot)) for bar in bars)
+    canvas = Canvas(WIDTH, height + below)
+    frame = _Frame(_LEFT, 44, WIDTH - _RIGHT, height, 0, 1, 0, marks[-1])
     _grid(canvas, frame, marks, y_label, lambda value: number(value, marks) + unit)
-    return canvas, frame, (frame.right - frame.left) / len(bars)
+    return canvas, frame, slot
 
 
 def _grid(
@@ -291,8 +303,17 @@ def _absent(canvas: Canvas, frame: _Frame, middle: float, bar: Bar) -> None:
 
 def _step_label(canvas: Canvas, frame: _Frame, middle: float, slot: float, bar: Bar) -> None:
     color = "--ink" if bar.state in ("baseline", "kept") else "--muted"
-    for row, line in enumerate(wrap(bar.label, max(8, int(slot / 6.3)))[:4]):
-        canvas.text(middle, frame.bottom + 20 + 15 * row, line, size=11.5, anchor="middle", fill=color)
+    for row, line in enumerate(_lines(bar.label, slot)):
+        canvas.text(middle, frame.bottom + 20 + 15 * row, line, size=_size(slot), anchor="middle", fill=color)
+
+
+def _lines(label: str, slot: float) -> list[str]:
+    """A label broken to the width of its bar's slot."""
+    return wrap(label, max(8, int(slot / (0.55 * _size(slot)))))[:4]
+
+
+def _size(slot: float) -> float:
+    return 11.5 if slot >= 66 else 10.5
 
 
 def _legend(canvas: Canvas, entries: Sequence[tuple[str, str]]) -> None:

@@ -17,7 +17,7 @@ body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 ui-sans-se
 main{max-width:1240px;margin:0 auto;padding:40px 28px 64px}
 h1{font-size:32px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em}
 h2{font-size:20px;margin:0 0 4px}
-p{margin:0 0 12px;max-width:76ch}
+p{margin:0 0 12px;max-width:88ch}
 .lead{color:var(--muted);font-size:17px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(200px,1fr));gap:14px;margin:26px 0}
 .tile,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
@@ -37,8 +37,9 @@ th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--line);vert
 font-variant-numeric:tabular-nums}
 th{color:var(--muted);font-weight:600;vertical-align:bottom}
 th:first-child,td:first-child,td.words,th.words{text-align:left}
-td small{display:block;color:var(--muted);font-size:12.5px;line-height:1.35}
+td small,th small{display:block;font-weight:400;color:var(--muted);font-size:12.5px;line-height:1.35}
 tr.kept td:first-child{font-weight:600}
+td.words:last-child{min-width:170px}
 tr.left td,tr.absent td{color:var(--muted)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 22px;margin:10px 0 0;font-size:14.5px}
 dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}

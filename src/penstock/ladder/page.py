@@ -1,0 +1,264 @@
+"""A climb as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.ladder import cells
+from penstock.ladder.cells import MIB, titles
+from penstock.ladder.result import LadderReport, RungResult
+from penstock.report.figures import (
+    Bar,
+    Curve,
+    Dot,
+    State,
+    difference_dots,
+    loss_curves,
+    memory_bars,
+    waterfall,
+)
+from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.svg import number
+
+SAME_LOSS = 1e-3
+"""Curves that are nowhere further apart than this are drawn as one."""
+
+_STATES: Mapping[str, State] = {"baseline": "baseline", "kept": "kept", "left": "left", "reported": "left"}
+_MEMORY_WORDS = (
+    "The most that tensors take at any moment of one step: weights, gradients, optimizer state, activations. "
+    "Diamonds are what the planner foretold."
+)
+
+
+def to_html(report: LadderReport) -> str:
+    """The whole report as one page: no script, no outside request."""
+    sections = [
+        Section(title="The best Plan", text=_plan_words(report), code=report.train_command),
+        Section(title="What each optimisation gains", text=_gain_words(report), figures=[_waterfall(report)]),
+        _table(report),
+        Section(title="Memory", text=_MEMORY_WORDS, figures=[_memory(report)]),
+        *_losses(report),
+        Section(title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}),
+        Section(title="Where this was measured", facts=_facts(report), code=report.command),
+    ]
+    made = (
+        f"Made by Penstock in {report.wall_seconds:.0f} s. The figures are in ladder.json beside this page."
+    )
+    return page(heading(report), _lead(report), _tiles(report), sections, made)
+
+
+def heading(report: LadderReport) -> str:
+    """What was climbed, in a few words."""
+    return f"{'Single rungs' if report.alone else 'The ladder'} of {report.title}"
+
+
+def _lead(report: LadderReport) -> str:
+    machine = report.environment.get("machine", {})
+    gpus: Sequence[str] = machine.get("gpus") or ()
+    where = f"{machine.get('cores')} cores of {machine.get('processor')}"
+    if report.machine.get("device") == "cuda" and gpus:
+        where = gpus[0].split(",")[0]
+    tried = sum(rung.measured for rung in report.rungs) - 1
+    paid = sum(rung.status == "kept" for rung in report.rungs)
+    return f"Training on {where}, batch {report.batch}: {tried} optimisations measured, {paid} of them pay."
+
+
+def _tiles(report: LadderReport) -> list[Tile]:
+    """The numbers worth reading first. Speeds are of the same rounds, as their ratio is."""
+    best, first = report.best, report.baseline
+    tiles = [Tile(value=f"{report.speedup:.2f}×", words="the speed of the plain baseline", lead=True)]
+    now, before = best.samples_per_second, best.baseline_samples_per_second
+    if now and before:
+        tiles.append(Tile(value=f"{number(now.median)}/s", words=f"{report.unit}, from {number(before)}"))
+    flops = best.model_flops_per_second
+    if flops and before and first.model_flops_per_second and first.samples_per_second:
+        scale, unit = cells.flop_unit(report)
+        each = first.model_flops_per_second.median / first.samples_per_second.median
+        words = f"{unit} of the model, from {number(before * each / scale)}"
+        tiles.append(Tile(value=number(flops.median / scale), words=words))
+    if best.memory_bytes and first.memory_bytes:
+        words = f"peak memory, from {number(first.memory_bytes / MIB)}"
+        tiles.append(Tile(value=f"{number(best.memory_bytes / MIB)} MiB", words=words))
+    if best.loss_difference is not None and report.noise is not None:
+        words = f"loss difference; seeds alone make ±{report.noise.deviation:.3f}"
+        tiles.append(Tile(value=f"{best.loss_difference:+.3f}", words=words))
+    return tiles
+
+
+def _plan_words(report: LadderReport) -> str:
+    words = f"Everything that paid, in one line: {report.plan}."
+    changed = ", ".join(f"{name} {value}" for name, value in report.model.items())
+    if changed:
+        words += f" It changes the model: {changed}."
+    outside = report.outside_noise()
+    higher = [rung for rung in outside if (rung.loss_difference or 0.0) > 0]
+    lower = [rung for rung in outside if rung not in higher]
+    if lower:
+        words += f" The loss is lower than chance explains with: {titles(lower)}."
+    if higher:
+        words += (
+            f" The loss is higher than chance explains with: {titles(higher)}. Judge whether their speed is worth it, "
+            f"or leave them out with --skip."
+        )
+    return words
+
+
+def _gain_words(report: LadderReport) -> str:
+    how = (
+        "Each optimisation by itself, against the plain baseline."
+        if report.alone
+        else "Each optimisation on top of all before it that paid. One that does not is measured, shown, and not kept."
+    )
+    without = [rung for rung in report.rungs if rung.status == "unsupported"]
+    left_out = f"\n\nNot applicable here, for reasons given below: {titles(without)}." if without else ""
+    return (
+        f"{how} Medians of up to {report.rounds} rounds in which the contenders take turns, so that a machine that "
+        f"slows down does so for all; whiskers are quartiles. A step pays from 1 % on, if three rounds in four agree."
+        f"{left_out}"
+    )
+
+
+def _waterfall(report: LadderReport) -> str:
+    bars, level = [], 1.0
+    for rung in _drawn(report):
+        spread, forecast = rung.to_baseline, rung.forecast
+        bars.append(
+            Bar(
+                label=rung.title,
+                state=_STATES.get(rung.status, "absent"),
+                reason=rung.status,
+                value=spread.median if spread else None,
+                low=spread.low if spread else None,
+                high=spread.high if spread else None,
+                floor=1.0 if report.alone else level,
+                predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
+            )
+        )
+        if rung.status == "kept" and spread:
+            level = spread.median
+    title = "Speed of each rung relative to the baseline"
+    return waterfall(bars, title=title, y_label="speed relative to the baseline")
+
+
+def _memory(report: LadderReport) -> str:
+    bars = [
+        Bar(
+            label=rung.title,
+            state=_STATES.get(rung.status, "absent"),
+            reason=rung.status,
+            value=None if rung.memory_bytes is None else rung.memory_bytes / MIB,
+            predicted=rung.forecast.memory_bytes / MIB if rung.forecast else None,
+        )
+        for rung in _drawn(report)
+    ]
+    return memory_bars(bars, title="Peak memory of each rung", y_label="peak memory, MiB")
+
+
+def _drawn(report: LadderReport) -> list[RungResult]:
+    """Rungs with a place in the figures: those that do not apply here have only a line in the table."""
+    return [rung for rung in report.rungs if rung.status != "unsupported"]
+
+
+def _losses(report: LadderReport) -> list[Section]:
+    noise = report.noise
+    if noise is None:
+        return []
+    steps = list(zip(*noise.curves, strict=True))
+    band = ([min(step) for step in steps], [max(step) for step in steps])
+    text = (
+        f"{report.loss_steps} optimizer steps on real data, from the same weights, in the same order of samples. The "
+        f"grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that of "
+        f"the mean loss over the last quarter of the steps; one standard deviation of the baseline over its seeds is "
+        f"{noise.deviation:.4f}, estimated from {len(noise.seeds)} runs only. Curves within {SAME_LOSS:g} of each "
+        f"other are drawn as one. A larger batch or image sees other samples, so its difference is no error of arithmetic."
+    )
+    label = f"baseline, {len(noise.seeds)} seeds"
+    figures = [loss_curves(_curves(report), band=band, band_label=label, title="Loss of each rung")]
+    dots = [Dot(label=rung.title, value=rung.loss_difference) for rung in report.rungs[1:] if rung.losses]
+    if dots:
+        figures.append(difference_dots(dots, noise=noise.deviation, title="Loss difference of each rung"))
+    return [Section(title="What it does to the loss", text=text, figures=figures)]
+
+
+def _curves(report: LadderReport) -> list[Curve]:
+    """One curve per rung; those that lie on one another share a line and its label."""
+    groups: list[list[RungResult]] = []
+    for rung in report.rungs:
+        if not rung.losses:
+            continue
+        for group in groups:
+            apart = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=True))
+            if all(difference <= SAME_LOSS for difference in apart):
+                group.append(rung)
+                break
+        else:
+            groups.append([rung])
+    return [Curve(label=titles(g), values=g[0].losses, bold=g[0].status == "baseline") for g in groups]
+
+
+def _table(report: LadderReport) -> Section:
+    against = "to baseline" if report.alone else "to rung before"
+    columns = [
+        Cell("rung", words=True), Cell("predicted", against), Cell("measured", against), Cell("in all", "to baseline"),
+        Cell(f"{report.unit}/s", "quartiles"), Cell(cells.flop_unit(report)[1]), Cell("peak MiB", "predicted"),
+        Cell("compile", "seconds"), Cell("loss", "less baseline's"), Cell("verdict", words=True),
+    ]  # fmt: skip
+    rows = []
+    for rung in report.rungs:
+        first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
+        verdict = Cell(rung.status, _shortened(rung.reason), words=True)
+        state = _STATES.get(rung.status, "absent")
+        rows.append((state, [first, *_row(report, rung), verdict]))
+    return Section(title="The figures", columns=columns, rows=rows)
+
+
+def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
+    forecast = rung.forecast
+    if not rung.measured:
+        return [Cell(cells.predicted(rung)), *[Cell("")] * 7]
+    spread, before = rung.samples_per_second, rung.to_previous
+    samples, flops = cells.speeds(report, rung)
+    return [
+        Cell(cells.predicted(rung)),
+        Cell(
+            cells.ratio(rung),
+            f"{before.low:.2f} – {before.high:.2f}" if before and rung.status != "baseline" else "",
+        ),
+        Cell(cells.of_baseline(rung)),
+        Cell(samples, f"{number(spread.low)} – {number(spread.high)}" if spread else ""),
+        Cell(flops),
+        Cell(cells.memory(rung), number(forecast.memory_bytes / MIB) if forecast else ""),
+        Cell(cells.compiling(rung)),
+        Cell(f"{rung.loss:.4f}" if rung.loss is not None else "", cells.loss(rung)),
+    ]
+
+
+def _facts(report: LadderReport) -> dict[str, str]:
+    environment = report.environment
+    machine: dict[str, Any] = environment.get("machine", {})
+    planner = f"Machine {report.machine.get('name')} ({report.machine.get('source')})"
+    facts = {
+        "processor": f"{machine.get('processor')}, {machine.get('cores')} cores, {machine.get('threads')} threads",
+        "memory": f"{(machine.get('memory_bytes') or 0) / 2**30:.1f} GiB",
+        "GPU": "; ".join(machine.get("gpus") or ()) or "none",
+        "system": str(machine.get("system")),
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in environment.get("versions", {}).items()
+        ),
+        "commit": str(environment.get("commit") or "none"),
+        "time": str(environment.get("time")),
+        "predictions": f"with {planner}: {_rates(report.machine)}",
+    }
+    if report.notes:
+        facts["notes"] = " ".join(report.notes)
+    return facts | {"made again by": "the command below"}
+
+
+def _rates(machine: Mapping[str, Any]) -> str:
+    peaks = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.get("peak_flops", {}).items())
+    return f"peak {peaks} TFLOP/s; memory {machine.get('memory_bytes_per_second', 0) / 1e9:.0f} GB/s"
+
+
+def _shortened(words: str, most: int = 160) -> str:
+    return words if len(words) <= most else words[: most - 1].rstrip() + "…"

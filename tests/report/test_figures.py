@@ -11,7 +11,7 @@ import pytest
 
 from penstock.report.figures import Bar, Curve, Dot, difference_dots, loss_curves, memory_bars, waterfall
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.svg import number, ticks, wrap
+from penstock.report.svg import number, signed, ticks, wrap
 
 BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
@@ -110,6 +110,10 @@ def test_ticks_refuse_an_axis_that_does_not_rise(bad: tuple[float, float]) -> No
 )
 def test_numbers_have_three_digits(value: float, words: str) -> None:
     assert number(value) == words
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_sign() -> None:
+    assert [signed(value, 2) for value in (-0.001, 0.0, 0.126, -0.5)] == ["0.00", "0.00", "+0.13", "-0.50"]
 
 
 def test_axis_numbers_have_the_decimals_of_their_step() -> None:

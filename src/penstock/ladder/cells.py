@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.ladder.result import LadderReport, RungResult
-from penstock.report.svg import number
+from penstock.report.svg import number, signed
 
 MIB = 2.0**20
 
@@ -53,7 +53,7 @@ def loss(rung: RungResult) -> str:
     """The loss less the baseline's."""
     if rung.loss_difference is None or rung.status == "baseline":
         return ""
-    return f"{rung.loss_difference:+.4f}"
+    return signed(rung.loss_difference, 4)
 
 
 def titles(rungs: list[RungResult] | tuple[RungResult, ...]) -> str:

@@ -19,7 +19,7 @@ from penstock.report.figures import (
     waterfall,
 )
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.svg import number
+from penstock.report.svg import number, signed
 
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
@@ -82,7 +82,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
         tiles.append(Tile(value=f"{number(best.memory_bytes / MIB)} MiB", words=words))
     if best.loss_difference is not None and report.noise is not None:
         words = f"loss difference; seeds alone make ±{report.noise.deviation:.3f}"
-        tiles.append(Tile(value=f"{best.loss_difference:+.3f}", words=words))
+        tiles.append(Tile(value=signed(best.loss_difference, 3), words=words))
     return tiles
 
 
@@ -171,7 +171,7 @@ def _losses(report: LadderReport) -> list[Section]:
         f"grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that of "
         f"the mean loss over the last quarter of the steps; one standard deviation of the baseline over its seeds is "
         f"{noise.deviation:.4f}, estimated from {len(noise.seeds)} runs only. Curves within {SAME_LOSS:g} of each "
-        f"other are drawn as one. A larger batch or image sees other samples, so its difference is no error of arithmetic."
+        f"other are drawn as one. A larger batch or image sees other samples: its difference is no error of arithmetic."
     )
     label = f"baseline, {len(noise.seeds)} seeds"
     figures = [loss_curves(_curves(report), band=band, band_label=label, title="Loss of each rung")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.report.svg import CURVE_COLORS, Canvas, number, ticks, wrap
+from penstock.report.svg import CURVE_COLORS, Canvas, number, signed, ticks, wrap
 
 State = Literal["baseline", "kept", "left", "absent"]
 """`kept` steps are built upon, `left` ones were measured and are not, `absent` ones have no measurement."""
@@ -208,7 +208,7 @@ def difference_dots(dots: Sequence[Dot], *, noise: float | None, title: str, alo
             canvas.line(middle, frame.y(0), middle, y, stroke=color, width=1.5)
             canvas.circle(middle, y, 5, fill=color, tip=f"{dot.label}: {dot.value:+.4f}")
             above = y - 10 if dot.value >= 0 else y + 19
-            canvas.text(middle, above, f"{dot.value:+.3f}", size=11, anchor="middle")
+            canvas.text(middle, above, signed(dot.value, 3), size=11, anchor="middle")
         else:
             canvas.text(middle, frame.y(0) - 6, "–", anchor="middle", fill="--muted")
         for row, line in enumerate(_lines(dot.label, slot)):

@@ -166,6 +166,12 @@ def number(value: float, steps: Sequence[float] = ()) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+def signed(value: float, decimals: int) -> str:
+    """A difference with its sign, which one that rounds to nothing does not have."""
+    rounded = round(value, decimals)
+    return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
+
+
 def wrap(words: str, characters: int) -> list[str]:
     """Break a label into lines of at most so many characters, never inside a word."""
     lines: list[str] = []

@@ -253,7 +253,7 @@ def test_the_version_is_one() -> None:
 def test_library_code_prints_nothing() -> None:
     """The linter's T20 looks at calls of print; this also finds writing to the streams themselves."""
     for room, path in _modules():
-        if room in ("cli", "testing"):
+        if room in ("cli", "testing") or path.name == "__main__.py":
             continue
         text = path.read_text(encoding="utf-8")
         for call in ("sys.stdout.write", "sys.stderr.write", "breakpoint("):

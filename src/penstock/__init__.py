@@ -1,6 +1,8 @@
 """Penstock: predict, apply and measure what makes Transformers fast.
 
 The flat public API. Names are imported when first used, so that `import penstock` costs nothing and needs no torch.
+Four functions are called like the room they live in and are imported from there: `penstock.build.build`,
+`penstock.train.train`, `penstock.ladder.ladder` and `penstock.probe.probe`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.build import Built as Built
+    from penstock.build import classification_loss as classification_loss
     from penstock.config.load import load as load
     from penstock.config.machine import Machine as Machine
     from penstock.config.machine import known_machines as known_machines
@@ -22,37 +26,79 @@ if TYPE_CHECKING:
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
-    from penstock.config.transformer import TRANSFORMERS as TRANSFORMERS
-    from penstock.config.transformer import TransformerConfig as TransformerConfig
+    from penstock.data import Batch as Batch
+    from penstock.data import Loader as Loader
+    from penstock.data import open_source as open_source
+    from penstock.doctor import Finding as Finding
+    from penstock.doctor import examine as examine
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
-    from penstock.planner.outcome import Prediction as Prediction
-    from penstock.planner.prediction import predict as predict
-    from penstock.planner.search import search as search
+    from penstock.ladder import LadderConfig as LadderConfig
+    from penstock.ladder import LadderReport as LadderReport
+    from penstock.models import create as create
+    from penstock.models.anatomy import Anatomy as Anatomy
+    from penstock.models.anatomy import anatomy_of as anatomy_of
+    from penstock.models.anatomy import enrol as enrol
+    from penstock.models.convert import from_pretrained as from_pretrained
+    from penstock.models.convert import load_weights as load_weights
+    from penstock.models.convert import save_pretrained as save_pretrained
+    from penstock.models.vit import ViT as ViT
+    from penstock.optim import EMA as EMA
+    from penstock.optim import contiguous as contiguous
+    from penstock.optim import make_optimizer as make_optimizer
+    from penstock.optim import parameter_groups as parameter_groups
+    from penstock.planner import Prediction as Prediction
+    from penstock.planner import predict as predict
+    from penstock.probe import machine_for as machine_for
+    from penstock.train import TrainResult as TrainResult
+    from penstock.train.step import StepResult as StepResult
+    from penstock.train.step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Anatomy": "penstock.models.anatomy",
     "Augment": "penstock.config.run",
+    "Batch": "penstock.data",
+    "Built": "penstock.build",
     "ConfigError": "penstock.errors",
     "DataConfig": "penstock.config.run",
+    "EMA": "penstock.optim",
+    "Finding": "penstock.doctor",
+    "LadderConfig": "penstock.ladder",
+    "LadderReport": "penstock.ladder",
+    "Loader": "penstock.data",
     "Machine": "penstock.config.machine",
     "ModelConfig": "penstock.config.model",
     "PRESETS": "penstock.config.model",
     "PenstockError": "penstock.errors",
     "Plan": "penstock.config.plan",
-    "Prediction": "penstock.planner.outcome",
+    "Prediction": "penstock.planner",
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
-    "TRANSFORMERS": "penstock.config.transformer",
-    "TransformerConfig": "penstock.config.transformer",
+    "StepResult": "penstock.train.step",
+    "TrainResult": "penstock.train",
+    "TrainStep": "penstock.train.step",
+    "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",
+    "anatomy_of": "penstock.models.anatomy",
+    "classification_loss": "penstock.build",
+    "contiguous": "penstock.optim",
+    "create": "penstock.models",
+    "enrol": "penstock.models.anatomy",
+    "examine": "penstock.doctor",
+    "from_pretrained": "penstock.models.convert",
     "known_machines": "penstock.config.machine",
     "load": "penstock.config.load",
     "load_machine": "penstock.config.machine",
-    "predict": "penstock.planner.prediction",
+    "load_weights": "penstock.models.convert",
+    "machine_for": "penstock.probe",
+    "make_optimizer": "penstock.optim",
+    "open_source": "penstock.data",
+    "parameter_groups": "penstock.optim",
+    "predict": "penstock.planner",
     "save_machine": "penstock.config.machine",
-    "search": "penstock.planner.search",
+    "save_pretrained": "penstock.models.convert",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -89,7 +89,7 @@ def test_waves_are_whole() -> None:
     rates = rates_of(A100, HALF)
     full = gemm_seconds(rates, 256 * 108, 128, 4096)
     more = gemm_seconds(rates, 256 * 109, 128, 4096)
-    assert more > 1.25 * full
+    assert more > 1.15 * full
     assert gemm_seconds(rates, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rates.gemm, rel=0.06)
 
 

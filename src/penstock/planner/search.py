@@ -81,10 +81,15 @@ def search(
     return found.predictions
 
 
-def default_base(machine: Machine) -> Plan:
-    """What a search holds fixed unless told otherwise: half precision with master weights, and fused kernels."""
+def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
+    """What a search holds fixed unless told otherwise: half precision with master weights, and fused kernels.
+
+    `trainable` keeps to what `penstock train` can run: autocast in place of master weights.
+    """
     if machine.device == "cpu":
         return Plan(optimizer="fused")
+    if trainable and "bf16" in machine.peak_flops:
+        return Plan(precision="O1", optimizer="fused", attention="flash", compile="blocks")
     dtype = "bf16" if "bf16" in machine.peak_flops else "fp16"
     return Plan(
         precision="O2",
@@ -111,14 +116,12 @@ def explore(
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
     shape = shape_of(model)
-    base = base or default_base(machine)
+    base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
     batch = global_batch or default_batch(shape, gpus)
     space = space or Space()
-    memo: Memo = {}
-    rates = {
-        sharding: rates_of(machine, vary(base, sharding=sharding), constants) for sharding in space.sharding
-    }
-    memos: dict[str, Memo] = {sharding: {} for sharding in space.sharding}
+    kinds = {"ddp", *space.sharding}
+    rates = {kind: rates_of(machine, vary(base, sharding=kind), constants) for kind in kinds}
+    memos: dict[str, Memo] = {kind: {} for kind in kinds}
     limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
     found = Found()
     ranked: list[tuple[float, int, Prediction]] = []
@@ -131,8 +134,8 @@ def explore(
             if found.nearest is None or needed < found.nearest[1]:
                 found.nearest = (plan, needed)
             continue
-        memo = memos[plan.sharding]
-        one = prediction(shape, machine, rates[plan.sharding], plan, constants, parts=parts, memo=memo)
+        kind = plan.sharding
+        one = prediction(shape, machine, rates[kind], plan, constants, parts=parts, memo=memos[kind])
         ranked.append((one.iteration_seconds, found.tried, one))
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
@@ -183,7 +186,7 @@ def layouts(
 def _within(shape: Shape, corner: Plan, samples: int, space: Space) -> Iterator[Plan]:
     """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
     chunks = _chunks(shape, corner.pp, space.virtual)
-    shardings = space.sharding if corner.dp * corner.cp > 1 else space.sharding[:1]
+    shardings = space.sharding if corner.dp * corner.cp > 1 else ("ddp",)
     kinds = [kind for kind in space.recompute if kind != "selective" or corner.attention not in FUSED]
     for micro in _micro_batches(samples, space.micro_batch):
         for virtual in chunks:

@@ -1,0 +1,189 @@
+"""Why a layout is as fast as it is, why the others lose, and what would help it most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.config.machine import Machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import PenstockError
+from penstock.planner.memory_model import memory
+from penstock.planner.outcome import Prediction
+from penstock.planner.prediction import predict
+from penstock.planner.search import GIB, MARGIN, Found, default_batch, explore, vary
+from penstock.planner.shapes import shape_of
+
+SECOND_WORDS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "pointwise": "norms, activations and other memory-bound operators",
+    "recompute": "computed again for the backward pass",
+    "output": "output and loss",
+    "tensor": "tensor parallel collectives, exposed",
+    "expert": "expert parallel exchanges",
+    "context": "context parallel exchanges, exposed",
+    "pipeline": "transfers between stages, exposed",
+    "bubble": "pipeline bubble",
+    "data": "data parallel collectives, exposed",
+    "optimizer": "optimizer, and adding up gradients",
+    "straggling": "waiting for the slowest replica",
+    "launch": "waiting for the host",
+}
+MEMORY_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "master_weights": "master weights",
+    "activations": "activations",
+    "output": "output and loss",
+    "working": "a block's backward pass",
+    "gathered_weights": "gathered weights",
+    "communication": "communication buffers",
+    "fragmentation": "fragmentation",
+    "temporary": "temporaries",
+}
+AXES = ("tp", "pp", "dp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
+
+
+def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) -> list[str]:
+    """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
+    one = predict(model, machine, plan)
+    lines = [
+        f"{plan.line()}",
+        f"{one.gpus} {machine.name}: {one.iteration_seconds:.4g} s a step of {one.global_batch} samples, "
+        f"MFU {one.mfu:.1%}, HFU {one.hfu:.1%} of {one.peak_flops / 1e12:.0f} TFLOP/s ({one.peak_name}).",
+    ]
+    for name, seconds in sorted(one.seconds.items(), key=lambda item: -item[1]):
+        if seconds > 0.0005 * one.iteration_seconds:
+            share = seconds / one.iteration_seconds
+            lines.append(f"  {seconds:10.4g} s  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
+    limit = machine.memory_bytes * MARGIN
+    room = limit - one.memory_bytes
+    words = f"{room / GIB:.1f} GiB to spare" if room >= 0 else f"{-room / GIB:.1f} GiB too much"
+    if not machine.memory_bytes:
+        words = "the machine's memory is unknown"
+    lines.append(f"Memory {one.memory_bytes / GIB:.1f} GiB on the fullest device: {words}.")
+    for name, size in sorted(one.memory.items(), key=lambda item: -item[1]):
+        if size > 0.0005 * one.memory_bytes:
+            lines.append(
+                f"  {size / GIB:10.2f} GiB  {size / one.memory_bytes:6.1%}  {MEMORY_WORDS.get(name, name)}"
+            )
+    return lines
+
+
+def why_others_lose(
+    model: ViTConfig | TransformerConfig, machine: Machine, found: Found, best: Prediction
+) -> Iterator[str]:
+    """For each choice of the best layout, the best with another, and what it pays; and what memory rules out."""
+    for axis in AXES:
+        chosen = getattr(best.plan, axis)
+        others: dict[object, Prediction] = {}
+        for one in found.predictions:
+            others.setdefault(getattr(one.plan, axis), one)
+        others.pop(chosen, None)
+        for value, one in sorted(others.items(), key=lambda item: item[1].iteration_seconds)[:2]:
+            slower = one.iteration_seconds / best.iteration_seconds - 1
+            yield f"{axis}={value} instead of {chosen}: {slower:.1%} slower, {_difference(best, one)}."
+    yield from _too_large(model, machine, best)
+    if found.too_large:
+        yield f"{found.too_large:,} of {found.tried:,} layouts do not fit."
+
+
+def _difference(best: Prediction, other: Prediction) -> str:
+    """What the other layout spends most more on, for the same samples."""
+    scale = best.global_batch / other.global_batch if other.global_batch else 1.0
+    more = {name: seconds * scale - best.seconds.get(name, 0.0) for name, seconds in other.seconds.items()}
+    name = max(more, key=lambda key: more[key])
+    if name == "bubble":
+        return f"a bubble of {other.bubble_fraction:.1%} against {best.bubble_fraction:.1%}"
+    return f"{more[name]:.3g} s more for {SECOND_WORDS.get(name, name)}"
+
+
+def _too_large(model: ViTConfig | TransformerConfig, machine: Machine, best: Prediction) -> Iterator[str]:
+    """Neighbours of the best layout that would be faster if they fitted."""
+    shape = shape_of(model)
+    limit = machine.memory_bytes * MARGIN
+    plan = best.plan
+    neighbours: list[tuple[str, Plan]] = []
+    if plan.recompute != "none":
+        neighbours.append(("recompute=none", vary(plan, recompute="none")))
+    if plan.accumulate % 2 == 0:
+        neighbours.append(
+            (
+                f"micro_batch={2 * plan.micro_batch}",
+                vary(plan, micro_batch=2 * plan.micro_batch, accumulate=plan.accumulate // 2),
+            )
+        )
+    if plan.tp > 1:
+        neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
+    for words, other in neighbours:
+        needed = sum(memory(shape, other).values())
+        if limit and needed > limit:
+            yield f"{words}: does not fit, by {(needed - limit) / GIB:.1f} GiB."
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One change to machine or batch, and how much faster the best layout under it is, per sample."""
+
+    words: str
+    gain: float
+    """Samples per second over those without the change, less one."""
+    plan: Plan
+
+
+def sensitivity(
+    model: ViTConfig | TransformerConfig,
+    machine: Machine,
+    gpus: int,
+    best: Prediction,
+    *,
+    base: Plan | None = None,
+) -> list[Lever]:
+    """What would help most, searched anew under each change; the largest gain first."""
+    batch = best.global_batch or default_batch(shape_of(model), gpus)
+    changes: Sequence[tuple[str, Callable[[], tuple[Machine, int]]]] = (
+        ("twice the memory", lambda: (replace(machine, memory_bytes=2 * machine.memory_bytes), batch)),
+        (
+            "twice the memory bandwidth",
+            lambda: (replace(machine, memory_bytes_per_second=2 * machine.memory_bytes_per_second), batch),
+        ),
+        ("links inside a node twice as fast", lambda: (_links(machine, 2.0, 1.0), batch)),
+        ("links between nodes twice as fast", lambda: (_links(machine, 1.0, 2.0), batch)),
+        (
+            "matrix products a fifth faster",
+            lambda: (
+                replace(
+                    machine,
+                    peak_flops={k: 1.2 * v for k, v in machine.peak_flops.items()},
+                    achievable_flops={k: 1.2 * v for k, v in machine.achievable_flops.items()},
+                ),
+                batch,
+            ),
+        ),
+        ("twice the global batch", lambda: (machine, 2 * batch)),
+    )
+    levers = []
+    for words, change in changes:
+        other, samples = change()
+        try:
+            found = explore(model, other, gpus, global_batch=samples, base=base, keep=1)
+        except PenstockError:
+            continue
+        if found.predictions:
+            first = found.predictions[0]
+            levers.append(Lever(words, first.samples_per_second / best.samples_per_second - 1, first.plan))
+    return sorted(levers, key=lambda lever: -lever.gain)
+
+
+def _links(machine: Machine, inside: float, between: float) -> Machine:
+    link = machine.link_bytes_per_second
+    node = machine.node_bytes_per_second
+    return replace(
+        machine,
+        link_bytes_per_second=None if link is None else link * inside,
+        node_bytes_per_second=None if node is None else node * between,
+    )

@@ -20,6 +20,7 @@ app = App(
 )
 app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
+app.command("penstock.cli.plan:plan", name="plan", help="Find the best layout of a model on a cluster.")
 app.command(
     "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
 )

@@ -1,0 +1,279 @@
+"""`penstock plan`: the best layouts of a model on a cluster, what each costs, and why the others lose."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.config.convert import nearest, plain
+from penstock.config.load import dump_toml
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.transformer import TRANSFORMERS, TransformerConfig
+from penstock.errors import ConfigError, ExitCode, OutOfMemory
+
+if TYPE_CHECKING:
+    from penstock.planner.outcome import Prediction
+    from penstock.planner.search import Found
+
+GIB = 2**30
+ASSUMED_MFU = 0.45
+"""What a budget of device hours is turned into FLOPs with, where no model says better."""
+
+
+def plan(
+    model: Annotated[str | None, Parameter(help="Preset, such as gpt-175b, llama3-8b or vit-l16.")] = None,
+    /,
+    *,
+    machine: Annotated[
+        str, Parameter(help="Name of a known machine, or file of one that probe stored.")
+    ] = "h100",
+    gpus: Annotated[int, Parameter(help="Devices.")] = 8,
+    global_batch: Annotated[
+        int | None, Parameter(help="Samples of one optimizer step, over all devices.")
+    ] = None,
+    sequence: Annotated[int | None, Parameter(help="Tokens of a sample, in place of the preset's.")] = None,
+    tokens: Annotated[
+        float | None, Parameter(help="Tokens to train on: gives days and device hours.")
+    ] = None,
+    images: Annotated[float | None, Parameter(help="Images to train on, per epoch.")] = None,
+    epochs: Annotated[float, Parameter(help="Passes over --tokens or --images.")] = 1.0,
+    base: Annotated[
+        str | None, Parameter(help="What is not searched, as a Plan line: precision, attention, …")
+    ] = None,
+    explain: Annotated[str | None, Parameter(help="Explain this one Plan line in place of a search.")] = None,
+    sensitivity: Annotated[bool, Parameter(negative="", help="Say what would help most.")] = False,
+    top: Annotated[int, Parameter(help="Layouts to show.")] = 10,
+    price: Annotated[float | None, Parameter(help="Of one device for one hour: gives the cost.")] = None,
+    json: Annotated[bool, Parameter(negative="", help="Print everything as JSON.")] = False,
+    toml: Annotated[
+        Path | None, Parameter(help="Write the best Plan as a file for `train --config`.")
+    ] = None,
+    html: Annotated[Path | None, Parameter(help="Write one page with figures.")] = None,
+    compute: Annotated[
+        float | None, Parameter(help="FLOPs to spend: says how large a model, by scaling laws.")
+    ] = None,
+    budget_gpu_hours: Annotated[
+        float | None, Parameter(help="The same in hours of --machine's devices.")
+    ] = None,
+    served_tokens: Annotated[
+        float, Parameter(help="Tokens the model will serve: favours smaller models.")
+    ] = 0.0,
+) -> int:
+    """Find the fastest layout of MODEL on a cluster, with memory, time and what makes the others lose.
+
+    With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
+    """
+    if compute is not None or budget_gpu_hours is not None:
+        return _scaling(load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json)
+    config = named_model(model, sequence)
+    device = load_machine(machine)
+    if explain is not None:
+        from penstock.planner.explain import explain as words
+
+        print("\n".join(words(config, device, Plan.parse(explain))))
+        return int(ExitCode.DONE)
+    fixed = None if base is None else Plan.parse(base)
+    from penstock.planner.search import explore, nothing_fits
+
+    found = explore(config, device, gpus, global_batch=global_batch, base=fixed, keep=None)
+    if not found.predictions:
+        raise OutOfMemory(nothing_fits(config, device, gpus, found))
+    samples = _samples(config, tokens, images, epochs)
+    question = {"model": model, "machine": device.name, "gpus": gpus, "samples": samples, "price": price}
+    levers = _levers(config, device, gpus, found, fixed) if sensitivity or html else []
+    if toml is not None:
+        _write(toml, f'model = "{model}"\n\n' + _plan_toml(found.predictions[0].plan))
+    if html is not None:
+        from penstock.cli.plan_page import plan_page
+
+        _write(html, plan_page(config, device, gpus, found, levers, samples=samples, base=fixed, price=price))
+    if json:
+        print(json_module.dumps(as_data(question, found, top, levers, device), indent=1))
+    else:
+        _show(config, device, gpus, found, top, samples, price, levers if sensitivity else [])
+    return int(ExitCode.DONE)
+
+
+def named_model(name: str | None, sequence: int | None = None) -> ViTConfig | TransformerConfig:
+    """The preset called `name`, of either family, with another length of sample if asked. Raises ConfigError."""
+    presets: dict[str, ViTConfig | TransformerConfig] = {**PRESETS, **TRANSFORMERS}
+    if name is None:
+        raise ConfigError(
+            "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
+        )
+    if name not in presets:
+        raise ConfigError(
+            f"There is no model preset {name!r}.{nearest(name, presets)} Presets are {', '.join(presets)}."
+        )
+    config = presets[name]
+    if sequence is None:
+        return config
+    if isinstance(config, ViTConfig):
+        raise ConfigError("--sequence is for language models; a vision model's tokens follow from its image.")
+    return replace(config, sequence=sequence)
+
+
+def _samples(
+    config: ViTConfig | TransformerConfig, tokens: float | None, images: float | None, epochs: float
+) -> float | None:
+    if tokens is not None and images is not None:
+        raise ConfigError("--tokens and --images were both given; a model is trained on one of them.")
+    if images is not None:
+        return images * epochs
+    if tokens is None:
+        return None
+    return tokens * epochs / config.tokens
+
+
+def _levers(
+    config: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, base: Plan | None
+) -> list[Any]:
+    from penstock.planner.explain import sensitivity
+
+    return sensitivity(config, machine, gpus, found.predictions[0], base=base)
+
+
+def as_data(
+    question: dict[str, Any], found: Found, top: int, levers: list[Any], machine: Machine
+) -> dict[str, Any]:
+    """The answer as plain data, units in the names."""
+    layouts = []
+    for one in found.predictions[:top]:
+        entry: dict[str, Any] = plain(one)
+        entry["plan"] = one.plan.line()
+        entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
+        entry |= totals(one, question["samples"], machine, question["price"])
+        layouts.append(entry)
+    return {
+        **question,
+        "layouts_tried": found.tried,
+        "layouts_too_large": found.too_large,
+        "layouts": layouts,
+        "sensitivity": [
+            {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
+        ],
+    }
+
+
+def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
+    """Days, device hours, energy of the devices at their rated power, and cost of seeing so many samples."""
+    if samples is None:
+        return {}
+    hours = one.gpu_hours(samples)
+    found = {"days": one.days(samples), "gpu_hours": hours}
+    if machine.power_watts:
+        found["energy_megawatt_hours"] = hours * machine.power_watts / 1e6
+    if price is not None:
+        found["cost"] = hours * price
+    return found
+
+
+def _plan_toml(plan: Plan) -> str:
+    return "[plan]\n" + dump_toml(plan)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"written: {path}", file=sys.stderr)
+
+
+COLUMNS = (
+    "tp",
+    "pp",
+    "dp",
+    "micro",
+    "chunks",
+    "sharding",
+    "recompute",
+    "s/step",
+    "MFU",
+    "GiB",
+    "bubble",
+    "tokens/s/GPU",
+)
+
+
+def row(one: Prediction) -> list[str]:
+    """One layout as words under `COLUMNS`."""
+    p = one.plan
+    extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
+    return [
+        f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
+        p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
+        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{one.tokens_per_second_per_gpu:,.0f}",
+    ]  # fmt: skip
+
+
+def _show(
+    config: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, top: int,
+    samples: float | None, price: float | None, levers: list[Any],
+) -> None:  # fmt: skip
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.planner.explain import why_others_lose
+
+    best = found.predictions[0]
+    console = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
+    console.print(
+        f"{config.short_form()} ({best.parameters / 1e9:.3g} billion parameters) on {gpus} {machine.name}, "
+        f"{best.global_batch} samples a step: {found.tried:,} layouts, {len(found.predictions):,} fit."
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", *COLUMNS):
+        table.add_column(name, justify="right")
+    for rank, one in enumerate(found.predictions[:top], 1):
+        table.add_row(str(rank), *row(one))
+    console.print(table)
+    console.print(f"best: {best.plan.line()}", soft_wrap=True)
+    said = totals(best, samples, machine, price)
+    if said:
+        console.print("  ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in said.items()))
+    console.print("why the others lose:")
+    for line in why_others_lose(config, machine, found, best):
+        console.print(f"  {line}", soft_wrap=True)
+    if levers:
+        console.print("what would help most:")
+        for lever in levers:
+            console.print(f"  {lever.gain:+.1%}  {lever.words}", soft_wrap=True)
+
+
+def _scaling(
+    machine: Machine, compute: float | None, hours: float | None, served: float, *, as_json: bool
+) -> int:
+    from penstock.planner.scaling_laws import LAWS, optima
+
+    if compute is None:
+        peak = (
+            machine.peak_flops.get("bf16")
+            or machine.peak_flops.get("fp16")
+            or max(machine.peak_flops.values())
+        )
+        compute = (hours or 0.0) * 3600 * peak * ASSUMED_MFU
+    if not compute > 0:
+        raise ConfigError(f"--compute is {compute:g} FLOPs, but must be above 0.")
+    found = [plain(one) | {"tokens_per_parameter": one.tokens_per_parameter} for one in optima(compute)]
+    for law in LAWS if served else ():
+        smaller = law.with_inference(law.optimum(compute), served)
+        name = f"{law.name}, serving {served:.3g} tokens"
+        found.append(plain(smaller) | {"law": name, "tokens_per_parameter": smaller.tokens_per_parameter})
+    if as_json:
+        print(json_module.dumps({"compute_flops": compute, "allocations": found}, indent=1))
+        return int(ExitCode.DONE)
+    if hours is not None:
+        print(f"{hours:,.4g} hours of {machine.name} at an assumed MFU of {ASSUMED_MFU:.0%}")
+    print(f"{compute:.4g} FLOPs of training, C = 6 N D. The laws disagree: each was fitted to other runs.")
+    for one in found:
+        print(
+            f"  {one['law']:45s} {one['parameters'] / 1e9:10.4g} B parameters {one['tokens'] / 1e9:10.5g} B tokens "
+            f"{one['tokens_per_parameter']:8.3g} per parameter  loss {one['loss']:.4f}"
+        )
+    return int(ExitCode.DONE)

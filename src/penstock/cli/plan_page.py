@@ -1,0 +1,172 @@
+"""One HTML page of a search: the layouts, where time and memory go, the pipeline, and what would help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.cli.plan import COLUMNS, GIB, row, totals
+from penstock.config.machine import Machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import PenstockError
+from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
+from penstock.planner.outcome import Prediction
+from penstock.planner.search import MARGIN, Found, explore
+from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.plan_figures import Stack, pareto, stacked_bars
+from penstock.report.schedule_figure import schedule_figure
+
+SHOWN = 8
+DRAWN_MICRO_BATCHES = 12
+
+
+def plan_page(
+    model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, levers: list[Any], *,
+    samples: float | None = None, base: Plan | None = None, price: float | None = None,
+) -> str:  # fmt: skip
+    """The page as text."""
+    best = found.predictions[0]
+    sections = [
+        _layouts(found),
+        _time(found),
+        _memory(found, machine),
+        Section(
+            title="Why the others lose",
+            rows=[("", [Cell(line, words=True)]) for line in why_others_lose(model, machine, found, best)],
+        ),
+        _front(model, machine, gpus, best, base),
+    ]
+    if best.plan.pp > 1:
+        sections.append(_pipeline(best))
+    if levers:
+        sections.append(
+            Section(
+                title="What would help most",
+                text="The best layout searched anew under each change, in samples per second.",
+                columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True)],
+                rows=[
+                    (
+                        "",
+                        [
+                            Cell(lever.words, words=True),
+                            Cell(f"{lever.gain:+.1%}"),
+                            Cell(lever.plan.line(), words=True),
+                        ],
+                    )
+                    for lever in levers
+                ],
+            )
+        )
+    return page(
+        f"{model.short_form()} on {gpus} {machine.name}",
+        f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "
+        f"tried, {found.too_large:,} do not fit.",
+        _tiles(best, machine, samples, price),
+        sections,
+        "Predicted by penstock plan. How right such predictions are: docs/reference/planner-accuracy.md.",
+    )
+
+
+def _tiles(best: Prediction, machine: Machine, samples: float | None, price: float | None) -> list[Tile]:
+    tiles = [
+        Tile(value=f"{best.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
+        Tile(
+            value=f"{best.mfu:.1%}", words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name})"
+        ),
+        Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
+        Tile(value=f"{best.tokens_per_second_per_gpu:,.0f}", words="tokens per second and device"),
+    ]
+    for name, value in totals(best, samples, machine, price).items():
+        tiles.append(Tile(value=f"{value:,.4g}", words=name.replace("_", " ")))
+    return tiles
+
+
+def _layouts(found: Found) -> Section:
+    return Section(
+        title="The fastest layouts",
+        code=found.predictions[0].plan.line(),
+        columns=[Cell("rank"), *(Cell(name) for name in COLUMNS)],
+        rows=[
+            ("kept" if rank == 1 else "", [Cell(str(rank)), *(Cell(word) for word in row(one))])
+            for rank, one in enumerate(found.predictions[:SHOWN], 1)
+        ],
+    )
+
+
+def _label(one: Prediction) -> str:
+    p = one.plan
+    return f"tp {p.tp} pp {p.pp} dp {p.dp} micro {p.micro_batch} v {p.virtual} {p.sharding} {p.recompute}"
+
+
+def _time(found: Found) -> Section:
+    stacks = [Stack(label=_label(one), parts=one.seconds) for one in found.predictions[:SHOWN]]
+    figure = stacked_bars(stacks, title="Seconds of one step by part", unit="s", words=SECOND_WORDS)
+    return Section(title="Where the time goes", figures=[figure])
+
+
+def _memory(found: Found, machine: Machine) -> Section:
+    stacks = [
+        Stack(label=_label(one), parts={name: size / GIB for name, size in one.memory.items()})
+        for one in found.predictions[:SHOWN]
+    ]
+    limit = machine.memory_bytes * MARGIN / GIB if machine.memory_bytes else None
+    figure = stacked_bars(stacks, title="Memory by part", unit="GiB", limit=limit, words=MEMORY_WORDS)
+    text = "On the fullest device. The limit leaves room for the context, libraries and the allocator."
+    return Section(title="Where the memory goes", text=text, figures=[figure])
+
+
+def _front(
+    model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, best: Prediction, base: Plan | None
+) -> Section:
+    """Time against devices at the same global batch."""
+    points = []
+    for factor in (0.125, 0.25, 0.5, 1, 2, 4):
+        devices = int(gpus * factor)
+        if devices < 1 or devices != gpus * factor:
+            continue
+        try:
+            one = explore(model, machine, devices, global_batch=best.global_batch, base=base, keep=1)
+        except PenstockError:
+            continue
+        if one.predictions:
+            first = one.predictions[0]
+            points.append((float(devices), first.iteration_seconds, first.plan.line()))
+    figure = pareto(points, title="Seconds of one step by devices", y_label="seconds per step")
+    return Section(
+        title="More devices, or fewer",
+        text="The best layout of each number of devices, at the same global batch. The dashed line is perfect scaling.",
+        figures=[figure],
+    )
+
+
+def _pipeline(best: Prediction) -> Section:
+    """The schedule as it would run, with fewer micro-batches where there are many."""
+    from penstock.schedules import Costs, generate, simulate
+
+    plan = best.plan
+    stages = min(plan.pp, 16)
+    micro = min(plan.accumulate, max(stages, DRAWN_MICRO_BATCHES) // stages * stages or stages)
+    name: Any = {"zero_bubble": "zb-h1"}.get(plan.schedule, plan.schedule)
+    schedule = generate(
+        name, stages, micro, plan.virtual if plan.virtual <= 4 else 2 if plan.virtual > 1 else 1
+    )
+    chunks = schedule.stages // stages
+    forward = best.forward_seconds / chunks * 1e3
+    backward = best.backward_seconds / chunks * 1e3
+    costs = Costs(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
+    figure = schedule_figure(simulate(schedule, costs), title="The pipeline over time", unit="ms")
+    drawn = (
+        ""
+        if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual
+        else (
+            f" Drawn with {stages} stages of {plan.pp}, {micro} micro-batches of {plan.accumulate} and {chunks} chunks "
+            f"of {plan.virtual}."
+        )
+    )
+    return Section(
+        title="The pipeline",
+        text=f"{plan.schedule}, {plan.pp} stages, {plan.accumulate} micro-batches: a bubble of "
+        f"{best.bubble_fraction:.1%}.{drawn}",
+        figures=[figure],
+    )

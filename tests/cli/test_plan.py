@@ -1,0 +1,143 @@
+"""`penstock plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.config.load import read_file
+from penstock.config.plan import Plan
+from penstock.config.transformer import TRANSFORMERS
+from penstock.errors import ExitCode
+
+SMALL = ["plan", "gpt-7.5b", "--machine", "a100-80g", "--gpus", "16", "--global-batch", "128"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_table_ranks_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, "--tokens", "300e9", "--price", "2", "--sensitivity")
+    assert code == 0
+    assert "gpt-7.5b (7.47 billion parameters) on 16 a100-80g, 128 samples a step" in out
+    line = re.search(r"^best: (.*)$", out, re.MULTILINE)
+    assert line is not None
+    assert Plan.parse(line[1]).gpus == 16
+    assert re.search(r"days [\d.,]+ +gpu hours .* cost ", out)
+    assert "slower" in out
+    assert "what would help most:" in out
+
+
+def test_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, "--json", "--top", "3", "--tokens", "1e9")
+    assert code == 0
+    data = json.loads(out)
+    assert data["layouts_tried"] > 50
+    assert len(data["layouts"]) == 3
+    first = data["layouts"][0]
+    assert {"iteration_seconds", "memory_bytes", "mfu", "hfu", "days", "gpu_hours", "plan"} <= set(first)
+    assert sum(first["seconds"].values()) == pytest.approx(first["iteration_seconds"])
+    times = [one["iteration_seconds"] for one in data["layouts"]]
+    assert times == sorted(times)
+
+
+def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, file = tmp_path / "a" / "plan.html", tmp_path / "plan.toml"
+    code, _, _ = run(capsys, *SMALL, "--html", str(page), "--toml", str(file))
+    assert code == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") >= 3
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    for words in (
+        "Where the time goes",
+        "Where the memory goes",
+        "Why the others lose",
+        "More devices, or fewer",
+    ):
+        assert words in text
+    assert read_file(file)["model"] == "gpt-7.5b"
+    assert (
+        Plan.from_toml(re.sub(r"^.*\[plan\]\n", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)).gpus
+        == 16
+    )
+
+
+def test_a_pipeline_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    code, _, _ = run(
+        capsys, "plan", "gpt-1t", "--machine", "a100-80g", "--gpus", "512", "--global-batch", "512",
+        "--html", str(page),
+    )  # fmt: skip
+    assert code == 0
+    assert "The pipeline over time" in page.read_text(encoding="utf-8")
+
+
+def test_one_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "precision=O2 tp=8 sp=true pp=8 accumulate=64 recompute=selective attention=plain compile=blocks"
+    code, out, _ = run(capsys, "plan", "gpt-175b", "--machine", "a100-80g", "--explain", line)
+    assert code == 0
+    assert "matrix products" in out
+    assert "pipeline bubble" in out
+    assert "GiB on the fullest device" in out
+
+
+def test_scaling_laws_disagree_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", "--compute", "5.76e23")
+    assert code == 0
+    assert re.search(r"Hoffmann 2022 .* 92\.6 per parameter", out)
+    assert re.search(r"Besiroglu 2024 .* 18\.4 per parameter", out)
+    assert "Kaplan 2020" in out
+    code, out, _ = run(capsys, "plan", "--budget-gpu-hours", "1e5", "--served-tokens", "1e12", "--json")
+    assert code == 0
+    assert len(json.loads(out)["allocations"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["plan"], ExitCode.CONFIG, "needs a model"),
+        (["plan", "gpt-17b"], ExitCode.CONFIG, "Did you mean 'gpt-175b'"),
+        (["plan", "gpt2", "--machine", "h10"], ExitCode.CONFIG, "Give one of v100, "),
+        (
+            ["plan", "gpt2", "--explain", "tp=7"],
+            ExitCode.CONFIG,
+            "cannot share out the model's 12 attention heads",
+        ),
+        (["plan", "gpt-1t", "--gpus", "8"], ExitCode.OUT_OF_MEMORY, "To make it fit: use "),
+        (["plan", "gpt2", "--tokens", "1", "--images", "1"], ExitCode.CONFIG, "both given"),
+        (["plan", "vit-b16", "--sequence", "5"], ExitCode.CONFIG, "follow from its image"),
+    ],
+)
+def test_bad_input_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: ExitCode, message: str
+) -> None:
+    got, _, err = run(capsys, *words)
+    assert got == code
+    assert message in err
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFORMERS))
+def test_every_preset_has_a_layout_on_enough_devices(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    # Trillions of parameters need their thousands of devices; what is small need not use them all.
+    gpus = 2048 if TRANSFORMERS[name].width > 8192 else 64
+    code, out, _ = run(capsys, "plan", name, "--gpus", str(gpus), "--top", "1")
+    assert code == 0
+    assert "best: " in out
+
+
+def test_a_vision_model_on_one_device_gets_a_plan_that_trains(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    code, _, _ = run(capsys, "plan", "vit-b16", "--gpus", "1", "--global-batch", "64", "--toml", str(file))
+    assert code == 0
+    Plan.from_toml(
+        re.sub(r"^.*\[plan\]\n", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    ).refuse_unrunnable()

@@ -43,7 +43,7 @@ def test_the_aims_that_are_reached_stay_reached() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m penstock.planner.calibration"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python tools/planner_accuracy.py"
 
 
 def test_every_row_is_on_the_page() -> None:

@@ -93,7 +93,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 INTRODUCTION = """# How right the planner is
 
-Written by `python -m penstock.planner.calibration`; a test holds it to what the code says, and fails when a table's
+Written by `python tools/planner_accuracy.py`; a test holds it to what the code says, and fails when a table's
 errors grow. Errors are the prediction over the measurement, less one: of a time, a negative error is a prediction that
 is too fast.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,6 +193,7 @@ def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig
     assert summary["predicted"]["iteration_seconds"] > 0
     assert summary["predicted"]["memory_bytes"] > 0
     assert summary["measured"]["step_seconds_median"] > 0
+    assert 0 < summary["measured"]["data_wait_share"] <= 1
     assert summary["measured"]["memory_kind"] == "growth of the process"
 
 
@@ -244,6 +246,18 @@ def test_another_recipe_is_not_resumed_silently(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"recipe\.lr is 0\.5"):
         train(other)
     assert load(RunConfig, file=Path(config.output) / "run.toml") == config
+
+
+def test_a_setting_newer_than_the_checkpoint_had_its_default(config: RunConfig) -> None:
+    with pytest.raises(Cut):
+        train(config, display=At(4, cut))
+    folder = Path(config.output) / "checkpoints"
+    saved = checkpoint.load(folder / "step-3")
+    older = {name: value for name, value in saved.config.items() if name != "init_from"}
+    older["recipe"] = {name: value for name, value in saved.config["recipe"].items() if name != "layer_decay"}
+    shutil.rmtree(folder)
+    checkpoint.save(folder, replace(saved, config=older))
+    assert train(config).resumed_at == 3
 
 
 def test_a_new_split_of_the_batch_resumes_and_is_said(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from penstock.build import build
-from penstock.config.load import dump_toml, to_dict
+from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import SavedRequeue
@@ -155,6 +155,7 @@ class _Run:
         self.window = Window(config.log_every, device)
         self.timer = StepTimer(device)
         self.step_seconds: list[float] = []
+        self.waits: list[float] = []
         self.waited = 0.0
         self.metrics = MetricsFile(output / "metrics.jsonl")
         self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
@@ -227,7 +228,9 @@ class _Run:
         """Fetch and record the window: the one place at which the host waits for the device."""
         read = self.window.read(self.step)
         seconds = self.timer.read()
+        waited = self.loader.wait_seconds - self.waited
         self.step_seconds += seconds
+        self.waits.append(waited)
         self.loss = statistics.fmean(read.losses)
         self._record(
             "steps",
@@ -236,7 +239,7 @@ class _Run:
             losses=read.losses,
             grad_norm=read.grad_norm,
             lr=learning_rate(self.step - 1, self.config.recipe, self.schedule.total),
-            **self.meter.speed(seconds, self.loader.wait_seconds - self.waited),
+            **self.meter.speed(seconds, waited),
             memory_bytes=peak_memory(self.device),
         )
 
@@ -302,7 +305,9 @@ class _Run:
         checkpoint.clean(self.folder)
         snapshot = checkpoint.newest(self.folder)
         if snapshot:
-            for change in changes(snapshot.config, to_dict(self.config)):
+            # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
+            stored = from_dict(RunConfig, snapshot.config, origin=f"the checkpoint of step {snapshot.step}")
+            for change in changes(to_dict(stored), to_dict(self.config)):
                 _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
         return snapshot
 
@@ -365,7 +370,8 @@ class _Run:
         if self.step_seconds:
             # The first steps compile, allocate and choose kernels.
             settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]
-            measured = self.meter.speed(settled, 0.0)
+            share = sum(settled) / sum(self.step_seconds)
+            measured = self.meter.speed(settled, sum(self.waits) * share)
             self._record(
                 "summary",
                 predicted=_of_prediction(self.prediction),

@@ -15,4 +15,4 @@ from penstock.planner.calibration.report import write
 ROOT = Path(__file__).parent.parent
 
 if __name__ == "__main__":
-    print(write(ROOT, refit="--quick" not in sys.argv))
+    write(ROOT, refit="--quick" not in sys.argv)

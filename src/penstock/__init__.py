@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
+    from penstock.config.transformer import TRANSFORMERS as TRANSFORMERS
+    from penstock.config.transformer import TransformerConfig as TransformerConfig
     from penstock.data import Batch as Batch
     from penstock.data import Loader as Loader
     from penstock.data import open_source as open_source
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.optim import parameter_groups as parameter_groups
     from penstock.planner import Prediction as Prediction
     from penstock.planner import predict as predict
+    from penstock.planner import search as search
     from penstock.probe import machine_for as machine_for
     from penstock.train import TrainResult as TrainResult
     from penstock.train.step import StepResult as StepResult
@@ -77,8 +80,10 @@ _HOME = {
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
     "StepResult": "penstock.train.step",
+    "TRANSFORMERS": "penstock.config.transformer",
     "TrainResult": "penstock.train",
     "TrainStep": "penstock.train.step",
+    "TransformerConfig": "penstock.config.transformer",
     "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",
     "anatomy_of": "penstock.models.anatomy",
@@ -99,6 +104,7 @@ _HOME = {
     "predict": "penstock.planner",
     "save_machine": "penstock.config.machine",
     "save_pretrained": "penstock.models.convert",
+    "search": "penstock.planner",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -14,7 +14,7 @@ import torch
 from penstock import probe as probe_room
 from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
 from penstock.errors import EnvironmentProblem
-from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, resolve_device
+from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, products, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -84,11 +84,11 @@ def test_a_type_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("not on this device\nand more")
 
-    kinds = probe_room._kinds(CPU)[:1]
+    kinds = products._kinds(CPU)[:1]
     kinds.append(replace(kinds[0], name="fp4", product=fail))
-    monkeypatch.setattr(probe_room, "_kinds", lambda _: kinds)
-    monkeypatch.setattr(probe_room, "_CPU_QUICK", ())
-    samples = probe_room._gemm_samples(CPU, True, 0.01)
+    monkeypatch.setattr(products, "_kinds", lambda _: kinds)
+    monkeypatch.setattr(products, "_CPU_QUICK", ())
+    samples = products.gemm_samples(CPU, True, 0.01)
     assert {sample.dtype for sample in samples} == {"fp32"}
 
 
@@ -100,11 +100,11 @@ def test_a_slow_type_is_asked_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        probe_room,
+        products,
         "_kinds",
-        lambda _: [probe_room._Kind("slow", probe_room._float_operands(torch.half), slow)],
+        lambda _: [products._Kind("slow", products._float_operands(torch.half), slow)],
     )
-    (sample,) = probe_room._gemm_samples(CPU, True, 0.01)
+    (sample,) = products.gemm_samples(CPU, True, 0.01)
     assert set(shapes) == {(256, 256)}
     assert sample.flops_per_second == pytest.approx(2 * 256**3 / 0.02, rel=0.5)
 

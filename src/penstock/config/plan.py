@@ -251,8 +251,8 @@ class Plan:
             )
         if self.host_memory != "release" and machine.device == "cuda":
             yield (
-                f"plan.host_memory={self.host_memory} has no effect on a GPU's step, and machine {machine.name} is one; "
-                "leave it out."
+                f"plan.host_memory={self.host_memory} has no effect on a GPU's step, and machine {machine.name} is "
+                "one; leave it out."
             )
         if self.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
             yield (

@@ -1,0 +1,190 @@
+"""Measure a machine: matrix products, memory, the cost of one operator, and all-reduce where ranks are connected.
+
+Every rate is the lower quartile of repeated calls' times, because other processes can only lengthen them; matrices
+are random (zeros draw less power and run faster on GPUs). A probe leaves nothing behind: torch's precision settings,
+its random state and its gradient mode are as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from penstock.config.machine import (
+    Machine,
+    cache_path,
+    cached_machine,
+    match_datasheet,
+    save_machine,
+)
+from penstock.errors import EnvironmentProblem, PenstockError
+from penstock.probe.products import gemm_samples, matmul_precision
+from penstock.probe.rates import (
+    all_reduce_bandwidth,
+    launch_seconds,
+    memory_bandwidth,
+    memory_bytes,
+    page_seconds,
+)
+
+__all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision", "probe", "resolve_device"]
+
+log = logging.getLogger(__name__)
+
+
+def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machine:
+    """Measure `device` (`auto`: the current GPU, else the CPU) in about a minute, or in seconds with `quick`.
+
+    Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
+    the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once). On a
+    GPU that a datasheet is shipped for, `peak_flops`, links and power are the datasheet's and `achievable_flops` is
+    measured; elsewhere the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
+    """
+    where = resolve_device(device)
+    with _undisturbed(), torch.no_grad():
+        budget = (0.1 if quick else 0.6) if where.type == "cpu" else (0.05 if quick else 0.3)
+        samples = gemm_samples(where, quick, budget)
+        bandwidth = memory_bandwidth(where, budget)
+        launch = launch_seconds(where)
+        page = page_seconds() if where.type == "cpu" else 0.0
+        collective = all_reduce_bandwidth(where, quick)
+    best: dict[str, float] = {}
+    for sample in samples:
+        best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
+    machine = Machine(
+        name=machine_name(where),
+        device="cuda" if where.type == "cuda" else "cpu",
+        source="measured",
+        peak_flops=best,
+        achievable_flops=dict(best),
+        memory_bytes=memory_bytes(where),
+        memory_bytes_per_second=bandwidth,
+        launch_seconds=launch,
+        page_seconds=page,
+        collective_bytes_per_second=collective,
+        gemm=tuple(samples),
+        notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
+    )
+    return _with_datasheet(machine, where)
+
+
+def machine_for(device: str | torch.device = "auto") -> Machine:
+    """The Machine that `device` is: as `penstock probe` measured it, else by datasheet, else measured quickly now.
+
+    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version.
+    """
+    where = resolve_device(device)
+    kept = cached_machine(machine_name(where))
+    if kept is not None and _version_note() in kept.notes:
+        return kept
+    if where.type == "cuda":
+        memory = torch.cuda.get_device_properties(where).total_memory
+        sheet = match_datasheet(torch.cuda.get_device_name(where), memory)
+        if sheet is not None:
+            return sheet
+    log.info(
+        "measuring this machine (%s), once; `penstock probe` measures it more closely", machine_name(where)
+    )
+    machine = probe(where, quick=True)
+    keep(machine)
+    return machine
+
+
+def keep(machine: Machine) -> Path | None:
+    """Store a measured Machine in the cache folder; a folder that cannot be written is logged, and gives none."""
+    try:
+        return save_machine(machine, cache_path(machine.name))
+    except PenstockError as error:
+        log.warning("%s", error)
+        return None
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The torch device that `auto`, `cpu`, `cuda` or `cuda:N` names. Raises `EnvironmentProblem` if it is absent."""
+    if isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise EnvironmentProblem(f"There is no device {device!r}; use auto, cpu, cuda or cuda:N.") from error
+    if where.type not in ("cpu", "cuda"):
+        raise EnvironmentProblem(f"Penstock runs on cpu and cuda devices, not on {where}; use --device cpu.")
+    if where.type == "cuda":
+        count = torch.cuda.device_count()
+        index = cast("int | None", where.index)  # torch's stubs forget that `cuda` alone has none
+        if not torch.cuda.is_available() or (index or 0) >= count:
+            raise EnvironmentProblem(
+                f"The device {where} was asked for, but torch sees {count or 'no'} GPU(s) here; use --device cpu, or "
+                "run `penstock doctor` to see why."
+            )
+        if index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def machine_name(device: torch.device) -> str:
+    """What a measured Machine of this device is called: the chip, and for a CPU the number of threads used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
+    """The CPU's own name, with the vector instructions that torch uses on it."""
+    chip = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                chip = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # not Linux: the general name serves
+    return f"{chip} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return machine
+    sheet = match_datasheet(torch.cuda.get_device_name(device), machine.memory_bytes)
+    if sheet is None:
+        return replace(machine, devices_per_node=torch.cuda.device_count())
+    # What could not be computed here stays out, even where the datasheet has it.
+    peaks = {name: sheet.peak_flops.get(name, rate) for name, rate in machine.peak_flops.items()}
+    return replace(
+        machine,
+        peak_flops=peaks,
+        link_bytes_per_second=sheet.link_bytes_per_second,
+        devices_per_node=sheet.devices_per_node,
+        node_bytes_per_second=sheet.node_bytes_per_second,
+        power_watts=sheet.power_watts,
+        notes=(_version_note(), f"peaks, links and power are the datasheet's ({sheet.name})", *sheet.notes),
+    )
+
+
+def _version_note() -> str:
+    return f"torch {torch.__version__}"
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Autocast off, and torch's warnings about beta features kept from the user, as long as it measures."""
+    with (
+        warnings.catch_warnings(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _nothing(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,171 @@
+"""The rates of matrix products, by type and shape."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock.config.machine import GemmSample
+from penstock.probe.rates import seconds
+
+log = logging.getLogger(__name__)
+
+Shape = tuple[int, int, int]
+
+# (m, k) @ (k, n). Square shapes give the peak; the others are a ViT's: token rows into the MLP's two halves and the
+# attention's three projections, and products so small that their launch costs more than their sums.
+_CPU_SHAPES: dict[str, Shape] = {
+    "square": (2048, 2048, 2048),
+    "mlp in": (1576, 1536, 384),
+    "mlp out": (1576, 384, 1536),
+    "square half": (1024, 1024, 1024),
+    "qkv": (1576, 1152, 384),
+    "tiny": (64, 64, 64),
+}
+_CPU_QUICK = ("square half", "mlp in", "mlp out")
+_CUDA_SHAPES: dict[str, Shape] = {
+    "square": (8192, 8192, 8192),
+    "deep": (2048, 2048, 13312),
+    "mlp in": (25216, 3072, 768),
+    "mlp out": (25216, 768, 3072),
+    "wide mlp in": (25216, 5120, 1280),
+    "wide mlp out": (25216, 1280, 5120),
+    "square half": (4096, 4096, 4096),
+    "qkv": (25216, 2304, 768),
+    "medium": (1024, 1024, 1024),
+}
+_CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
+# The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that the
+# large shapes would take minutes: those that this one, on a single thread, predicts to take longer than the patience
+# are left out. On a single thread, because a busy neighbour can slow short products on several threads a hundredfold.
+_FIRST_SHAPE: Shape = (256, 256, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One way to multiply matrices: what it is called, how operands are made, and the fp32 setting it runs under."""
+
+    name: str
+    operands: Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]
+    product: Callable[..., torch.Tensor]
+    matmul: str = "highest"
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Run fp32 matrix products in `precision` (torch's words), and put every setting back that this moves.
+
+    torch keeps the choice twice: as one word, and per library, where the initial value "none" cannot be reached by
+    setting the word back.
+    """
+    word = torch.get_float32_matmul_precision()
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    settings = [getattr(library, "fp32_precision", None) for library in libraries]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(word)
+        for library, setting in zip(libraries, settings):
+            if setting is not None:
+                library.fp32_precision = setting
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _float_operands(dtype: torch.dtype) -> Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]:
+    def make(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+        m, n, k = shape
+        a = torch.randn(m, k, device=device, generator=generator).to(dtype)
+        # Weights lie as (out, in), as in nn.Linear; on CPUs the other order can be two hundred times slower.
+        b = torch.randn(n, k, device=device, generator=generator).to(dtype)
+        return a, b
+
+    return make
+
+
+def _int8_operands(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+    m, n, k = shape
+    a = torch.randint(-127, 128, (m, k), device=device, generator=generator, dtype=torch.int8)
+    b = torch.randint(-127, 128, (n, k), device=device, generator=generator, dtype=torch.int8)
+    return a, b.t()
+
+
+def _fp8_operands(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+    a, b = _float_operands(torch.float8_e4m3fn)(shape, device, generator)
+    return a, b.t(), torch.ones((), device=device), torch.ones((), device=device)
+
+
+def _fp8_product(a: Any, b: Any, scale_a: Any, scale_b: Any) -> torch.Tensor:
+    result: torch.Tensor = torch._scaled_mm(
+        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return result
+
+
+def _kinds(device: torch.device) -> list[_Kind]:
+    """Every way to multiply that this device may have; those it lacks fail in their first product."""
+    fp32 = _float_operands(torch.float32)
+    kinds = [_Kind("fp32", fp32, F.linear)]
+    if device.type == "cpu":
+        kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
+    elif _has_tensor_cores(device):
+        kinds.append(_Kind("tf32", fp32, F.linear, matmul="high"))
+    # GPUs without bf16 units emulate it at a tenth of the speed of fp16; that is not a type to plan with.
+    if device.type == "cpu" or _has_tensor_cores(device):
+        kinds.append(_Kind("bf16", _float_operands(torch.bfloat16), F.linear))
+    kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
+    kinds.append(_Kind("int8", _int8_operands, torch._int_mm))
+    if device.type == "cuda" and hasattr(torch, "_scaled_mm"):
+        kinds.append(_Kind("fp8", _fp8_operands, _fp8_product))
+    return kinds
+
+
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU has TF32 and bf16 units: NVIDIA from compute capability 8.0, and AMD's Instinct from gfx90a."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return major >= 8
+
+
+def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmSample]:
+    shapes = _CPU_SHAPES if device.type == "cpu" else _CUDA_SHAPES
+    names = (_CPU_QUICK if device.type == "cpu" else _CUDA_QUICK) if quick else tuple(shapes)
+    patience = 0.5 if quick else 15.0
+    generator = torch.Generator(device=device).manual_seed(0)
+    samples: list[GemmSample] = []
+    for kind in _kinds(device):
+        with matmul_precision(kind.matmul):
+            try:
+                with _one_thread():
+                    alone = _gemm_sample(kind, _FIRST_SHAPE, device, generator, 0.0).flops_per_second
+                asked = [shapes[name] for name in names if 2.0 * math.prod(shapes[name]) / alone < patience]
+                samples += [
+                    _gemm_sample(kind, shape, device, generator, budget) for shape in (_FIRST_SHAPE, *asked)
+                ]
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
+    return samples
+
+
+def _gemm_sample(
+    kind: _Kind, shape: Shape, device: torch.device, generator: torch.Generator, budget: float
+) -> GemmSample:
+    operands = kind.operands(shape, device, generator)
+    taken = seconds(lambda: kind.product(*operands), device, budget)
+    m, n, k = shape
+    return GemmSample(dtype=kind.name, m=m, n=n, k=k, flops_per_second=2.0 * m * n * k / taken)

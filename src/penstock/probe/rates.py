@@ -1,0 +1,100 @@
+"""How long calls take, and the rates that follow: memory, launches, pages, all-reduce."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_PAGE_BYTES = 4096
+
+
+def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Lower quartile of the times of one `call` over about `budget` seconds, three at least, after a warm-up."""
+    call()
+    once = _time(call, device, 1)
+    if once > budget:
+        return once
+    # Short calls are timed in batches of a millisecond or more, so that the clock and a GPU's queue cost nothing.
+    batch = max(1, min(1000, int(1e-3 / max(once, 1e-7))))
+    rounds = max(3, min(50, int(budget / max(once * batch, 1e-7))))
+    return sorted(_time(call, device, batch) for _ in range(rounds))[rounds // 4]
+
+
+def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(batch):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / batch
+
+
+def memory_bandwidth(device: torch.device, budget: float) -> float:
+    """Bytes per second of an addition of two arrays into a third (STREAM's ADD), larger than any cache."""
+    elements = 2**24 if device.type == "cpu" else 2**27
+    a, b = torch.ones(2, elements, device=device)
+    out = torch.empty_like(a)
+    return 3.0 * float(a.nbytes) / seconds(lambda: torch.add(a, b, out=out), device, budget)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """What one small operator costs in a long row of them, its output allocated as in any model."""
+    a, b = torch.ones(2, 16, device=device)
+    return seconds(lambda: torch.add(a, b), device, 0.05)
+
+
+def page_seconds() -> float:
+    """What the first touch of a page costs over a later one: the kernel clears and maps it."""
+    size = 2**26
+
+    def fill(memory: mmap.mmap) -> float:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = time.perf_counter()
+        ctypes.memset(address, 1, size)
+        return time.perf_counter() - start
+
+    extra = []
+    for _ in range(5):
+        with mmap.mmap(-1, size) as memory:
+            extra.append(fill(memory) - fill(memory))
+    return max(0.0, statistics.median(extra)) / (size // _PAGE_BYTES)
+
+
+def all_reduce_bandwidth(device: torch.device, quick: bool) -> float | None:
+    """Bus bandwidth of all-reduce: 2 (n - 1) / n times the bytes reduced, per second (nccl-tests' convention)."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    ranks = torch.distributed.get_world_size()
+    if ranks < 2:
+        return None
+    values = torch.ones((2**22 if quick else 2**25) if device.type == "cuda" else 2**20, device=device)
+    for _ in range(2):
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    # The same number of rounds on every rank: a rank that stopped by its own clock would leave the others waiting.
+    times = [
+        _time(lambda: torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX), device, 1)
+        for _ in range(5 if quick else 20)
+    ]
+    return 2.0 * (ranks - 1) / ranks * float(values.nbytes) / statistics.median(times)
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Memory of the GPU, or of this computer less what its container forbids."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, float(Path(limit).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue  # no such limit, or the word "max"
+    return total

@@ -24,6 +24,8 @@ REACHED = {
     "mosaicml_h100": (0.112, 0.313),
     "torchtitan_speed": (0.255, 0.869),
     "bloom": (0.171, 0.382),
+    "nemo": (0.059, 0.122),
+    "megatron": (0.059, 0.098),
 }
 
 
@@ -86,5 +88,5 @@ def test_spearman_by_hand() -> None:
 
 
 def test_every_table_names_its_source() -> None:
-    for table in ("korthikanti_table5", "mosaicml", "bloom", "torchtitan", "nccl", "matmul"):
+    for table in ("korthikanti_table5", "mosaicml", "bloom", "torchtitan", "nccl", "matmul", "nemo", "megatron"):
         assert len(source(table)) > 30

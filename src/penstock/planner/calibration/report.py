@@ -20,6 +20,8 @@ TITLES = {
     "mosaicml_h100": "MosaicML llm-foundry, H100 (bf16)",
     "torchtitan_speed": "torchtitan, speed",
     "bloom": "BLOOM's layout sweep",
+    "nemo": "NeMo on H100, fp8",
+    "megatron": "Megatron-LM's README of 2020, A100",
 }
 FILES = {"mosaicml_a100": "mosaicml", "mosaicml_h100": "mosaicml", "torchtitan_memory": "torchtitan"}
 FILES |= {"torchtitan_speed": "torchtitan"}
@@ -112,7 +114,8 @@ What the errors are made of, as far as it is known:
   away. The last two fill the memory, and the allocator's retries are not modelled. That the 80 GB rows were made with a
   torch whose checkpointing stops early is inferred from the rows themselves and not stated by their source.
 - H100 and torchtitan: no time measured on Hopper was fitted to. The ceilings of matrix products are short bursts; under
-  long load the chip lowers its clock, and predictions are too fast.
+  long load the chip lowers its clock, and predictions are too fast. In NeMo's rows this is balanced by gradients that
+  its kernels add up inside the product, where the planner counts a pass of their own.
 - BLOOM: the cluster's own figures differ by up to 6 % between days for one layout. What is missed is that tensor
   parallelism over 8 devices costs more there than a datasheet's links explain.
 """

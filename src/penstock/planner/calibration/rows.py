@@ -238,6 +238,57 @@ def bloom() -> Iterator[Row]:
         )  # fmt: skip
 
 
+def nemo() -> Iterator[Row]:
+    """Tokens per second per GPU of NeMo in fp8 on H100, cuDNN's attention, collectives hidden; never fitted to."""
+    presets = {"GPT3-175B": "gpt-175b"}
+    machine = load_machine("h100")
+    for row in read("nemo"):
+        model = TRANSFORMERS[presets.get(row["model"], row["model"].lower())]
+        tp, pp, cp, virtual = (int(row[name]) for name in ("tp", "pp", "cp", "virtual"))
+        dp = int(row["gpus"]) // (tp * pp * cp)
+        micro = int(row["micro_batch"])
+        chunks = virtual if pp > 1 else 1
+        plan = Plan(
+            precision="O2", fp8=True, gradients="fp32", optimizer="fused", compile="blocks", attention="cudnn", tp=tp,
+            sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
+            virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
+        )  # fmt: skip
+        seconds = _seconds(model, machine, plan)
+        tokens = plan.global_batch * model.sequence / plan.gpus
+
+        def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
+            return float(tokens / seconds(constants))
+
+        name = f"{row['model']}, {plan.gpus} GPUs, tp {tp} pp {pp} cp {cp}, batch {plan.global_batch}"
+        yield Row("nemo", name, row["model"], float(row["tokens_per_second_per_gpu"]), predict)
+
+
+def megatron() -> Iterator[Row]:
+    """Milliseconds per iteration of Megatron-LM in 2020, before any overlap; never fitted to."""
+    machine = load_machine("a100-80g")
+    for row in read("megatron"):
+        width = int(row["hidden"])
+        model = replace(
+            TRANSFORMERS["gpt-22b"], width=width, depth=int(row["layers"]), heads=int(row["heads"]),
+            mlp_width=4 * width, sequence=int(row["seq_len"]),
+        )  # fmt: skip
+        tp, dp = int(row["tp"]), int(row["dp"])
+        plan = replace(
+            _MEGATRON,
+            tp=tp,
+            dp=dp,
+            micro_batch=int(row["global_batch"]) // dp,
+            recompute="full",
+            tp_overlap="none",
+        )
+        seconds = _seconds(model, machine, plan)
+
+        def predict(constants: Constants, seconds=seconds) -> float:  # type: ignore[no-untyped-def]
+            return float(1e3 * seconds(constants))
+
+        yield Row("megatron", f"{row['case']}, tp {tp}, dp {dp}", row["case"], float(row["iter_ms"]), predict)
+
+
 def nccl() -> Iterator[Row]:
     """Bus bandwidth in GB/s of large collectives inside a node, rings."""
     moved = 16 * GIB
@@ -267,6 +318,8 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "mosaicml_h100": (lambda: mosaicml("h100"), False, "seconds per iteration"),
     "torchtitan_speed": (torchtitan_speed, False, "tokens per second per GPU"),
     "bloom": (bloom, False, "seconds per iteration"),
+    "nemo": (nemo, False, "tokens per second per GPU"),
+    "megatron": (megatron, False, "milliseconds per iteration"),
 }
 """Each table: its rows, whether constants are fitted on it, and the unit."""
 

@@ -52,7 +52,7 @@ def test_the_ladder_of_a_tiny_vision_transformer(
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     measured = {name for name, rung in rungs.items() if rung["to_baseline"] is not None}
     may_be = {"attention-flash"}  # applies only where plain attention was kept before it
-    assert measured - may_be == {
+    assert measured - may_be >= {
         "baseline", "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous",
         "classifier", "layout", "attention-plain", "batch-x2", "batch-x4", "image", "whole-half",
     }  # fmt: skip

@@ -131,6 +131,17 @@ def test_a_prediction_adds_up_and_keeps_physics() -> None:
     assert plain.memory_bytes > flash.memory_bytes
 
 
+def test_fused_attention_in_half_precision_is_slow_on_a_cpu_only() -> None:
+    def seconds(machine: Machine, line: str) -> float:
+        return predict(PRESETS["vit-s16"], machine, Plan.parse(line)).seconds["attention"]
+
+    assert seconds(CPU, "precision=O1") > 2 * seconds(CPU, "precision=O1 attention=plain")
+    assert seconds(CPU, "precision=O1 attention=auto") == seconds(CPU, "precision=O1 attention=plain")
+    assert seconds(CPU, "") < seconds(CPU, "attention=plain")
+    gpu = load_machine("h100")
+    assert seconds(gpu, "precision=O1") < seconds(gpu, "precision=O1 attention=plain")
+
+
 def test_memory_tells_what_does_not_fit() -> None:
     small = replace(load_machine("v100"), memory_bytes=1e9)
     assert not predict(PRESETS["vit-h14"], small, Plan()).fits

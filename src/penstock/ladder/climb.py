@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 LOSS_SHARE = 0.4
 """Share of a budget that loss runs may take; the rest is for building and timing."""
 LEAST_LOSS_STEPS = 4
+COMPILE_SECONDS = {"none": 0.0, "blocks": 25.0, "whole": 60.0}
+"""What a budget sets aside for compiling: measured for ViT-S/16 on two CPU cores, a GPU takes about as long."""
 HOPELESS = 0.5
 """A rung this much slower than the best is timed in two rounds only, and its loss is not run."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
@@ -169,7 +171,7 @@ class _Climb:
         """Foretold, measured, trained, judged; raises whatever the rung raises."""
         forecast = self._forecast(setting, reference, rung.compared_by)
         if self.deadline.left() < self._least_seconds(setting, forecast):
-            spent = f"the budget of {self.config.budget:g} s was spent"
+            spent = f"too little was left of the budget of {self.config.budget:g} s"
             return replace(result, status="not run", reason=spent, forecast=forecast)
         result = self._measured(replace(result, forecast=forecast), setting, reference, remaining)
         result = self._with_losses(result, setting, noise)
@@ -293,11 +295,14 @@ class _Climb:
         return max(2, min(self.config.rounds, fit))
 
     def _least_seconds(self, setting: Setting, forecast: Forecast) -> float:
-        """The least that measuring a setting takes, if its speed is as foretold; compiling is not foreseen."""
+        """The least that measuring a setting takes, if its speed is as foretold."""
         samples = self.subject.samples(setting)
         first = self.arena.step_seconds(self.arena.baseline) / self.subject.samples(self.arena.baseline)
         pace = self._predict(self.arena.baseline).samples_per_second / forecast.samples_per_second
-        return first * pace * samples * (measure.WARM_UP_STEPS + 2 + self.loss_steps)
+        compiling = 0.0
+        if setting.plan.compile != self.arena.best.plan.compile:
+            compiling = COMPILE_SECONDS[setting.plan.compile]
+        return compiling + first * pace * samples * (measure.WARM_UP_STEPS + 2 + self.loss_steps)
 
     def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
         best = self._best_alone(results) if self.config.alone else self.arena.best

@@ -217,7 +217,9 @@ class Own(Subject):
 
     def train_command(self, setting: Setting) -> str:
         plan = setting.plan.line()
-        return f'penstock.build(model, penstock.Plan.parse("{plan}"), loss=loss)  # with the model of {self.title}'
+        return (
+            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  # model of {self.title}'
+        )
 
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
         """What the factory returns; the model is copied, for a factory may return the same one again."""

@@ -20,6 +20,7 @@ from penstock.planner.layout import layout_problems, stage_blocks
 from penstock.planner.rates import rates_of
 from penstock.planner.search import explore
 from penstock.planner.shapes import shape_of
+from penstock.schedules import Costs, generate, simulate
 
 A100 = load_machine("a100-80g")
 HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flash")
@@ -172,3 +173,18 @@ def test_one_prediction_and_a_whole_search_are_fast() -> None:
     begin = time.process_time()
     assert search(model, A100, 3072, global_batch=3072)
     assert time.process_time() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "p", "m", "v"),
+    [("1f1b", "1f1b", 4, 16, 1), ("gpipe", "gpipe", 4, 8, 1), ("interleaved", "interleaved", 4, 16, 2)],
+)
+def test_the_bubble_is_the_simulator_s(schedule: str, name: str, p: int, m: int, v: int) -> None:
+    """The closed form that a prediction uses, against the schedule played through with the predicted times."""
+    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    plan = replace(HALF, tp=8, pp=p, accumulate=m, virtual=v, schedule=schedule)
+    one = predict(model, A100, plan)
+    backward = one.backward_seconds / v
+    costs = Costs(forward=one.forward_seconds / v, backward_input=backward / 2, backward_weight=backward / 2)
+    played = simulate(generate(name, p, m, v), costs)  # type: ignore[arg-type]
+    assert one.bubble_fraction == pytest.approx(float(played.bubble_over_ideal), rel=0.02)

@@ -50,7 +50,8 @@ class Constants:
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
     step_seconds: float = 0.037
-    """Host work between two optimizer steps."""
+    """What devices wait between two steps of a distributed run: for the host to read the loss and the norm, to log, and
+    to launch ahead again. A step on one device need not wait."""
 
     def with_(self, **changes: float) -> Constants:
         """A copy with some constants changed; for calibration."""

@@ -29,6 +29,7 @@ SECOND_WORDS = {
     "bubble": "pipeline bubble",
     "data": "data parallel collectives, exposed",
     "optimizer": "optimizer, and adding up gradients",
+    "step": "host work between steps",
     "straggling": "waiting for the slowest replica",
     "launch": "waiting for the host",
 }

@@ -97,6 +97,7 @@ def iteration(
         "bubble": 0.0,
         "data": m * stage.data,
         "optimizer": 0.0,
+        "step": 0.0,
         "straggling": 0.0,
         "launch": 0.0,
     }
@@ -112,7 +113,9 @@ def iteration(
     held = held_parameters(shape, plan) if held is None else held
     seconds["data"] += _reduction(shape, rates, plan, held, stage)
     moved, launched = optimizer_traffic(held, plan)
-    seconds["optimizer"] = moved / rates.memory + _accumulation(rates, plan, held) + rates.step_seconds
+    seconds["optimizer"] = moved / rates.memory + _accumulation(rates, plan, held)
+    if plan.gpus > 1:
+        seconds["step"] = rates.step_seconds
     group, outer = data_group(rates, plan)
     replicas = group.size * (outer.size if outer else 1)
     nodes = -(-replicas * plan.tp // rates.per_node)

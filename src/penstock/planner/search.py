@@ -28,6 +28,8 @@ from penstock.planner.shapes import Shape, shape_of
 MARGIN = 0.93
 """Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
 MOST_MICRO_BATCH = 64
+LEAST_TOKENS = 8192
+MOST_CONTEXT = 16
 GIB = 2**30
 
 
@@ -37,7 +39,8 @@ class Space:
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
-    cp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = ()
+    """Left empty: powers of two that leave each device at least `LEAST_TOKENS` of a sample."""
     ep: tuple[int, ...] = ()
     micro_batch: tuple[int, ...] = ()
     virtual: tuple[int, ...] = ()
@@ -172,7 +175,7 @@ def layouts(
     """Every legal layout in `space`."""
     for tp in _tensor_degrees(shape, machine, gpus, space.tp):
         for pp in _stages(shape, gpus // tp, space.pp):
-            for cp in space.cp:
+            for cp in _context_degrees(shape, space.cp):
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
@@ -221,6 +224,20 @@ def _stages(shape: Shape, devices: int, wanted: Sequence[int]) -> list[int]:
     n = shape.depth
     found = wanted or [p for p in range(1, min(n, devices) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
     return [p for p in found if devices % p == 0]
+
+
+def _context_degrees(shape: Shape, wanted: Sequence[int]) -> list[int]:
+    tokens = min(block.tokens for block in shape.blocks)
+    if wanted:
+        return [cp for cp in wanted if tokens % cp == 0]
+    degrees = [1]
+    while (
+        2 * degrees[-1] <= MOST_CONTEXT
+        and tokens % (2 * degrees[-1]) == 0
+        and tokens >= 2 * degrees[-1] * LEAST_TOKENS
+    ):
+        degrees.append(2 * degrees[-1])
+    return degrees
 
 
 def _expert_degrees(shape: Shape, dp: int, wanted: Sequence[int]) -> list[int]:

@@ -90,8 +90,9 @@ def reference_model(config: ViTConfig, seed: int, device: torch.device) -> nn.Mo
         from transformers import ViTConfig as HFConfig
         from transformers import ViTForImageClassification
 
-        model = ViTForImageClassification(HFConfig(**hf_config(config)))
-        model.load_state_dict(to_hf(state, config))
+        model = ViTForImageClassification.from_pretrained(
+            None, config=HFConfig(**hf_config(config)), state_dict=to_hf(state, config)
+        )
     return model.to(device).train()
 
 

@@ -37,7 +37,8 @@ NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
-Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such loss."""
+Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
+loss."""
 OPTIMIZER_OPERATORS = 10
 """Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
 OPTIMIZER_ACCESSES = 20

@@ -88,5 +88,14 @@ def test_spearman_by_hand() -> None:
 
 
 def test_every_table_names_its_source() -> None:
-    for table in ("korthikanti_table5", "mosaicml", "bloom", "torchtitan", "nccl", "matmul", "nemo", "megatron"):
+    for table in (
+        "korthikanti_table5",
+        "mosaicml",
+        "bloom",
+        "torchtitan",
+        "nccl",
+        "matmul",
+        "nemo",
+        "megatron",
+    ):
         assert len(source(table)) > 30

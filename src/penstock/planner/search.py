@@ -189,11 +189,12 @@ def layouts(
 def _within(shape: Shape, corner: Plan, samples: int, space: Space) -> Iterator[Plan]:
     """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
     chunks = _chunks(shape, corner.pp, space.virtual)
+    plain = corner.schedule if corner.schedule in ("gpipe", "zero_bubble") else "1f1b"
     shardings = space.sharding if corner.dp * corner.cp > 1 else ("ddp",)
     kinds = [kind for kind in space.recompute if kind != "selective" or corner.attention not in FUSED]
     for micro in _micro_batches(samples, space.micro_batch):
         for virtual in chunks:
-            schedule = "interleaved" if virtual > 1 else "1f1b"
+            schedule = "interleaved" if virtual > 1 else plain
             if virtual > 1 and samples // micro % corner.pp:
                 continue
             for sharding in shardings:

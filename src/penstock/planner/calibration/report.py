@@ -17,6 +17,7 @@ TITLES = {
     "mosaicml_a100": "MosaicML llm-foundry, A100",
     "torchtitan_memory": "torchtitan, memory",
     "nccl": "nccl-tests",
+    "matmul": "Ceilings of matrix products",
     "mosaicml_h100": "MosaicML llm-foundry, H100 (bf16)",
     "torchtitan_speed": "torchtitan, speed",
     "bloom": "BLOOM's layout sweep",
@@ -113,6 +114,8 @@ What the errors are made of, as far as it is known:
   devices, 30B at 8,192 tokens and 13B on 8 devices of 40 GB are measured 10 to 28 % slower than the same model a step
   away. The last two fill the memory, and the allocator's retries are not modelled. That the 80 GB rows were made with a
   torch whose checkpointing stops early is inferred from the rows themselves and not stated by their source.
+- Ceilings of matrix products are the best that a sweep found in short bursts; training sustains less of them on purpose
+  (`gemm_share`).
 - H100 and torchtitan: no time measured on Hopper was fitted to. The ceilings of matrix products are short bursts; under
   long load the chip lowers its clock, and predictions are too fast. In NeMo's rows this is balanced by gradients that
   its kernels add up inside the product, where the planner counts a pass of their own.

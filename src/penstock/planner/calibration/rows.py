@@ -18,6 +18,7 @@ from penstock.config.transformer import TRANSFORMERS, TransformerConfig
 from penstock.planner.block_time import block_time
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import Constants
+from penstock.planner.gemm import gemm_seconds
 from penstock.planner.iteration import iteration
 from penstock.planner.memory_model import memory
 from penstock.planner.rates import rates_of
@@ -309,12 +310,34 @@ def nccl() -> Iterator[Row]:
         yield Row("nccl", name, device, measured, predict)
 
 
+def matmul() -> Iterator[Row]:
+    """TFLOP/s of the best matrix product that a sweep found; what long runs sustain is a share of it."""
+    names = {
+        "NVIDIA A100 SXM": "a100-80g", "NVIDIA H100 SXM": "h100", "NVIDIA B200 SXM": "b200", "AMD MI300X": "mi300x",
+    }  # fmt: skip
+    for row in read("matmul"):
+        if row["accelerator"] not in names or row["dtype"] != "bf16":
+            continue
+        machine = load_machine(names[row["accelerator"]])
+        m, n, k = (int(word) for word in row["shape"].split("x"))
+
+        def predict(
+            constants: Constants, machine: Machine = machine, m: int = m, n: int = n, k: int = k
+        ) -> float:
+            rates = rates_of(machine, Plan(precision="O1"), constants)
+            return 2 * m * n * k / gemm_seconds(rates, m, n, k) / 1e12
+
+        name = f"{row['accelerator']}, {row['shape']}"
+        yield Row("matmul", name, machine.name, float(row["achieved_tflops"]), predict)
+
+
 TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "korthikanti_table4": (korthikanti_table4, True, "milliseconds of one layer"),
     "korthikanti_table5": (korthikanti_table5, True, "seconds per iteration"),
     "mosaicml_a100": (lambda: mosaicml("a100"), True, "seconds per iteration"),
     "torchtitan_memory": (torchtitan_memory, True, "GiB per GPU"),
     "nccl": (nccl, True, "GB/s of bus bandwidth"),
+    "matmul": (matmul, True, "TFLOP/s in bf16"),
     "mosaicml_h100": (lambda: mosaicml("h100"), False, "seconds per iteration"),
     "torchtitan_speed": (torchtitan_speed, False, "tokens per second per GPU"),
     "bloom": (bloom, False, "seconds per iteration"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 from penstock.planner.rates import Rates
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 64, 0.6))
-"""Rows, columns and relative rate of the tiles that libraries choose among; smaller ones load more per product."""
+RELATIVE_RATES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (64, 64): 0.6}
+"""Tiles that libraries choose among, rows and columns, and their relative rate: smaller ones load more per product."""
+TILES = tuple((rows, columns, rows * columns / rate) for (rows, columns), rate in RELATIVE_RATES.items())
 LINE = 64
 """Numbers of two bytes in a cache line of 128 bytes."""
 UNALIGNED_SHARE = 0.8
@@ -16,6 +20,7 @@ SPLIT_DEPTH = 1024
 """Inner length from which a product with few tiles is split over more multiprocessors."""
 
 
+@lru_cache(maxsize=1 << 15)
 def gemm_seconds(
     rates: Rates, m: int, n: int, k: int, batch: int = 1, *, linear: bool = True, out: int = 0
 ) -> float:
@@ -31,18 +36,16 @@ def gemm_seconds(
         return max(2.0 * m * n * k * batch / rate, moved) + rates.kernel_seconds
     sms = rates.multiprocessors
     split = -(-k // SPLIT_DEPTH)
-    best = 0.0
-    for rows, columns, relative in TILES:
+    best = math.inf
+    for rows, columns, area in TILES:
         tiles = -(-m // rows) * -(-n // columns) * batch
         if tiles >= sms or split == 1:
-            waves = -(-tiles // sms)
-            work = waves * sms * rows * columns / relative
+            work = -(-tiles // sms) * area
         else:
-            parts = min(split, sms // tiles) or 1
-            work = sms * rows * columns / relative / parts
-        if best == 0.0 or work < best:
+            work = area / (min(split, sms // tiles) or 1)
+        if work < best:
             best = work
-    seconds = 2.0 * best * (k + rates.tile_depth) / rate
+    seconds = 2.0 * best * sms * (k + rates.tile_depth) / rate
     if n % LINE or k % LINE:
         seconds /= ODD_SHARE if n % 8 or k % 8 else UNALIGNED_SHARE
     return max(seconds, moved) + rates.kernel_seconds

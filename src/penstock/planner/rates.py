@@ -16,9 +16,9 @@ FUSED = ("auto", "sdpa", "flash", "efficient", "cudnn")
 """Backends that keep no scores."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rates:
-    """Rates of one device, in SI units."""
+    """Rates of one device, in SI units. Compared and hashed by identity, so that caches find them at once."""
 
     peak: float
     """Of the type that linear layers compute in, from the datasheet: the base of MFU."""

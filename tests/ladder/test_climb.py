@@ -140,6 +140,21 @@ def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     assert rungs["layout"].reason == "no clear gain"
 
 
+def test_an_unclear_gain_is_given_as_many_rounds_again(clock: Clock) -> None:
+    ratios = itertools.cycle([1.2, 0.9, 1.05, 0.95, 1.1])
+    taken: list[str] = []
+
+    def cost(setting: Setting) -> float:
+        taken.append(setting.plan.layout)
+        return 1.0 / next(ratios) if setting.plan.layout == "batch_second" else 1.0
+
+    _, rungs, _ = _climb(clock, cost, rungs=("layout",), rounds=5, round_seconds=0.001, loss_steps=0)
+    assert taken.count("batch_second") == measure.WARM_UP_STEPS + 2 * 5 + 1  # and the step that weighs memory
+    assert rungs["layout"].to_previous is not None
+    assert rungs["layout"].to_previous.count == 10
+    assert rungs["layout"].reason == "no clear gain"
+
+
 def test_drift_of_the_machine_cancels(clock: Clock) -> None:
     """Every step is 2 % slower than the one before; a rung that gains 10 % still measures as that."""
 

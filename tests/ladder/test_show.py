@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from penstock.ladder.page import to_html
@@ -136,10 +137,21 @@ def test_written_json_reads_back(tmp_path: Path) -> None:
 
 def test_spread_is_median_and_quartiles() -> None:
     assert Spread.of([1.0]) == Spread(median=1.0, low=1.0, high=1.0)
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(median=3.0, low=2.0, high=4.0)
-    assert Spread(median=1.02, low=1.001, high=1.03).pays()
-    assert not Spread(median=1.02, low=0.999, high=1.2).pays()  # more than a quarter of the rounds say no
-    assert not Spread(median=1.005, low=1.004, high=1.006).pays()  # below the threshold
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(median=3.0, low=2.0, high=4.0, count=5)
+
+
+def test_a_gain_is_one_percent_and_two_standard_errors() -> None:
+    # The standard error of a median of n normal values is 1.2533 σ / √n, and their quartiles are 1.349 σ apart.
+    unit = Spread(median=0.0, low=-1.349 / 2, high=1.349 / 2, count=100)
+    assert unit.error == pytest.approx(1.2533 / 10, rel=2e-3)
+    assert Spread(median=1.02, low=1.01, high=1.03, count=9).pays()
+    scattered = Spread(median=1.02, low=0.99, high=1.05, count=9)
+    assert not scattered.pays()
+    assert scattered.undecided()
+    assert replace(scattered, count=100).pays()
+    small = Spread(median=1.005, low=1.004, high=1.006, count=9)
+    assert not small.pays()
+    assert not small.undecided()  # however sure, it is below the threshold
 
 
 def test_showing_needs_no_torch() -> None:

@@ -28,6 +28,15 @@ class Timing:
     interleaved: bool
     """False where memory did not hold them at once: the others' last figures then stand for them."""
 
+    def __add__(self, more: Timing) -> Timing:
+        """The rounds of both."""
+        return Timing(
+            challenger=self.challenger + more.challenger,
+            reference=self.reference + more.reference,
+            baseline=self.baseline + more.baseline,
+            interleaved=self.interleaved and more.interleaved,
+        )
+
 
 class Arena:
     """Who is alive. The baseline and the best setting stay built between rungs, where memory allows."""

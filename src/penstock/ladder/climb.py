@@ -183,9 +183,12 @@ class _Climb:
     ) -> RungResult:
         """Speed and memory of one setting."""
         together = self.arena.challenge(setting)
-        timing = self.arena.time(setting, reference, self._rounds(setting, remaining), together=together)
         work = self.subject.model_flops if result.compared_by == "flops" else self.subject.samples
         here, there, first = (float(work(s)) for s in (setting, reference, self.arena.baseline))
+        rounds = self._rounds(setting, remaining)
+        timing = self.arena.time(setting, reference, rounds, together=together)
+        if Spread.of(_ratios(here, timing.challenger, there, timing.reference)).undecided():
+            timing += self.arena.time(setting, reference, rounds, together=together)
         contender = self.arena.contender(setting)
         samples, flops = self.subject.samples(setting), self.subject.model_flops(setting)
         return replace(

@@ -113,8 +113,9 @@ def _gain_words(report: LadderReport) -> str:
     without = [rung for rung in report.rungs if rung.status == "unsupported"]
     left_out = f"\n\nNot applicable here, for reasons given below: {titles(without)}." if without else ""
     return (
-        f"{how} Medians of up to {report.rounds} rounds in which the contenders take turns, so that a machine that "
-        f"slows down does so for all; whiskers are quartiles. A step pays from 1 % on, if three rounds in four agree."
+        f"{how} Medians of {report.rounds} rounds in which the contenders take turns, so that a machine that "
+        f"slows down does so for all; whiskers are quartiles. A step pays from 1 % on, if that is "
+        f"more than two standard errors; an unclear one is given as many rounds again."
         f"{left_out}"
     )
 

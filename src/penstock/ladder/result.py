@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ nature not built upon. The others have no measurement, and a reason."""
 MEASURED: tuple[Status, ...] = ("baseline", "kept", "left", "reported")
 
 PAYS_FROM = 1.01
-"""A rung pays when the median of its ratios is at least this, and three quarters of them are above 1."""
+"""A rung pays when the median of its ratios is at least this, and above 1 by `STANDARD_ERRORS`."""
+STANDARD_ERRORS = 2.0
+_ERROR_OF_MEDIAN = 0.93
+"""Standard error of a median, in quartile distances over the root of the count, for normal noise: 1.2533 / 1.349."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class Spread:
     median: float
     low: float
     high: float
+    count: int = 1
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -32,11 +37,20 @@ class Spread:
         if len(values) == 1:
             return cls(median=values[0], low=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median=median, low=low, high=high)
+        return cls(median=median, low=low, high=high, count=len(values))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, judged by the quartiles."""
+        return _ERROR_OF_MEDIAN * (self.high - self.low) / math.sqrt(self.count)
 
     def pays(self) -> bool:
         """Whether ratios with this spread are a gain, by the rule of `PAYS_FROM`."""
-        return self.median >= PAYS_FROM and self.low > 1.0
+        return self.median >= PAYS_FROM and self.median - 1.0 > STANDARD_ERRORS * self.error
+
+    def undecided(self) -> bool:
+        """Whether they would be a gain if only they scattered less: a case for more rounds."""
+        return self.median >= PAYS_FROM and not self.pays()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
 
 WARM_UP_STEPS = 3
+LONG_WARM_UP = 4.0
+"""Seconds after which two steps of warm-up are enough, where nothing was compiled."""
 RECOMPILE_LIMIT = 256
 """Contenders share the code of their blocks, so each adds its own compiled form to it."""
 
@@ -61,9 +63,12 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
         step_seconds=0.0,
         compile_seconds=None,
     )
-    warm = [timed(contender, 1) for _ in range(WARM_UP_STEPS)]
+    compiled = setting.plan.compile != "none"
+    warm: list[float] = []
+    while len(warm) < 2 or (len(warm) < WARM_UP_STEPS and (compiled or sum(warm) < LONG_WARM_UP)):
+        warm.append(timed(contender, 1))
     contender.step_seconds = warm[-1]
-    if setting.plan.compile != "none":
+    if compiled:
         contender.compile_seconds = max(0.0, sum(warm[:-1]) - len(warm[:-1]) * warm[-1])
     return contender
 

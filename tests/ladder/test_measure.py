@@ -46,6 +46,17 @@ def test_peak_memory_is_near_what_the_planner_says(subject: Configured, line: st
     assert found == pytest.approx(predict(setting.model, CPU, setting.plan).memory_bytes, rel=0.15)
 
 
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused", "contiguous"])
+def test_peak_memory_of_an_update_is_that_of_its_buffers(form: str) -> None:
+    """With a single small image weights outweigh activations."""
+    model = replace(PRESETS["vit-ti16"], image_size=32, depth=2, classes=10)
+    subject = Configured(LadderConfig(model=model, batch=1), torch.device("cpu"), CPU)
+    setting = replace(subject.first, plan=Plan.parse(f"optimizer={form} micro_batch=1"))
+    found = measure.peak_memory(measure.contend(subject, setting, 0))
+    assert found == pytest.approx(predict(model, CPU, setting.plan).memory_bytes, rel=0.05)
+    # Measured: within 1 %, and 4 % for contiguous, where each gradient is there twice while it is moved.
+
+
 def test_peak_memory_sees_what_a_step_holds_at_once(subject: Configured) -> None:
     """A step whose forward keeps a known amount more weighs just that much more."""
     contender = measure.contend(subject, subject.first, 0)

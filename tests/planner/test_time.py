@@ -99,6 +99,7 @@ def test_optimizer_forms_move_and_launch_what_they_say() -> None:
     assert traffic("foreach", "cuda") == (80e6, 10)
     assert traffic("foreach", "cpu") == (80e6, 1000)  # torch loops inside on a CPU
     assert traffic("fused", "cuda") == (28e6, 1)
+    assert traffic("contiguous", "cpu") == (36e6, 2)
     halved = optimizer_traffic(1_000_000, 100, Plan.parse("optimizer=fused precision=O3"), "cuda")
     assert halved[0] == 14e6
 

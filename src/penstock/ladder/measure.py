@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,9 +107,7 @@ def peak_memory(contender: Contender) -> int:
     under torch's memory profiler, which sees every allocation of tensors, those of compiled code too.
     """
     device = contender.device
-    # Gradients of the last step would be freed within this one, which neither count below would see.
-    contender.built.optimizer.zero_grad(set_to_none=True)
-    resident = resident_bytes(contender)
+    resident = _between_steps(contender)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -118,17 +117,22 @@ def peak_memory(contender: Contender) -> int:
     return resident + _allocated_by(contender)
 
 
-def resident_bytes(contender: Contender) -> int:
-    """Bytes that outlive a step: weights, buffers, gradients, optimizer state, batch; each storage once."""
+def _between_steps(contender: Contender) -> int:
+    """Bytes that are there when a step starts: weights, buffers, optimizer state, batch; each storage once.
+
+    Gradients of the last step are let go first, as they would be within the step, where neither count would see it.
+    Those in a buffer that stays are counted: a reference that keeps nothing alive tells which these are.
+    """
     model, optimizer = contender.built.model, contender.built.optimizer
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad(set_to_none=True)
     tensors += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
     tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors += [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     tensors += [leaf for batch in contender.micro_batches for leaf in _tensors(batch)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages += [storage for reference in gradients if (storage := reference()) is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def losses(subject: Subject, setting: Setting, seed: int, steps: int) -> list[float]:

@@ -124,8 +124,8 @@ def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) ->
 
     `loop` launches every operator for every tensor. `foreach` moves as much with a launch per chunk of tensors (on
     a CPU torch has no such kernel and loops inside). `fused` reads weight, gradient and both moments and writes
-    all but the gradient. `contiguous` does so on flat buffers, into which gradients are accumulated after being
-    cleared: four more accesses.
+    all but the gradient. `contiguous` does so on flat buffers, into which the backward pass moves each
+    gradient: two more accesses.
     """
     size = 2 if plan.precision == "O3" else 4
     if plan.optimizer in ("loop", "foreach"):
@@ -135,7 +135,7 @@ def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) ->
     if plan.optimizer == "fused":
         each = tensors if device == "cpu" else max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
         return float(parameters * FUSED_ACCESSES * size), each
-    return float(parameters * (FUSED_ACCESSES + 4) * size), 2
+    return float(parameters * (FUSED_ACCESSES + 2) * size), 2
 
 
 def _under_plan(work: Workload, plan: Plan, machine: Machine) -> list[Op]:

@@ -172,7 +172,9 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
     passes = elements * c * (2 if fused else 6)
     drop = elements * (2 * c + 1) if block.dropout else 0.0
     back = elements * c * (3 if fused else 5) + drop
-    once = (passes + drop) / rates.memory
+    # A bias of distances is spread over the scores' place, and read by the product that adds to it.
+    bias = 2 * elements * c if block.linear_bias else 0.0
+    once = (passes + drop + bias) / rates.memory
     forward.attention += scores + values + once
     # Gradients of probabilities, values, queries and keys.
     backward.attention += scores + 2 * keys + values + back / rates.memory

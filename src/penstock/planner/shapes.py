@@ -36,6 +36,8 @@ class Block:
     bias: bool = True
     qkv_bias: bool = True
     rotary: bool = False
+    linear_bias: bool = False
+    """Whether scores get a bias that grows with distance (ALiBi; Press et al., ICLR 2022)."""
     causal: bool = False
     dropout: bool = False
     cross: int = 0
@@ -281,6 +283,7 @@ def _block(
         bias=model.bias,
         qkv_bias=model.bias,
         rotary=model.positions == "rotary",
+        linear_bias=model.positions == "alibi",
         causal=causal,
         dropout=model.dropout > 0,
         cross=cross,

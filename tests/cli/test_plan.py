@@ -30,7 +30,7 @@ def test_the_table_ranks_and_says_why(capsys: pytest.CaptureFixture[str]) -> Non
     line = re.search(r"^best: (.*)$", out, re.MULTILINE)
     assert line is not None
     assert Plan.parse(line[1]).gpus == 16
-    assert re.search(r"days [\d.,]+ +gpu hours .* cost ", out)
+    assert re.search(r"[\d.,]+ days, [\d.,]+ GPU hours, .* to pay", out)
     assert "slower" in out
     assert "what would help most:" in out
 

@@ -175,6 +175,19 @@ def totals(one: Prediction, samples: float | None, machine: Machine, price: floa
     return found
 
 
+TOTALS = {
+    "days": "days",
+    "gpu_hours": "GPU hours",
+    "energy_megawatt_hours": "MWh at rated power",
+    "cost": "to pay",
+}
+
+
+def grouped(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _plan_toml(plan: Plan) -> str:
     return "[plan]\n" + dump_toml(plan)
 
@@ -190,7 +203,7 @@ COLUMNS = (
     "pp",
     "dp",
     "micro",
-    "chunks",
+    "virtual",
     "sharding",
     "recompute",
     "s/step",
@@ -198,6 +211,13 @@ COLUMNS = (
     "GiB",
     "bubble",
     "tokens/s/GPU",
+)
+
+
+LEGEND = (
+    "tp, pp, dp (cp, ep): devices that share a layer, pipeline stages, replicas (that share a sample, experts). "
+    "micro: samples at once × times a step. virtual: chunks of blocks per stage. "
+    "GiB: on the fullest device. bubble: idle time over busy time."
 )
 
 
@@ -233,10 +253,11 @@ def _show(
     for rank, one in enumerate(found.predictions[:top], 1):
         table.add_row(str(rank), *row(one))
     console.print(table)
+    console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     said = totals(best, samples, machine, price)
     if said:
-        console.print("  ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in said.items()))
+        console.print(", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in said.items()))
     console.print("why the others lose:")
     for line in why_others_lose(config, machine, found, best):
         console.print(f"  {line}", soft_wrap=True)

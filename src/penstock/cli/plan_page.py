@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.plan import COLUMNS, GIB, row, totals
+from penstock.cli.plan import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
@@ -18,7 +18,9 @@ from penstock.report.plan_figures import Stack, pareto, stacked_bars
 from penstock.report.schedule_figure import schedule_figure
 
 SHOWN = 8
-DRAWN_MICRO_BATCHES = 12
+DRAWN_STAGES = 8
+DRAWN_TURNS = 2
+"""Micro-batches per stage of the drawn pipeline, at most: more and the cells are too narrow to see."""
 
 
 def plan_page(
@@ -78,13 +80,14 @@ def _tiles(best: Prediction, machine: Machine, samples: float | None, price: flo
         Tile(value=f"{best.tokens_per_second_per_gpu:,.0f}", words="tokens per second and device"),
     ]
     for name, value in totals(best, samples, machine, price).items():
-        tiles.append(Tile(value=f"{value:,.4g}", words=name.replace("_", " ")))
+        tiles.append(Tile(value=grouped(value), words=TOTALS[name]))
     return tiles
 
 
 def _layouts(found: Found) -> Section:
     return Section(
         title="The fastest layouts",
+        text=LEGEND,
         code=found.predictions[0].plan.line(),
         columns=[Cell("rank"), *(Cell(name) for name in COLUMNS)],
         rows=[
@@ -94,21 +97,29 @@ def _layouts(found: Found) -> Section:
     )
 
 
-def _label(one: Prediction) -> str:
+def _label(rank: int, one: Prediction) -> str:
+    """A row of the table in a few words: degrees above 1, and what is shared out and computed again."""
     p = one.plan
-    return f"tp {p.tp} pp {p.pp} dp {p.dp} micro {p.micro_batch} v {p.virtual} {p.sharding} {p.recompute}"
+    degrees = {"tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "ep": p.ep, "virtual": p.virtual}
+    words = [f"{name} {value}" for name, value in degrees.items() if value > 1]
+    words += [f"micro {p.micro_batch}"] + [p.sharding] * (p.dp > 1)
+    words += [f"recompute {p.recompute}"] * (p.recompute != "none")
+    return f"{rank}: {', '.join(words)}"
 
 
 def _time(found: Found) -> Section:
-    stacks = [Stack(label=_label(one), parts=one.seconds) for one in found.predictions[:SHOWN]]
+    stacks = [
+        Stack(label=_label(rank, one), parts=one.seconds)
+        for rank, one in enumerate(found.predictions[:SHOWN], 1)
+    ]
     figure = stacked_bars(stacks, title="Seconds of one step by part", unit="s", words=SECOND_WORDS)
     return Section(title="Where the time goes", figures=[figure])
 
 
 def _memory(found: Found, machine: Machine) -> Section:
     stacks = [
-        Stack(label=_label(one), parts={name: size / GIB for name, size in one.memory.items()})
-        for one in found.predictions[:SHOWN]
+        Stack(label=_label(rank, one), parts={name: size / GIB for name, size in one.memory.items()})
+        for rank, one in enumerate(found.predictions[:SHOWN], 1)
     ]
     limit = machine.memory_bytes * MARGIN / GIB if machine.memory_bytes else None
     figure = stacked_bars(stacks, title="Memory by part", unit="GiB", limit=limit, words=MEMORY_WORDS)
@@ -145,8 +156,10 @@ def _pipeline(best: Prediction) -> Section:
     from penstock.schedules import Costs, generate, simulate
 
     plan = best.plan
-    stages = min(plan.pp, 16)
-    micro = min(plan.accumulate, max(stages, DRAWN_MICRO_BATCHES) // stages * stages or stages)
+    stages = min(plan.pp, DRAWN_STAGES)
+    micro = plan.accumulate
+    if micro > DRAWN_TURNS * stages or stages < plan.pp:
+        micro = min(max(1, round(plan.accumulate / plan.pp)), DRAWN_TURNS) * stages
     name: Any = {"zero_bubble": "zb-h1"}.get(plan.schedule, plan.schedule)
     schedule = generate(
         name, stages, micro, plan.virtual if plan.virtual <= 4 else 2 if plan.virtual > 1 else 1
@@ -160,8 +173,8 @@ def _pipeline(best: Prediction) -> Section:
         ""
         if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual
         else (
-            f" Drawn with {stages} stages of {plan.pp}, {micro} micro-batches of {plan.accumulate} and {chunks} chunks "
-            f"of {plan.virtual}."
+            f" Drawn small, with {stages} stages of {plan.pp}, {micro} micro-batches of {plan.accumulate} and {chunks} "
+            f"chunks of {plan.virtual}: the order is the same, the drawing's bubble is its own."
         )
     )
     return Section(

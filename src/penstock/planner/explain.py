@@ -46,7 +46,8 @@ MEMORY_WORDS = {
     "fragmentation": "fragmentation",
     "temporary": "temporaries",
 }
-AXES = ("tp", "pp", "dp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
+AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
+"""What can be chosen; dp follows."""
 
 
 def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) -> list[str]:
@@ -78,7 +79,11 @@ def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) 
 def why_others_lose(
     model: ViTConfig | TransformerConfig, machine: Machine, found: Found, best: Prediction
 ) -> Iterator[str]:
-    """For each choice of the best layout, the best with another, and what it pays; and what memory rules out."""
+    """For each choice of the best layout, the best with another, and what it pays; and what memory rules out.
+
+    A layout is named once, under the first choice in which it differs.
+    """
+    named = {best.plan}
     for axis in AXES:
         chosen = getattr(best.plan, axis)
         others: dict[object, Prediction] = {}
@@ -86,8 +91,17 @@ def why_others_lose(
             others.setdefault(getattr(one.plan, axis), one)
         others.pop(chosen, None)
         for value, one in sorted(others.items(), key=lambda item: item[1].iteration_seconds)[:2]:
+            if one.plan in named:
+                continue
+            named.add(one.plan)
             slower = one.iteration_seconds / best.iteration_seconds - 1
-            yield f"{axis}={value} instead of {chosen}: {slower:.1%} slower, {_difference(best, one)}."
+            besides = [
+                f"{other}={getattr(one.plan, other)}"
+                for other in AXES
+                if other != axis and getattr(one.plan, other) != getattr(best.plan, other)
+            ]
+            at = f" (at best with {', '.join(besides)})" if besides else ""
+            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} slower, {_difference(best, one)}."
     yield from _too_large(model, machine, best)
     if found.too_large:
         yield f"{found.too_large:,} of {found.tried:,} layouts do not fit."
@@ -123,7 +137,7 @@ def _too_large(model: ViTConfig | TransformerConfig, machine: Machine, best: Pre
     for words, other in neighbours:
         needed = sum(memory(shape, other).values())
         if limit and needed > limit:
-            yield f"{words}: does not fit, by {(needed - limit) / GIB:.1f} GiB."
+            yield f"{words}, and all else as in the best: {(needed - limit) / GIB:.1f} GiB too much."
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.report.figures import WIDTH
 from penstock.report.svg import CURVE_COLORS, Canvas, number, ticks, wrap
 
-_LEFT, _RIGHT, _TOP = 250.0, 150.0, 46.0
+_LEFT, _RIGHT, _TOP = 250.0, 60.0, 26.0
 _ROW = 34.0
 _CHARACTERS = 38
 
@@ -95,7 +95,8 @@ def _bar(
         if value > 0:
             canvas.rect(x, y + 4, value * scale, _ROW - 12, fill=color, tip=f"{name}: {value:.4g} {unit}")
             x += value * scale
-    canvas.text(x + 6, y + 19, number(sum(stack.parts.values())), size=12, bold=True)
+    # In a column of their own, right of the limit: beside short bars the line would cross them.
+    canvas.text(WIDTH - _RIGHT + 10, y + 19, number(sum(stack.parts.values())), size=12, bold=True)
 
 
 def _legend_rows(names: Sequence[str]) -> list[list[str]]:

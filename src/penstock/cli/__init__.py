@@ -30,12 +30,20 @@ app.command(
 )
 
 
+_SPINS = "3000"
+"""Rounds that a thread of GNU OpenMP waits awake at a barrier before it sleeps; docs/decisions/0010 says why so few."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, unless `arguments` are given) and return its exit code.
 
     A `PenstockError` becomes its message on stderr and its exit code. Anything else is a bug of ours or of a library
     and shows its traceback.
     """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(
+            "GOMP_SPINCOUNT", _SPINS
+        )  # read when torch is loaded, which no verb has done yet
     try:
         result = app(
             sys.argv[1:] if arguments is None else list(arguments),

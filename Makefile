@@ -9,7 +9,7 @@ RUNS   ?= runs/demo
 
 # What the demo climbs and trains; `make demo DEMO_LADDER_MODEL=vit-s16` climbs another.
 DEMO_LADDER_MODEL ?= vit-ti16
-DEMO_LADDER       ?= --quick --budget 120
+DEMO_LADDER       ?= --model.image_size 96 --quick --budget 190
 DEMO_TRAIN_MODEL  ?= vit-digits
 # The ladder's batch suits what it climbed, not the digits.
 DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 20

@@ -12,7 +12,7 @@ DEMO_LADDER_MODEL ?= vit-ti16
 DEMO_LADDER       ?= --model.image_size 96 --quick --budget 190
 DEMO_TRAIN_MODEL  ?= vit-digits
 # The ladder's batch suits what it climbed, not the digits.
-DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 20
+DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 30 --recipe.lr 1e-3
 DEMO_PLAN         ?= $(RUNS)/plan.txt
 PYTEST            ?=
 

@@ -47,7 +47,7 @@ from penstock.train.metrics import (
     resident_memory,
     used_memory,
 )
-from penstock.train.prepare import machine_of, open_sources, set_aside, with_classes
+from penstock.train.prepare import machine_of, open_sources, reading, set_aside, with_classes
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
 from penstock.train.state import changes, own_random, random_state, seed_random, set_random_state
@@ -145,7 +145,7 @@ class _Run:
             machine=self.machine,
         )
         self.loader = Loader(
-            train_source, augment=config.recipe.augment, seed=config.seed, **_reading(config, device)
+            train_source, augment=config.recipe.augment, seed=config.seed, **reading(config, device)
         )
         if snapshot:
             self._restore(snapshot)
@@ -272,7 +272,7 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        loader = Loader(self.val_source, endless=False, **_reading(self.config, self.device))
+        loader = Loader(self.val_source, endless=False, **reading(self.config, self.device))
         with loader, self._final_weights():
             self.evaluation = evaluate(self.built.model, loader)
         self.evaluated_at = self.step
@@ -386,17 +386,6 @@ class _Run:
             export=export,
             metrics=self.output / "metrics.jsonl",
         )
-
-
-def _reading(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """How both splits are read."""
-    return {
-        "batch": config.plan.micro_batch,
-        "image_size": config.model.image_size,
-        "classes": config.model.classes,
-        "device": device,
-        "workers": config.data.workers,
-    }
 
 
 def _of_prediction(prediction: Prediction) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +43,17 @@ def open_sources(config: RunConfig) -> tuple[Source, Source]:
         for split in ("train", "val")
     )
     return train, val
+
+
+def reading(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What Loaders of both splits have in common."""
+    return {
+        "batch": config.plan.micro_batch,
+        "image_size": config.model.image_size,
+        "classes": config.model.classes,
+        "device": device,
+        "workers": config.data.workers,
+    }
 
 
 def with_classes(config: RunConfig, source: Source) -> RunConfig:

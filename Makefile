@@ -21,7 +21,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-all test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo test test-slow test-all test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -79,8 +79,10 @@ $(RUNS)/train/.done: $(RUNS)/plan.txt
 test: $(VENV)/.test
 	$(PY) -m pytest $(PYTEST)
 
-test-all: $(VENV)/.test
-	$(PY) -m pytest -m 'not gpu' $(PYTEST)
+test-slow: $(VENV)/.test
+	$(PY) -m pytest -m 'slow and not gpu' $(PYTEST)
+
+test-all: test test-slow
 
 test-gpu: $(VENV)/.test
 	$(PY) -m pytest -m gpu $(PYTEST)

@@ -260,8 +260,8 @@ def test_library_code_prints_nothing() -> None:
             assert call not in text, f"{path} calls {call}"
 
 
-# A data worker unpickles the source that its own parent process sends it over a pipe: nothing from outside.
-MAY_UNPICKLE = {"data/worker.py"}
+# A data worker, or a rank of a test, unpickles what its own parent process sends it over a pipe: nothing from outside.
+MAY_UNPICKLE = {"data/worker.py", "testing/spawn.py"}
 
 
 def test_nothing_from_outside_is_unpickled() -> None:

@@ -38,8 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE | ASKED,
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels"},
-    "precision": BASE | ASKED | {"kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models"},
+    "precision": BASE | ASKED | {"kernels", "models", "optim"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "probe", "train"},
 }
 _BUILT = set(ALLOWED) | {"build"}

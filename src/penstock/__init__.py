@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from penstock.planner import Prediction as Prediction
     from penstock.planner import predict as predict
     from penstock.planner import search as search
+    from penstock.precision import accelerate as accelerate
+    from penstock.precision import clip_grad_norm_ as clip_grad_norm_
+    from penstock.precision import scale_loss as scale_loss
     from penstock.probe import machine_for as machine_for
     from penstock.train import TrainResult as TrainResult
     from penstock.train.step import StepResult as StepResult
@@ -86,8 +89,10 @@ _HOME = {
     "TransformerConfig": "penstock.config.transformer",
     "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",
+    "accelerate": "penstock.precision",
     "anatomy_of": "penstock.models.anatomy",
     "classification_loss": "penstock.build",
+    "clip_grad_norm_": "penstock.precision",
     "contiguous": "penstock.optim",
     "create": "penstock.models",
     "enrol": "penstock.models.anatomy",
@@ -104,6 +109,7 @@ _HOME = {
     "predict": "penstock.planner",
     "save_machine": "penstock.config.machine",
     "save_pretrained": "penstock.models.convert",
+    "scale_loss": "penstock.precision",
     "search": "penstock.planner",
 }
 

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
-from penstock.precision import LossScaler, cast_model, matmul_precision
+from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.train.step import Loss, TrainStep, classification_loss
 
 __all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
@@ -113,8 +113,11 @@ def build(
             recipe.eps,
         )
 
+    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
+    masters = _masters(module, optimizer, plan)
+
     # Averages and loss scale look at the finished parameters; the step ties all together.
-    ema = None if recipe.ema_decay is None else EMA(module, recipe.ema_decay, optimizer)
+    ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
     scaler = _scaler(plan, device)
     loss = loss or classification_loss
     step = TrainStep(
@@ -126,6 +129,7 @@ def build(
         clip_norm=recipe.clip_norm,
         scaler=scaler,
         ema=ema,
+        masters=masters,
     )
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
@@ -137,6 +141,19 @@ def _created(config: ModelConfig, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return create(config)
+
+
+def _masters(module: nn.Module, optimizer: Optimizer, plan: Plan) -> MasterWeights | None:
+    dtype = half_dtype(plan)
+    if plan.precision != "O2" or dtype is None:
+        return None
+    return MasterWeights([module], [optimizer], dtype)
+
+
+def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: MasterWeights | None) -> EMA:
+    if masters is None:
+        return EMA(module, decay, optimizer)
+    return EMA(module, decay, optimizer, weights=masters.named(module), publish=masters.publish)
 
 
 def _scaler(plan: Plan, device: torch.device) -> LossScaler | None:

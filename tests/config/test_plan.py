@@ -151,7 +151,6 @@ def test_sound_plans_pass(machine: Machine) -> None:
         "tp=8 sp=true",
         "pp=4 schedule=interleaved virtual=2",
         "recompute=full",
-        "precision=O2",
     ],
 )
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:

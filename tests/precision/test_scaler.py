@@ -60,6 +60,8 @@ def test_state_round_trips() -> None:
         "scale": 2.0**15,
         "clean": 2,
         "overflows": 1.0,
+        "spared": 0.0,
+        "lost": 0.0,
     }
     scaler.update(OVERFLOW)
     assert other.scale.item() == 2.0**15

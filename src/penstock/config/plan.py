@@ -53,7 +53,7 @@ class Plan:
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
     dtype: HalfDtype = "bf16"
-    """The half-width type that O1 and O3 compute in."""
+    """The half-width type that O1, O2 and O3 compute in."""
     matmul: Matmul = "highest"
     """Precision of fp32 matrix products, in torch's words: `high` is TF32 on a GPU, `medium` bf16 passes on a CPU."""
     optimizer: OptimizerForm = "loop"
@@ -217,11 +217,6 @@ class Plan:
                     f"plan.{name}={_word(getattr(self, name))} can be predicted by `penstock plan`, but training "
                     f"cannot run it yet; use {name}={_word(value)}."
                 )
-        if self.precision == "O2":
-            yield (
-                "plan.precision=O2 can be predicted by `penstock plan`, but training cannot run it yet; "
-                "use precision=O1 or O3."
-            )
 
     def validate(self, model: ModelConfig, machine: Machine) -> None:
         """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""
@@ -238,7 +233,7 @@ class Plan:
             if self.dtype != Plan().dtype:
                 yield (
                     f"plan.dtype={self.dtype} has no effect with plan.precision=O0, which computes in fp32; "
-                    "choose precision=O1 or O3, or leave dtype out."
+                    "choose precision=O1, O2 or O3, or leave dtype out."
                 )
         elif self.dtype not in machine.peak_flops:
             able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
@@ -270,7 +265,7 @@ class Plan:
             if self.precision == "O0":
                 yield (
                     f"plan.attention={self.attention} computes in half precision only, but plan.precision=O0 is "
-                    "fp32; use precision=O1 or O3, or attention=efficient."
+                    "fp32; use precision=O1, O2 or O3, or attention=efficient."
                 )
             if "bf16" not in machine.peak_flops:
                 yield (

@@ -116,6 +116,8 @@ def clipped_step(
     if scaler is not None:
         scale = scaler.scale.to(norm.device, non_blocking=True)
         found_inf = (~norm.isfinite()).float()
+        if scaler.agree is not None:
+            scaler.agree(found_inf)
         norm = norm.float() / scale
         divisor = scale if max_norm is None else scale * ((norm + _TINY) / max_norm).clamp(min=1.0)
         _folded_step(optimizer, divisor, found_inf)

@@ -157,6 +157,11 @@ class Contiguous(Optimizer):
         if self._inner is not None:
             self._lay_out()
 
+    def lay_out_again(self) -> None:
+        """Build the buffers anew, now, after parameters were cast or moved; their state follows them."""
+        with torch.no_grad():
+            self._lay_out_moved()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "A contiguous optimizer cannot be copied or pickled: its buffers are the model's own storage. Build a new "

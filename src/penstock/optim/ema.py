@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,15 +20,26 @@ class EMA:
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
     averaged; buffers are the model's own. With a contiguous optimizer an update is one launch per flat buffer.
+
+    With master weights, give them by name as `weights`, and as `publish` what rounds them into the model.
     """
 
-    def __init__(self, model: nn.Module, decay: float, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        optimizer: Optimizer | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        publish: Callable[[], None] | None = None,
+    ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(
                 f"recipe.ema_decay is {decay}, but must be at least 0 and below 1, such as 0.999."
             )
         self.decay = decay
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters() if weights is None else weights)
+        self._publish = publish
         self._optimizer = optimizer if isinstance(optimizer, Contiguous) else None
         self._generation = self._optimizer.generation if self._optimizer else 0
         self._flats: list[Tensor] = []
@@ -124,3 +135,5 @@ class EMA:
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
+        if self._publish is not None:
+            self._publish()

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from penstock.precision.accelerate import (
+    accelerate,
+    clip_grad_norm_,
+    master_parameters,
+    scale_loss,
+    scalers_of,
+    unscale_,
+)
 from penstock.precision.levels import autocast, cast_model, half_dtype
+from penstock.precision.master import MasterWeights
 from penstock.precision.matmul import matmul_precision
-from penstock.precision.scaler import LossScaler
+from penstock.precision.overflow import Overflow, OverflowTrace
+from penstock.precision.scaler import Agree, LossScaler, agree_over
+from penstock.precision.settings import Precision, resolve
 
-__all__ = ["LossScaler", "autocast", "cast_model", "half_dtype", "matmul_precision"]
+__all__ = [
+    "Agree",
+    "LossScaler",
+    "MasterWeights",
+    "Overflow",
+    "OverflowTrace",
+    "Precision",
+    "accelerate",
+    "agree_over",
+    "autocast",
+    "cast_model",
+    "clip_grad_norm_",
+    "half_dtype",
+    "master_parameters",
+    "matmul_precision",
+    "resolve",
+    "scale_loss",
+    "scalers_of",
+    "unscale_",
+]

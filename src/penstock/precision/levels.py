@@ -1,4 +1,4 @@
-"""The levels O0, O1 and O3 of mixed precision (the naming is NVIDIA Apex's)."""
+"""How a Plan's level of mixed precision is applied to a model and its forward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def half_dtype(plan: Plan) -> torch.dtype | None:
 
 
 def autocast(plan: Plan, device: torch.device | str) -> AbstractContextManager[Any]:
-    """The context of a forward pass: O1 casts op by op (Micikevicius et al., ICLR 2018), O0 and O3 not at all."""
-    if plan.precision != "O1":
+    """The context of a forward pass: O1 and O2 cast op by op (Micikevicius et al., ICLR 2018), O0 and O3 not at all."""
+    if plan.precision not in ("O1", "O2"):
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=_DTYPES[plan.dtype])
 
@@ -29,7 +29,8 @@ def cast_model(model: nn.Module, plan: Plan) -> nn.Module:
     """For O3, turn all floating parameters and buffers, norms included, to the half-width type, in place.
 
     From then on the model casts floating inputs by itself, so that training and evaluation feed it fp32 images like
-    under any other Plan. Names in the state dict stay. O0 and O1 leave the model as it is.
+    under any other Plan. Names in the state dict stay. O0 and O1 leave the model as it is; so does O2, whose weights
+    are halved once the optimizer holds the fp32 ones (`MasterWeights`).
     """
     if plan.precision != "O3":
         return model

@@ -4,20 +4,42 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError
+
+Agree = Callable[[Tensor], None]
+"""Makes one decision of many: leaves in a 0-d fp32 flag, in place and on all ranks, the largest of the ranks' flags."""
+
+PATIENCE = 4
+"""Overflows in a row at the floor after which a run is taken to be lost."""
+_ENTRIES = ("scale", "clean", "overflows", "spared", "lost")
+_ADDED = {"spared", "lost"}  # absent from what earlier versions wrote
+
+
+def agree_over(group: dist.ProcessGroup | None = None) -> Agree:
+    """The rank-wide maximum over a process group; None is the default group, at the time of each call."""
+
+    def agree(found_inf: Tensor) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+    return agree
 
 
 class LossScaler:
     """Multiplies the loss so that small gradients do not vanish in fp16, and follows overflows by itself.
 
-    Dynamic: an overflow halves the scale, and the step is skipped by the optimizer's own kernel; `interval` clean
-    steps in a row double it. It stays within `floor` and `ceiling`. Everything is 0-d tensors on the device, so no
-    step waits for the host; `overflows` counts skipped steps and may be read when a log line is due.
+    Dynamic: `hysteresis` overflows in a row halve the scale, each overflowed step being skipped by the optimizer's own
+    kernel; `interval` clean steps in a row double it. It stays within `floor` and `ceiling`. With `dynamic` false the
+    scale stays and overflowed steps are skipped all the same. Everything is 0-d tensors on the device, so no step waits
+    for the host; `overflows` counts skipped steps and may be read when a log line is due.
+
+    `agree` is how ranks that share a step come to one decision: sharded and model parallel training pass theirs.
     """
 
     def __init__(
@@ -30,6 +52,9 @@ class LossScaler:
         interval: int = 2000,
         floor: float = 1.0,
         ceiling: float = 2.0**24,
+        hysteresis: int = 1,
+        dynamic: bool = True,
+        agree: Agree | None = None,
     ) -> None:
         problems = []
         if not 0.0 < floor <= initial <= ceiling:
@@ -44,15 +69,25 @@ class LossScaler:
             )
         if interval < 1:
             problems.append(f"The loss scale grows every {interval} steps, but must wait at least 1.")
+        if hysteresis < 1:
+            problems.append(
+                f"The loss scale falls after {hysteresis} overflows, but must wait for at least 1."
+            )
         if problems:
             raise ConfigError(problems)
         self.growth, self.backoff, self.interval = growth, backoff, interval
         self.floor, self.ceiling = floor, ceiling
+        self.hysteresis, self.dynamic = hysteresis, dynamic
+        self.agree = agree
         self.scale = torch.full((), initial, dtype=torch.float32, device=device)
         self.clean = torch.zeros((), dtype=torch.int32, device=device)
         """Steps without overflow since the scale last changed."""
         self.overflows = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
+        self.spared = torch.zeros((), dtype=torch.float32, device=device)
+        """Overflows in a row that hysteresis has let pass."""
+        self.lost = torch.zeros((), dtype=torch.float32, device=device)
+        """Overflows in a row at the floor, or at a constant scale: from `PATIENCE` on nothing is learned any more."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on: in fp32, since a scaled fp16 loss would itself overflow."""
@@ -61,20 +96,35 @@ class LossScaler:
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
         """Adapt the scale after a step; `found_inf` is a 0-d fp32 tensor, 1 after an overflow and 0 otherwise."""
+        self.overflows.add_(found_inf)
+        at_floor = (self.scale <= self.floor).float() if self.dynamic else 1.0
+        self.lost.add_(found_inf * at_floor).mul_(found_inf)
+        if not self.dynamic:
+            return
+        if self.hysteresis > 1:
+            self.spared.add_(found_inf).mul_(found_inf)
+            falls = found_inf * (self.spared >= self.hysteresis)
+            self.spared.mul_(1.0 - falls)
+            # An overflow that is let pass still starts the count of clean steps again.
+            self.clean.mul_((1.0 - found_inf).to(self.clean.dtype))
+            self.clean.sub_((found_inf * (1.0 - falls)).to(self.clean.dtype))
+            found_inf = falls
         torch._amp_update_scale_(self.scale, self.clean, found_inf, self.growth, self.backoff, self.interval)
         self.scale.clamp_(self.floor, self.ceiling)
-        self.overflows.add_(found_inf)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs to go on exactly."""
-        return {"scale": self.scale.clone(), "clean": self.clean.clone(), "overflows": self.overflows.clone()}
+        return {name: getattr(self, name).clone() for name in _ENTRIES}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave. Raises CheckpointError when an entry is missing."""
-        missing = sorted({"scale", "clean", "overflows"} - state_dict.keys())
+        missing = sorted(set(_ENTRIES) - _ADDED - state_dict.keys())
         if missing:
             raise CheckpointError(
                 f"The stored loss scaler lacks {', '.join(missing)}; it was not written by this version of Penstock."
             )
-        for name in ("scale", "clean", "overflows"):
-            getattr(self, name).copy_(state_dict[name])
+        for name in _ENTRIES:
+            if name in state_dict:
+                getattr(self, name).copy_(state_dict[name])
+            else:
+                getattr(self, name).zero_()

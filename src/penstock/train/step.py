@@ -16,7 +16,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.host_memory import settle
 from penstock.optim import EMA, clipped_step
-from penstock.precision import LossScaler, autocast, matmul_precision
+from penstock.precision import LossScaler, MasterWeights, autocast, matmul_precision
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d."""
@@ -71,6 +71,7 @@ class TrainStep:
         clip_norm: float | None = None,
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0.0:
             raise ConfigError(
@@ -84,6 +85,7 @@ class TrainStep:
         self.clip_norm = clip_norm
         self.scaler = scaler
         self.ema = ema
+        self.masters = masters
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Take one step. Raises ConfigError when there is no micro-batch."""
@@ -94,6 +96,8 @@ class TrainStep:
             self.optimizer.zero_grad()
             losses = [self._accumulate(batch, len(micro_batches)) for batch in micro_batches]
             norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler)
+            if self.masters is not None:
+                self.masters.publish()
             if self.ema is not None:
                 self.ema.update()
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -104,6 +108,8 @@ class TrainStep:
             loss = self.loss(self.model, batch)
         share = loss if parts == 1 else loss / parts
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
+        if self.masters is not None:
+            self.masters.collect()  # micro-batches add up in fp32
         return loss.detach()
 
     @contextmanager

@@ -1,0 +1,323 @@
+"""fp32 master weights behind half ones (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1).
+
+The optimizer keeps the fp32 parameters that it was made with, and with them its groups, state, schedulers and flat
+buffers: they are the master weights. The model gets new half parameters in their place. So any optimizer works, and
+none needs to know.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.optim.contiguous import Contiguous
+
+_log = logging.getLogger(__name__)
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+_NORM_NAME = re.compile(r"norm", re.IGNORECASE)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises: torch's own, and leaves of other libraries that are called so and hold vectors."""
+    if isinstance(module, _NORMS):
+        return True
+    if not _NORM_NAME.search(type(module).__name__) or next(module.children(), None) is not None:
+        return False
+    return all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False))
+
+
+class MasterWeights:
+    """Casts a model's weights to half, and keeps those that an optimizer trains in fp32 with the optimizer.
+
+    Per step: `collect` adds the half gradients to the fp32 ones, the optimizer steps, `publish` rounds its weights into
+    the model. The model's state dict holds the fp32 values under its plain names, and loading fills them, so that no
+    bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32.
+
+    Weights that are written in place between steps (clipped, tied, re-initialised) are taken over; what swaps storage
+    (`p.data = …`) is not seen and lost at the next step: change `master_of` of the weight instead.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        optimizers: Iterable[Optimizer],
+        dtype: torch.dtype,
+        *,
+        norms: str = "fp32",
+        keep: bool = True,
+    ) -> None:
+        self.dtype = dtype
+        self._keep = keep
+        trained = {
+            id(p): (optimizer, p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        self._masters: dict[Parameter, Parameter] = {}
+        """From half weight to master."""
+        self._owner: dict[Parameter, Optimizer] = {}
+        self._halves: list[tuple[Optimizer, list[Parameter], list[Parameter]]] = []
+        swapped: dict[int, Parameter] = {}
+        frozen: list[str] = []
+        for model in models:
+            for name, module in model.named_modules():
+                if norms == "fp32" and is_norm(module):
+                    _compute_in_fp32(module)
+                    continue
+                self._halve(name, module, trained, swapped, frozen)
+        if keep and frozen:
+            _log.info(
+                "%d weights that no optimizer trains are kept in half precision alone, %s among them.",
+                len(frozen), frozen[0],
+            )  # fmt: skip
+        self._by_optimizer()
+        self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
+
+    @classmethod
+    def cast(cls, models: Iterable[nn.Module], dtype: torch.dtype, *, norms: str = "half") -> None:
+        """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast
+        too; floating buffers follow, those of fp32 norms excepted. The state dict holds the values in fp32.
+        """
+        for model in models:
+            for module in model.modules():
+                if norms == "fp32" and is_norm(module):
+                    _compute_in_fp32(module)
+                    continue
+                for parameter in module._parameters.values():
+                    if parameter is not None and parameter.is_floating_point():
+                        parameter.data = parameter.data.to(dtype)
+                        parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        module._buffers[key] = buffer.to(dtype)
+                if module._parameters or module._buffers:
+                    _Stored(dtype).attach(module)
+
+    def _halve(
+        self,
+        name: str,
+        module: nn.Module,
+        trained: Mapping[int, tuple[Optimizer, Parameter]],
+        swapped: dict[int, Parameter],
+        frozen: list[str],
+    ) -> None:
+        mine = False
+        stored = _Stored(self.dtype)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            mine = True
+            half = swapped.get(id(parameter))
+            if half is None:
+                half = Parameter(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
+                half.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
+                swapped[id(parameter)] = half
+                if self._keep and id(parameter) in trained:
+                    self._masters[half] = parameter
+                    self._owner[half] = trained[id(parameter)][0]
+                    half._penstock_version = half._version  # type: ignore[attr-defined]
+                else:
+                    frozen.append(f"{name}.{key}" if name else key)
+            if half in self._masters:
+                stored.masters[half] = self._masters[half]
+            setattr(module, key, half)  # not by _parameters: recurrent layers keep a second list
+        if mine:
+            stored.attach(module)
+
+    def _by_optimizer(self) -> None:
+        optimizers = {id(o): o for o in self._owner.values()}
+        for key, optimizer in optimizers.items():
+            halves = [half for half, owner in self._owner.items() if id(owner) == key]
+            self._halves.append((optimizer, halves, [self._masters[half] for half in halves]))
+
+    # -- around a step
+
+    def _of(
+        self, optimizer: Optimizer | None
+    ) -> Iterator[tuple[Optimizer, list[Parameter], list[Parameter]]]:
+        return (entry for entry in self._halves if optimizer is None or entry[0] is optimizer)
+
+    @torch.no_grad()
+    def collect(self, optimizer: Optimizer | None = None) -> None:
+        """Move the half gradients to the masters, adding to what is there, and take over weights written in place."""
+        for owner, halves, masters in self._of(optimizer):
+            for half, master in zip(halves, masters):
+                _adopt(half, master)
+            views = self._flat_gradients(owner)
+            into: list[Tensor] = []
+            fresh: list[Tensor] = []
+            more: list[Tensor] = []
+            added: list[Tensor] = []
+            for half, master in zip(halves, masters):
+                gradient = half.grad
+                if gradient is None:
+                    continue
+                half.grad = None
+                if gradient.is_sparse:
+                    wide = gradient.to(torch.float32)
+                    master.grad = wide if master.grad is None else master.grad + wide
+                elif master.grad is not None:
+                    more.append(master.grad)
+                    added.append(gradient)
+                else:
+                    master.grad = views.get(master)
+                    if master.grad is None:
+                        master.grad = torch.empty_like(master)
+                    into.append(master.grad)
+                    fresh.append(gradient)
+            if into:
+                torch._foreach_copy_(into, fresh)
+            if more:
+                torch._foreach_add_(more, [g.to(m.dtype) for m, g in zip(more, added)])
+
+    @torch.no_grad()
+    def publish(self, optimizer: Optimizer | None = None) -> None:
+        """Round the masters into the model."""
+        for _, halves, masters in self._of(optimizer):
+            _publish(halves, masters)
+
+    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        """Forget the model's half gradients; the masters' are the optimizer's to forget."""
+        for _, halves, _ in self._of(optimizer):
+            for half in halves:
+                half.grad = None
+
+    def has_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a half weight holds a gradient that has not been collected."""
+        return any(half.grad is not None for _, halves, _ in self._of(optimizer) for half in halves)
+
+    def _flat_gradients(self, optimizer: Optimizer) -> dict[Parameter, Tensor]:
+        """Where a contiguous optimizer wants each gradient to lie, so that collecting puts it there at once."""
+        if not isinstance(optimizer, Contiguous):
+            return {}
+        generation, views = self._views.get(id(optimizer), (-1, {}))
+        if generation != optimizer.generation:
+            views = {
+                p: v for b in optimizer.buckets() for p, v in zip(b.parameters, b.gradient_views, strict=True)
+            }
+            self._views[id(optimizer)] = (optimizer.generation, views)
+        return views
+
+    # -- what is saved
+
+    def master_of(self, weight: Tensor) -> Tensor:
+        """The fp32 value behind a weight of the model: its master, or itself where it has none."""
+        return self._masters.get(weight, weight)  # type: ignore[call-overload,no-any-return]
+
+    def named(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters of `model` by name, each as its master where it has one."""
+        return {name: self.master_of(parameter) for name, parameter in model.named_parameters()}
+
+
+class _Stored:
+    """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.masters: dict[Parameter, Parameter] = {}
+        self.wide: dict[Parameter, Tensor] = {}
+        """What is being loaded, between the two hooks."""
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_state_dict_post_hook(_Saving(self))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_Loading(self))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Loaded(self))  # type: ignore[no-untyped-call]
+
+
+class _Hook:
+    def __init__(self, stored: _Stored) -> None:
+        self.stored = stored
+
+
+class _Saving(_Hook):
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            name = prefix + key
+            if value is None or name not in state or value.dtype != self.stored.dtype:
+                continue
+            master = self.stored.masters.get(value) if isinstance(value, Parameter) else None
+            if master is not None:
+                _adopt(value, master)
+            state[name] = value.detach().float() if master is None else master.detach()
+
+
+class _Loading(_Hook):
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the half weights that master weights stand behind; load "
+                "without assign, or load before the model is accelerated."
+            )
+        self.stored.wide = {}
+        for key, parameter in module._parameters.items():
+            value = state.get(prefix + key)
+            if parameter not in self.stored.masters or not isinstance(value, Tensor):
+                continue
+            if value.shape == parameter.shape:  # else torch reports it
+                self.stored.wide[parameter] = value
+
+
+class _Loaded(_Hook):
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        for parameter, value in self.stored.wide.items():
+            self.stored.masters[parameter].copy_(value)
+            _publish([parameter], [self.stored.masters[parameter]])
+        self.stored.wide = {}
+
+
+def _publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(halves), list(masters))
+    for half in halves:
+        half._penstock_version = half._version  # type: ignore[attr-defined]
+
+
+def _adopt(half: Tensor, master: Tensor) -> None:
+    """Take over a half weight that was written in place since it was published."""
+    if getattr(half, "_penstock_version", half._version) != half._version:
+        with torch.no_grad():
+            master.copy_(half)
+        half._penstock_version = half._version  # type: ignore[attr-defined]
+
+
+def _compute_in_fp32(norm: nn.Module) -> None:
+    norm.register_forward_pre_hook(_ToFp32())
+    norm.register_forward_hook(_BackToInput())
+
+
+class _ToFp32:
+    """Casts a norm's half inputs to fp32; a class, so that a model with it can be pickled and copied."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(a.float() if _half(a) else a for a in args)
+
+
+class _BackToInput:
+    """Gives a norm's output the type of its input, so that half activations stay half."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+        if isinstance(output, Tensor) and first is not None and output.is_floating_point():
+            return output.to(first.dtype)
+        return output
+
+
+def _half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,272 @@
+"""What an optimizer's gradients are multiplied with at present, and how its step takes that off again.
+
+Each accelerated optimizer has a `Gradients` beside it. Gradients stay scaled until `clip_grad_norm_` or the step: a
+fused kernel divides them on their way into the update, so that unscaling costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.optim.clip import folds, grad_norm, gradients_of
+from penstock.precision.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from penstock.precision.accelerate import Session
+
+Skip = Literal["auto", "device", "host"]
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_log = logging.getLogger(__name__)
+
+
+class Gradients:
+    """The gradients of one optimizer between two steps."""
+
+    def __init__(self, optimizer: Optimizer, session: Session, *, skip: Skip) -> None:
+        self.optimizer = optimizer
+        self.session = session
+        self.skip = skip
+        self.scale: Tensor | None = None
+        """What they are multiplied with; None once they are as they should be, or before any backward pass."""
+        self.scaler: LossScaler | None = None
+        """Whose scale that is."""
+        self.prepared = False
+        """Whether a loss was scaled since the last step."""
+        self.found_inf: Tensor | None = None
+        """Noted when gradients were unscaled before the step: 0-d fp32, 1 if any of them is not finite."""
+        self.stash: list[tuple[Tensor, Tensor]] = []
+        """Unscaled gradients of other losses, by parameter, to be added to those of the latest."""
+
+    # -- before a backward pass
+
+    def prepare(self, scaler: LossScaler | None) -> None:
+        """Make ready for gradients under the present scale of `scaler`."""
+        masters = self.session.masters
+        if masters is not None and masters.has_gradients(self.optimizer):
+            masters.collect(self.optimizer)  # micro-batches add up in fp32
+        if scaler is None:
+            self.prepared = True
+            return
+        held = self.prepared and (self.scale is None or self.scaler is not scaler)
+        if held:
+            self._put_aside()
+        if not self.prepared or held:
+            self.scale = scaler.scale.clone()
+            self.scaler = scaler
+        self.prepared = True
+
+    @torch.no_grad()
+    def _put_aside(self) -> None:
+        self.unscale()
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self.stash.append((parameter, parameter.grad.clone()))
+                parameter.grad = None
+
+    # -- before or in the step
+
+    @torch.no_grad()
+    def unscale(self) -> Tensor | None:
+        """Divide the gradients by their scale, once; returns whether any was not finite, 0-d fp32."""
+        if self.session.masters is not None:
+            self.session.masters.collect(self.optimizer)
+        if self.scale is not None:
+            for parameter in self._parameters():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.coalesce()
+            found = _unscale(gradients_of(self.optimizer), self.scale)
+            if found is not None:
+                self.found_inf = found if self.found_inf is None else torch.maximum(self.found_inf, found)
+            self.scale = None
+        if self.stash:
+            for parameter, gradient in self.stash:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            self.stash = []
+        return self.found_inf
+
+    @torch.no_grad()
+    def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """The optimizer's step on true gradients, skipped where one of them is not finite."""
+        masters = self.session.masters
+        if closure is not None:
+            return self._step_with_closure(update, closure)
+        if not self.session.precision.scales:
+            if masters is not None:
+                masters.collect(self.optimizer)
+            result = update()
+        else:
+            result = self._scaled_step(update)
+        if masters is not None:
+            masters.publish(self.optimizer)
+        self.forget()
+        return result
+
+    def _step_with_closure(self, update: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        masters = self.session.masters
+
+        def evaluated() -> Any:
+            if masters is not None:
+                masters.publish(self.optimizer)  # a line search moves the masters between evaluations
+                masters.zero_grad(self.optimizer)
+            with torch.enable_grad():
+                loss = closure()
+            if masters is not None:
+                masters.collect(self.optimizer)
+            return loss
+
+        if not self.session.precision.scales:
+            loss = update(evaluated)
+            if masters is not None:
+                masters.publish(self.optimizer)
+            self.forget()
+            return loss
+        kind = type(self.optimizer).__mro__[1]
+        if kind.__name__ == "LBFGS" or not kind.__module__.startswith(("torch.optim", "penstock.")):
+            raise ConfigError(
+                f"{kind.__name__} may call its closure several times in a step, and reads gradients in between, which "
+                "a loss scale would have multiplied; use dtype='bf16', which needs no loss scale, or step without a "
+                "closure."
+            )
+        with torch.enable_grad():
+            loss = closure()
+        self.step(update, None)
+        return loss
+
+    def _scaled_step(self, update: Callable[..., Any]) -> Any:
+        masters = self.session.masters
+        if masters is not None:
+            masters.collect(self.optimizer)
+        scaler = self.scaler
+        if scaler is None or not self.prepared:
+            if any(p.grad is not None for p in self._parameters()):
+                raise ConfigError(
+                    "optimizer.step() was called on gradients whose loss was not scaled, though "
+                    f"{self.session.precision.describe()} needs it; write "
+                    "`with penstock.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or use dtype='bf16'."
+                )
+            return update()
+        gradients = gradients_of(self.optimizer)
+        if not gradients and not self.stash:
+            return update()
+        on_device = self.skip == "device" or (self.skip == "auto" and folds(self.optimizer))
+        divisor = self.scale
+        sparse = any(gradient.is_sparse for gradient in gradients)
+        if folds(self.optimizer) and on_device and not self.stash and divisor is not None and not sparse:
+            found = (~grad_norm(gradients).isfinite()).float()
+            found = found if self.found_inf is None else torch.maximum(self.found_inf, found)
+        else:
+            divisor = None
+            unscaled = self.unscale()
+            assert unscaled is not None
+            found = unscaled
+        if self.session.agree is not None:
+            self.session.agree(found)
+        self.session.note(scaler, found)
+        if self.skip == "device" and not folds(self.optimizer):
+            return self._undone(update, found)
+        if folds(self.optimizer) and on_device:
+            return self._folded(update, divisor, found)
+        return update() if found.item() == 0.0 else None
+
+    def _folded(self, update: Callable[..., Any], divisor: Tensor | None, found: Tensor) -> Any:
+        # torch's own agreement between GradScaler and fused optimizers: attributes, present during the step only.
+        if divisor is not None:
+            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        self.optimizer.found_inf = found  # type: ignore[attr-defined]
+        try:
+            return update()
+        finally:
+            if divisor is not None:
+                del self.optimizer.grad_scale  # type: ignore[attr-defined]
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _undone(self, update: Callable[..., Any], found: Tensor) -> Any:
+        """Step, and put weights and state back where the step should not have been: no host decides, at the price of
+        a copy of all that a step changes. State that the first step makes starts from zero if that one is undone.
+        """
+        before = [(p, p.detach().clone()) for p in self._parameters()]
+        state = {
+            (p, key): value.clone()
+            for p, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+        result = update()
+        for parameter, old in before:
+            parameter.copy_(torch.where(found.to(old.device) > 0, old, parameter))
+        for parameter, entries in self.optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    was = state.get((parameter, key))
+                    old = torch.zeros_like(value) if was is None else was
+                    value.copy_(torch.where(found.to(value.device) > 0, old, value))
+        return result
+
+    def forget(self) -> None:
+        """Gradients are used up or thrown away."""
+        self.scale = self.scaler = self.found_inf = None
+        self.stash = []
+        self.prepared = False
+
+    def _parameters(self) -> Iterable[Any]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+
+def _unscale(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
+    """Divide in place; returns whether any gradient is not finite, on the first one's device."""
+    if not gradients:
+        return None
+    founds: dict[torch.device, Tensor] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        kinds.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), values_of in kinds.items():
+        found = founds.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        inverse = scale.to(device, non_blocking=True).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(values_of, found, inverse)
+    first = gradients[0].device
+    merged = founds.pop(first)
+    for found in founds.values():
+        merged = torch.maximum(merged, found.to(first, non_blocking=True))
+    return merged
+
+
+@torch.no_grad()
+def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
+    """Clip the gradients of some optimizers, taken as one vector, to `max_norm`; returns their 2-norm, 0-d fp32.
+
+    Unscaling and clipping are one pass where no gradient was unscaled before.
+    """
+    gradients: list[Tensor] = []
+    scales = {id(own.scale): own.scale for own in all_of}
+    fold = len(all_of) == 1 and not all_of[0].stash and all_of[0].scale is not None
+    for own in all_of:
+        if own.session.masters is not None:
+            own.session.masters.collect(own.optimizer)
+        if not fold:
+            own.unscale()
+        gradients += gradients_of(own.optimizer)
+    norm = grad_norm(gradients)
+    if not gradients:
+        return norm
+    if not fold:
+        torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
+        return norm
+    own = all_of[0]
+    (scale,) = scales.values()
+    assert scale is not None
+    found = (~norm.isfinite()).float()
+    own.found_inf = found if own.found_inf is None else torch.maximum(own.found_inf, found)
+    norm = norm / scale.to(norm.device)
+    factor = (max_norm / (norm + _TINY)).clamp(max=1.0) / scale.to(norm.device)
+    torch._foreach_mul_(gradients, factor)
+    own.scale = None
+    return norm

@@ -1,0 +1,254 @@
+"""The levels O0 to O3 as data: what each property of mixed precision is, and which combinations make no sense.
+
+The naming is NVIDIA Apex's; the mechanisms are those of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from penstock.config.convert import nearest
+from penstock.errors import ConfigError
+
+Level = Literal["O0", "O1", "O2", "O3"]
+Width = Literal["fp32", "half"]
+Master = Literal["none", "copy", "remainder"]
+Fp8 = Literal["none", "tensorwise", "rowwise"]
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "weights": ("fp32", "half"),
+    "autocast": (False, True),
+    "norms": ("fp32", "half"),
+    "master": ("none", "copy", "remainder"),
+    "outputs": ("fp32", "keep"),
+    "fp8": ("none", "tensorwise", "rowwise"),
+}
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Every property of how a model is trained in mixed precision. Made by `resolve`."""
+
+    level: Level
+    dtype: torch.dtype | None
+    """The half-width type, or None where nothing is half."""
+    weights: Width
+    """Type of the weights that the forward pass reads, and so of the gradients."""
+    autocast: bool
+    """Whether each operation runs in the type that the op lists give it, or in that of its arguments."""
+    norms: Width
+    """Type of the weights and arithmetic of normalisation layers."""
+    master: Master
+    """Where the fp32 value of a half weight lives: nowhere, in a copy, or in 16 more bits beside the bf16 weight."""
+    loss_scale: float | Literal["dynamic"]
+    """What the loss is multiplied with before the backward pass, so that small gradients do not vanish in fp16."""
+    outputs: Literal["fp32", "keep"]
+    """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
+    fp8: Fp8
+    """How matrix products of linear layers are scaled into fp8, if they are."""
+    lists: Any = None
+    """An `OpLists`; None for the default of the dtype."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled at all."""
+        return self.loss_scale != 1.0
+
+    @property
+    def dtype_name(self) -> str:
+        """`bf16`, `fp16`, or `fp32` where nothing is half."""
+        return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), "fp32")
+
+    def describe(self) -> str:
+        """One line that says all that differs from plain fp32."""
+        if self.level == "O0":
+            return "O0: fp32 throughout"
+        half = self.dtype_name
+        parts = [f"weights {half if self.weights == 'half' else 'fp32'}"]
+        parts.append("each operation by the op lists" if self.autocast else f"compute {half}")
+        parts.append(f"norms {half if self.norms == 'half' else 'fp32'}")
+        if self.master != "none":
+            parts.append(
+                "fp32 master weights" if self.master == "copy" else "fp32 weights as bf16 and 16 more bits"
+            )
+        parts.append("no loss scale" if not self.scales else f"loss scale {self.loss_scale}")
+        if self.fp8 != "none":
+            parts.append(f"fp8 matrix products, {self.fp8}")
+        return f"{self.level} in {half}: " + ", ".join(parts)
+
+
+def resolve(
+    level: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    **overrides: Any,
+) -> Precision:
+    """The properties of a level, with overrides; `dtype` is bf16, fp16 or auto, which chooses by the hardware.
+
+    Overrides are the fields of `Precision`; None leaves the level's own. Raises ConfigError with every contradiction.
+    """
+    checked = _level(level)
+    device = torch.device(device)
+    unknown = [name for name in overrides if name not in _OVERRIDES]
+    if unknown:
+        raise ConfigError(
+            [
+                f"{name} is no property of a precision level.{nearest(name, _OVERRIDES)} "
+                f"There are {', '.join(_OVERRIDES)}."
+                for name in unknown
+            ]
+        )
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    problems = [
+        f"{name} is {value!r}, but must be one of {', '.join(map(repr, _CHOICES[name]))}."
+        for name, value in overrides.items()
+        if name in _CHOICES and value not in _CHOICES[name]
+    ]
+    if "loss_scale" in overrides:
+        problems += _scale_problems(overrides["loss_scale"])
+    if problems:
+        raise ConfigError(problems)
+    half, problem = _dtype(checked, dtype, device)
+    base = _base(checked, half)
+    overrides = _weights_decide(base, overrides)
+    found = replace(base, **overrides)
+    problems = ([problem] if problem else []) + list(_contradictions(found))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _base(level: Level, half: torch.dtype | None) -> Precision:
+    scale: Any = "dynamic" if half == torch.float16 else 1.0
+    plain = Precision(
+        level=level,
+        dtype=half,
+        weights="fp32",
+        autocast=False,
+        norms="fp32",
+        master="none",
+        loss_scale=1.0,
+        outputs="keep",
+        fp8="none",
+    )
+    if level == "O1":
+        return replace(plain, autocast=True, loss_scale=scale, outputs="fp32")
+    if level == "O2":
+        return replace(plain, weights="half", autocast=True, master="copy", loss_scale=scale, outputs="fp32")
+    if level == "O3":
+        return replace(plain, weights="half", norms="half", outputs="fp32")
+    return plain
+
+
+_OVERRIDES = tuple(f.name for f in fields(Precision) if f.name not in ("level", "dtype"))
+
+
+def _weights_decide(base: Precision, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What follows from another override, unless it is given too: fp32 weights need no master and no half norms."""
+    if overrides.get("weights") == "fp32" and base.weights == "half":
+        return {"master": "none", "norms": "fp32", "autocast": True, **overrides}
+    return overrides
+
+
+def _level(level: str) -> Level:
+    for known in LEVELS:
+        if level == known:
+            return known
+    text = str(level)
+    if len(text) == 2 and text[0] in "0oº" and text[1] in "0123":
+        what = "a zero" if text[0] == "0" else "a small o"
+        raise ConfigError(
+            f'precision={text!r} begins with {what}; the levels are written with the capital letter O: "O{text[1]}".'
+        )
+    raise ConfigError(
+        f'There is no precision {text!r}; choose "O0" (fp32), "O1" (each operation by lists), "O2" (half weights with '
+        'fp32 master weights) or "O3" (half throughout).'
+    )
+
+
+def _dtype(
+    level: Level, asked: str | torch.dtype, device: torch.device
+) -> tuple[torch.dtype | None, str | None]:
+    """The half type, and what is wrong with the one asked for."""
+    name = next((n for n, d in DTYPES.items() if asked in (n, d)), asked)
+    if level == "O0":
+        if name != "auto":
+            return (
+                None,
+                f"dtype={name} has no effect with O0, which computes in fp32; leave it out or choose O1.",
+            )
+        return None, None
+    if name == "auto":
+        chosen, why = _auto(device)
+        _once(f"dtype=auto chose {chosen}: {why}.")
+        return DTYPES[chosen], None
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={asked!r} is not known; choose bf16, fp16 or auto.")
+    if name == "fp16" and device.type == "cpu":
+        _once(
+            "fp16 on a CPU is emulated and several times slower than fp32: it serves to study numerics. "
+            "For speed use dtype=bf16 where the CPU has it, or O0.",
+            logging.WARNING,
+        )
+    return DTYPES[str(name)], None
+
+
+def _auto(device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8 or torch.version.hip is not None:
+            return "bf16", "this GPU multiplies bf16 at the full rate, and bf16 needs no loss scale"
+        return "fp16", f"this GPU, of compute capability {major}.{minor}, has fast fp16 and no fast bf16"
+    if device.type == "cpu":
+        return "bf16", "CPUs have units for bf16 or none at all"
+    return "bf16", "bf16 has the range of fp32 and needs no loss scale"
+
+
+def _scale_problems(value: Any) -> Iterator[str]:
+    if value == "dynamic":
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        yield f'loss_scale is {value!r}, but must be "dynamic" or a finite number above 0, such as 1024.0.'
+
+
+def _contradictions(p: Precision) -> Iterator[str]:
+    if p.dtype is None:
+        for name, plain in (("weights", "fp32"), ("autocast", False), ("master", "none"), ("fp8", "none")):
+            if getattr(p, name) != plain:
+                yield f"{name}={getattr(p, name)!r} contradicts O0, in which nothing is half; choose O1, O2 or O3."
+        if p.scales:
+            yield "loss_scale contradicts O0: fp32 gradients do not vanish; leave it out."
+        return
+    if p.weights == "fp32" and p.master != "none":
+        yield f"master={p.master!r} contradicts weights='fp32': they are the master weights; leave master out."
+    if p.weights == "fp32" and p.norms == "half":
+        yield "norms='half' contradicts weights='fp32'; leave it out, or name the norms in the half list."
+    if p.weights == "fp32" and not p.autocast:
+        yield "autocast=False with weights='fp32' leaves nothing in half precision; choose O0, or weights='half'."
+    if p.master == "remainder" and p.dtype != torch.bfloat16:
+        yield (
+            "master='remainder' splits an fp32 number into a bf16 and 16 more bits, which fp16's shorter exponent "
+            "does not allow; use dtype='bf16', or master='copy'."
+        )
+    if p.fp8 != "none" and not p.autocast:
+        yield f"fp8={p.fp8!r} is a type of O1's and O2's matrix products; it needs autocast=True."
+    if p.lists is not None and not p.autocast:
+        yield "lists have no effect with autocast=False, where each operation runs in the type of its arguments."
+
+
+def _once(message: str, level: int = logging.INFO) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.log(level, message)

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": BASE | ASKED | {"kernels", "models"},
     "precision": BASE | ASKED | {"kernels", "models", "optim"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "probe", "train"},
+    "checkpoint": BASE | ASKED | {"kernels", "models"},
 }
 _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}

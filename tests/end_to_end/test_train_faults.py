@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from penstock import checkpoint
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
-from penstock.train import checkpoint
 from penstock.train.metrics import read_metrics
 
 MODEL = ViTConfig(

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock import checkpoint
 from penstock.config.load import load, to_dict
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
@@ -31,7 +32,7 @@ from penstock.errors import (
     SavedRequeue,
 )
 from penstock.models.convert import from_pretrained
-from penstock.train import checkpoint, loop, train
+from penstock.train import loop, train
 from penstock.train.display import Silent
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import read_metrics

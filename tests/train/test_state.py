@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint.tree import pack, unpack
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.errors import ConfigError
 from penstock.train.state import changes, random_state, set_random_state
-from penstock.train.tree import pack, unpack
 
 BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
 

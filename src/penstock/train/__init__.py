@@ -1,4 +1,4 @@
-"""Training runs: the loop, its step, checkpoints and what is measured on the way."""
+"""Training runs: the loop, its step and what is measured on the way."""
 
 from __future__ import annotations
 

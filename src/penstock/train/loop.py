@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
+from penstock import checkpoint
 from penstock.build import build
+from penstock.checkpoint import Snapshot
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
@@ -32,8 +34,6 @@ from penstock.optim import learning_rate, set_learning_rate
 from penstock.planner import Prediction, predict
 from penstock.planner.counts import parameters
 from penstock.probe import resolve_device
-from penstock.train import checkpoint
-from penstock.train.checkpoint import Snapshot
 from penstock.train.display import Display, Silent
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock

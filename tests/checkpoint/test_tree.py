@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint.tree import pack, unpack
 from penstock.errors import CheckpointError
-from penstock.train.tree import pack, unpack
 
 
 def test_an_optimizer_state_and_generators_survive_json() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.checkpoint.tensorfile import load_tensors, save_tensors
 from penstock.errors import CheckpointError
-from penstock.train.tensorfile import load_tensors, save_tensors
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint import Snapshot
+from penstock.checkpoint import commit as checkpoint
 from penstock.errors import CheckpointError, EnvironmentProblem
-from penstock.train import checkpoint
-from penstock.train.checkpoint import Snapshot
 
 
 def snapshot(step: int) -> Snapshot:

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.tensorfile import Written, load_tensors, save_tensors, write_file
+from penstock.checkpoint.tree import pack, unpack
 from penstock.errors import CheckpointError, EnvironmentProblem
-from penstock.train.tensorfile import Written, load_tensors, save_tensors, write_file
-from penstock.train.tree import pack, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Snapshot:
     """All of a run at one step.
 
     `weights` maps sets of tensors by Penstock's parameter names: `weights` itself, and `ema` where there is
-    an average. `state` maps names to trees (see `penstock.train.tree`): optimizer, random generators,
+    an average. `state` maps names to trees (see `penstock.checkpoint.tree`): optimizer, random generators,
     loader position and so on.
     """
 

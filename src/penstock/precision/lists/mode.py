@@ -1,0 +1,164 @@
+"""Applying op lists to calls: casts, and the mode that watches the functions which torch.autocast treats otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ConfigError
+from penstock.precision.lists.op_lists import HALVES, OpLists, watched
+
+# Of autocast's concern: fp64 and fp8 are somebody's own choice.
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+_DEVICES = ("cpu", "cuda")
+
+# Note: checkpoints and compilation.
+# torch's activation checkpointing runs a module's forward a second time inside the backward pass, where it restores
+# autocast's state but no function mode. So `apply_modules` makes every module that holds others enter the region by
+# itself if it is not active. Inside compiled code a checkpoint is a graph of its own that runs without modes, and where
+# none may be entered: there we break the graph before it, or, with fullgraph=True, end with the message below.
+_CHECKPOINT = (
+    "activation checkpointing inside compiled code cannot follow op lists that differ from torch.autocast's. Compile "
+    "the modules inside the checkpoint instead (plan.compile=blocks), or compile without fullgraph, or use the default "
+    "op lists."
+)
+
+
+def region(lists: OpLists | None, device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Inside, operations on `device_type` follow `lists`, with `dtype` for the half type; to be entered inside
+    torch.autocast.
+
+    Where nothing differs from torch.autocast's own choices, or `lists` is None, this is a context that does nothing. It
+    is inert wherever autocast is off. Entered again by a module within, it changes nothing.
+
+    Raises:
+        ConfigError: it is entered inside a region with other lists.
+    """
+    if lists is None:
+        return nullcontext()
+    if (device_type, dtype) not in lists.modes:
+        prepare(lists, (device_type, *_DEVICES), (dtype, *HALVES))
+    mode = lists.modes[device_type, dtype]
+    if mode is None:
+        return nullcontext()
+    for other in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        if other is mode:
+            return nullcontext()
+        if isinstance(other, ListMode) and other.device_type == device_type:
+            raise ConfigError(
+                "A model with op lists of its own runs inside another one that has others, so an operation would "
+                "follow both. Give both the same OpLists object and dtype, or accelerate only the outer one."
+            )
+    return mode  # type: ignore[no-any-return]
+
+
+def prepare(
+    lists: OpLists, devices: tuple[str, ...] = _DEVICES, dtypes: tuple[torch.dtype, ...] = tuple(HALVES)
+) -> None:
+    """Make what `region` enters; before compilation, which cannot."""
+    for device_type in devices:
+        rules = watched(lists, device_type)
+        for dtype in dtypes:
+            if (device_type, dtype) not in lists.modes:
+                mode = ListMode(lists, rules, device_type, dtype) if rules else None
+                lists.modes[device_type, dtype] = mode
+
+
+class ListMode(TorchFunctionMode):
+    """Casts the arguments of the functions in `rules`, and lets all others pass.
+
+    A function of torch that is written in Python is seen as a whole: what, say,
+    torch.nn.functional.multi_head_attention_forward calls inside runs as torch.autocast has it.
+    """
+
+    def __init__(self, lists: OpLists, rules: dict[Any, Any], device_type: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rules = rules
+        self.messages = dict(lists.banned)
+        self.device_type = device_type
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is checkpoint:  # seen in compiled code only: see the note above
+            torch._dynamo.graph_break(msg=_CHECKPOINT)
+        rule = self.rules.get(func)
+        if rule is None or not torch.is_autocast_enabled(self.device_type):
+            return func(*args, **kwargs)
+        policy, name = rule
+        if kwargs.get("dtype") is not None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)  # the caller has said which type
+        if policy == "banned":
+            if any(t.dtype != torch.float32 for t in castable((args, kwargs), self.device_type)):
+                raise ConfigError(self.messages[name])
+            return func(*args, **kwargs)
+        to = self._type(policy, args, kwargs)
+        if to is None:
+            return func(*args, **kwargs)
+        with torch.autocast(self.device_type, enabled=False):
+            return func(*cast(args, to, self.device_type), **cast(kwargs, to, self.device_type))
+
+    def _type(self, policy: str, args: Any, kwargs: Any) -> torch.dtype | None:
+        if policy == "fp32":
+            return torch.float32
+        if policy == "half":
+            return self.dtype
+        return chosen_type(policy, (args, kwargs), self.device_type)
+
+
+def chosen_type(policy: str, values: Any, device_type: str) -> torch.dtype | None:
+    """The type that tensors in `values` decide: the widest (`promote`) or the first's (`keep`); None without any."""
+    found = [tensor.dtype for tensor in castable(values, device_type)]
+    if not found:
+        return None
+    # fp16 and bf16 each lack what the other has, so the widest of both is fp32.
+    return found[0] if policy == "keep" or len(set(found)) == 1 else torch.float32
+
+
+def castable(values: Any, device_type: str) -> Iterator[Tensor]:
+    """The tensors of a nest that autocast concerns."""
+    if isinstance(values, Tensor):
+        if values.device.type == device_type and values.dtype in _CASTABLE:
+            yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from castable(value, device_type)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from castable(value, device_type)
+
+
+def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """A nest with its castable tensors in another type; tuples, lists and dicts stay what they are."""
+    if isinstance(values, Tensor):
+        wanted = values.device.type == device_type and values.dtype in _CASTABLE
+        return values.to(dtype) if wanted else values
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(cast(value, dtype, device_type) for value in values))
+    if type(values) in (tuple, list):
+        return type(values)(cast(value, dtype, device_type) for value in values)
+    if type(values) is dict:
+        return {key: cast(value, dtype, device_type) for key, value in values.items()}
+    return values
+
+
+def device_type_of(values: Any) -> str | None:
+    """The device of the first floating tensor of a nest."""
+    if isinstance(values, Tensor):
+        return values.device.type if values.is_floating_point() else None
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, tuple | list):
+        for value in values:
+            found = device_type_of(value)
+            if found is not None:
+                return found
+    return None

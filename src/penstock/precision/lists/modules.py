@@ -1,0 +1,186 @@
+"""Modules on the op lists: a module's class is swapped for a subclass of the same name whose forward casts, so that
+names, `isinstance` and hooks stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.convert import nearest
+from penstock.errors import ConfigError
+from penstock.precision.lists.mode import cast, device_type_of, prepare, region
+from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences
+
+_KEY = "_penstock_lists"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+# torch's modules that are one operation, which `keep` can spare a copy in fp32.
+_SINGLE: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "torch.nn.functional.layer_norm",
+    nn.GroupNorm: "torch.nn.functional.group_norm",
+    nn.RMSNorm: "torch.nn.functional.rms_norm",
+    nn.Softmax: "torch.nn.functional.softmax",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Treatment:
+    """What a module's forward does besides."""
+
+    kind: Literal["fp32", "half", "keep", "enter"]
+    lists: OpLists
+    devices: tuple[str, ...] = ()
+    """Where `keep` makes a difference."""
+
+
+def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
+    """Prepare a model's modules to follow `lists`, in place; each acts only where autocast is on.
+
+    Modules in `fp32_modules` and `half_modules` cast their inputs; an fp32 module is fp32 with all that is in it.
+    Those of torch that are a single `keep` operation run in the type of their input. Where the lists differ from
+    torch.autocast's, modules that hold others enter `region` by themselves when they are run alone, as activation
+    checkpointing does in the backward pass. Repeating the call replaces what an earlier one did.
+
+    Raises:
+        ConfigError: a name, pattern or class of `fp32_modules` or `half_modules` fits no module.
+    """
+    restore_modules(model)
+    if lists is None:
+        return
+    prepare(lists)
+    chosen: dict[str, _Treatment] = {}
+    modules = dict(model.named_modules())
+    problems = []
+    for kind, choices in (("half", lists.half_modules), ("fp32", lists.fp32_modules)):
+        for choice in choices:
+            found = list(_matching(modules, choice))
+            if not found:
+                problems.append(_unmatched(modules, choice, kind))
+            chosen |= {name: _Treatment("half" if kind == "half" else "fp32", lists) for name in found}
+    if problems:
+        raise ConfigError(problems)
+    for name, module in modules.items():
+        treatment = chosen.get(name) or _implied(module, lists)
+        if treatment is not None and (module is not model or name in chosen):
+            _treat(module, treatment)
+
+
+def restore_modules(model: nn.Module) -> None:
+    """Undo `apply_modules`."""
+    for module in model.modules():
+        if _KEY not in module.__dict__:
+            continue
+        plain = type(module).__mro__[1]
+        if _CLASSES.get(plain) is not type(module):
+            raise ConfigError(
+                f"A {type(module).__name__} follows op lists and was wrapped once more since, by sharding perhaps; "
+                "change op lists before that."
+            )
+        del module.__dict__[_KEY]
+        module.__class__ = plain
+
+
+def _matching(modules: dict[str, nn.Module], choice: ModuleChoice) -> Iterator[str]:
+    for name, module in modules.items():
+        if isinstance(module, choice) if isinstance(choice, type) else name and fnmatchcase(name, choice):
+            yield name
+
+
+def _unmatched(modules: dict[str, nn.Module], choice: ModuleChoice, kind: str) -> str:
+    if isinstance(choice, type):
+        return f"{kind}_modules names the class {choice.__qualname__}, of which the model has no module."
+    return (
+        f"{kind}_modules names {choice!r}, but the model has no such module.{nearest(choice, filter(None, modules))} "
+        "Write qualified names as named_modules gives them, patterns such as 'blocks.*.mlp', or classes."
+    )
+
+
+def _implied(module: nn.Module, lists: OpLists) -> _Treatment | None:
+    """What follows from the lists of operations."""
+    operation = _SINGLE.get(type(module))
+    if operation is not None:
+        devices = tuple(d for d in ("cpu", "cuda") if differences(lists, d).get(operation) == "keep")
+        return _Treatment("keep", lists, devices) if devices else None
+    holds = next(module.children(), None) is not None
+    if holds and any(mode is not None for mode in lists.modes.values()):
+        return _Treatment("enter", lists)
+    return None
+
+
+def _treat(module: nn.Module, treatment: _Treatment) -> None:
+    if "forward" in module.__dict__:
+        raise ConfigError(
+            f"The forward of a {type(module).__name__} was replaced on the instance, which hides the class's, so op "
+            "lists cannot reach it; apply them before whatever replaces it."
+        )
+    module.__dict__[_KEY] = treatment
+    module.__class__ = _treated(type(module))
+
+
+def _treated(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = _subclass(cls)
+    return _CLASSES[cls]
+
+
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    original: Callable[..., Any] = cls.forward
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        treatment: _Treatment = self.__dict__[_KEY]
+        device = device_type_of((args, kwargs))
+        if device is None or not torch.is_autocast_enabled(device):
+            return original(self, *args, **kwargs)
+        if treatment.kind == "keep":
+            if device not in treatment.devices:
+                return original(self, *args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return _kept(self, args[0] if args else kwargs["input"])
+        if treatment.kind == "fp32":
+            with torch.autocast(device, enabled=False):
+                return original(
+                    self, *cast(args, torch.float32, device), **cast(kwargs, torch.float32, device)
+                )
+        dtype = torch.get_autocast_dtype(device)
+        if treatment.kind == "half":
+            args, kwargs = cast(args, dtype, device), cast(kwargs, dtype, device)
+        with region(treatment.lists, device, dtype):
+            return original(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # Pickle looks a class up by its name, which is the original's.
+        return _new, (cls,), self.__dict__.copy()
+
+    made: type[nn.Module] = type(
+        cls.__name__, (cls,), {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    )
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(_treated(cls))
+
+
+def _kept(module: nn.Module, x: Tensor) -> Tensor:
+    """A single operation in the type of its input; kernels want weights of the same type, and compute in fp32."""
+    if isinstance(module, nn.Softmax):
+        return F.softmax(x, module.dim)
+    weight, bias = (
+        None if parameter is None else parameter.to(x.dtype)
+        for parameter in (getattr(module, "weight", None), getattr(module, "bias", None))
+    )
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, weight, bias, module.eps)
+    assert isinstance(module, nn.RMSNorm)
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)

@@ -1,0 +1,189 @@
+"""`OpLists`: which operation runs in which type, as data that users add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.precision.lists.names import Function, functions_of, name_of
+from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Half, Policy
+
+HALVES: dict[torch.dtype, Half] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+ModuleChoice = str | type[nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpLists:
+    """Operations by dotted name, such as "torch.nn.functional.gelu"; one name stands for all functions of an operation.
+
+    What no list holds runs as torch.autocast has it. `default_lists` gives those of a type and `with_` adds to them.
+    """
+
+    half: tuple[str, ...] = ()
+    """Arguments are cast to the half type."""
+    fp32: tuple[str, ...] = ()
+    """Arguments are cast to fp32, and so is the result."""
+    promote: tuple[str, ...] = ()
+    """Arguments of several types are cast to the widest of them."""
+    keep: tuple[str, ...] = ()
+    """Runs in the type of its first tensor, even where torch.autocast would widen it."""
+    banned: tuple[tuple[str, str], ...] = ()
+    """What raises ConfigError when given half-width tensors, each with the message, which says what to use instead."""
+    fp32_modules: tuple[ModuleChoice, ...] = ()
+    """Modules whose forward runs in fp32, all in them included: qualified names, patterns ("blocks.*.mlp"), classes."""
+    half_modules: tuple[ModuleChoice, ...] = ()
+    """Modules whose inputs are cast to the half type; inside them the lists decide."""
+    modes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `region` made of these lists so far."""
+
+    def __post_init__(self) -> None:
+        seen: dict[str, Policy] = {}
+        problems = []
+        for policy in POLICIES:
+            names = self.named(policy)
+            object.__setattr__(self, policy, _canonical(policy, getattr(self, policy)))
+            for name in names:
+                other = seen.setdefault(name_of(name), policy)
+                if other != policy:
+                    problems.append(
+                        f"{name} is in the lists {other} and {policy}; an operation has one place."
+                    )
+        problems += [
+            f"{choice} is in fp32_modules and half_modules; a module has one place."
+            for choice in set(self.fp32_modules) & set(self.half_modules)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def named(self, policy: Policy) -> tuple[str, ...]:
+        """The operations of one list."""
+        return tuple(name for name, _ in self.banned) if policy == "banned" else tuple(getattr(self, policy))
+
+    def policies(self) -> dict[str, Policy]:
+        """The list that each operation is in."""
+        return {name: policy for policy in POLICIES for name in self.named(policy)}
+
+    def with_(
+        self,
+        *,
+        half: Iterable[str | Function] = (),
+        fp32: Iterable[str | Function] = (),
+        promote: Iterable[str | Function] = (),
+        keep: Iterable[str | Function] = (),
+        banned: Mapping[str | Function, str] | None = None,
+        fp32_modules: Iterable[ModuleChoice] = (),
+        half_modules: Iterable[ModuleChoice] = (),
+    ) -> OpLists:
+        """These lists and more. Operations are given by name or as functions, and leave the list that they were in.
+
+        Raises:
+            ConfigError: a name is no operation of torch, or is given for two lists.
+        """
+        added: dict[str, tuple[Any, ...]] = {
+            "half": tuple(map(name_of, half)),
+            "fp32": tuple(map(name_of, fp32)),
+            "promote": tuple(map(name_of, promote)),
+            "keep": tuple(map(name_of, keep)),
+        }
+        messages = {name_of(name): message for name, message in (banned or {}).items()}
+        kept = self.without(*messages, *(name for names in added.values() for name in names))
+        return replace(
+            kept,
+            **{policy: getattr(kept, policy) + names for policy, names in added.items()},
+            banned=kept.banned + tuple(messages.items()),
+            fp32_modules=kept.fp32_modules + tuple(fp32_modules),
+            half_modules=kept.half_modules + tuple(half_modules),
+        )
+
+    def without(self, *names: str | Function) -> OpLists:
+        """These lists without some operations, which then run as torch.autocast has them."""
+        gone = {name_of(name) for name in names}
+        kept: dict[str, Any] = {
+            policy: tuple(name for name in self.named(policy) if name not in gone) for policy in POLICIES
+        }
+        kept["banned"] = tuple((name, message) for name, message in self.banned if name not in gone)
+        return replace(self, **kept)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpLists:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
+
+
+def _rebuilt(values: dict[str, Any]) -> OpLists:
+    return OpLists(**values)
+
+
+def _canonical(policy: Policy, entries: Iterable[Any]) -> tuple[Any, ...]:
+    if policy == "banned":
+        return tuple({name_of(name): message for name, message in entries}.items())
+    return tuple(dict.fromkeys(map(name_of, entries)))
+
+
+def default_lists(dtype: torch.dtype, device_type: str = "cuda") -> OpLists:
+    """What Penstock decides for fp16 or bf16, each with its reason in docs/reference/op-lists.md.
+
+    For bf16, and for fp16 on CUDA, no call differs from torch.autocast's own choice except torch's norm and softmax
+    modules, so that these lists cost nothing. Raises ConfigError for other types.
+    """
+    if dtype not in HALVES:
+        raise ConfigError(f"There are op lists for torch.float16 and torch.bfloat16, and none for {dtype}.")
+    place = "cpu" if device_type == "cpu" else "cuda"
+    key = (HALVES[dtype], place)
+    if key not in _DEFAULTS:
+        chosen: dict[Policy, list[str]] = {policy: [] for policy in POLICIES}
+        for group in GROUPS:
+            if key[0] in group.dtypes and place in group.devices:
+                chosen[group.policy] += group.names
+        banned = tuple((name, BANNED[name]) for name in chosen.pop("banned"))
+        _DEFAULTS[key] = OpLists(banned=banned, **{policy: tuple(names) for policy, names in chosen.items()})
+    return _DEFAULTS[key]
+
+
+_DEFAULTS: dict[tuple[Half, str], OpLists] = {}
+
+
+def autocast_policy(name: str | Function, device_type: str) -> Policy | None:
+    """The list that torch.autocast itself has an operation in on a device, or None."""
+    if device_type not in _AUTOCAST_OF:
+        table = AUTOCAST.get(device_type, {})
+        _AUTOCAST_OF[device_type] = {
+            name_of(member): policy for policy, members in table.items() for member in members
+        }
+    return _AUTOCAST_OF[device_type].get(name_of(name))
+
+
+_AUTOCAST_OF: dict[str, dict[str, Policy]] = {}
+
+
+def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
+    """What these lists say otherwise than torch.autocast on a device: each operation with its list.
+
+    `keep` is a difference only where torch.autocast would widen the operation.
+    """
+    found = {}
+    for name, policy in lists.policies().items():
+        theirs = autocast_policy(name, device_type)
+        if policy == "keep" and theirs != "fp32":
+            continue
+        if policy != theirs or (policy == "banned" and dict(lists.banned)[name] != BANNED.get(name)):
+            found[name] = policy
+    return found
+
+
+def watched(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
+    """Each function that must be watched on a device, with its list and name; empty where torch.autocast, and the
+    modules that `apply_modules` treats, do all that the lists say.
+
+    `keep` alone is no reason to watch every call: it saves time, and watching costs some.
+    """
+    found = differences(lists, device_type)
+    if all(policy == "keep" for policy in found.values()):
+        return {}
+    return {function: (policy, name) for name, policy in found.items() for function in functions_of(name)}

@@ -8,10 +8,12 @@ from penstock.optim.ema import EMA
 from penstock.optim.forms import make_optimizer
 from penstock.optim.groups import parameter_groups
 from penstock.optim.rate import learning_rate, set_learning_rate
+from penstock.optim.remainder import RemainderAdamW
 
 __all__ = [
     "EMA",
     "Contiguous",
+    "RemainderAdamW",
     "clip_grad_norm_",
     "clipped_step",
     "contiguous",

@@ -1,0 +1,320 @@
+"""AdamW on bf16 weights whose sixteen missing bits are kept beside them: exact fp32 weights without an fp32 copy.
+
+The bits of an fp32 number x, read as an integer, are 65536 · weight + remainder:
+
+    weight    = (bits + 0x8000) >> 16      x rounded to the nearest bf16, ties away from zero
+    remainder = bits − (weight << 16)      from −32768 to 32767, which is exactly an int16
+
+The weight is what the forward pass wants: the *rounded* value, half as far off on average as a truncated one and
+without its pull towards zero. Ties go away from zero because then, and only then, the remainder fits sixteen signed
+bits: a tie that went down would leave +32768.
+
+- Every finite x, zeros and subnormals of either sign among them, and both infinities come back bit by bit.
+- From 3.3961775e38 (half-way from bf16's greatest number to 2^128) the weight is infinite, as it is in any rounding to
+  nearest; the pair still joins to the finite x.
+- A NaN becomes the one NaN 0x7FC00000, since the payload of others would round to infinity or to zero.
+
+Forms of the update, all over the same state:
+
+    loop     torch operators one by one, the reference. Counts steps on the host and cannot skip one by itself.
+    fused    torch's fused AdamW, over pieces that are joined before and split after it while they are in cache.
+    triton   one pass of one kernel over all tensors (CUDA); see kernels/triton/remainder_adamw.py.
+
+`loop` and `fused` give bit for bit what torch.optim.AdamW in that form gives on fp32 weights. `triton` rounds after
+every single operation, on every machine alike; the others contract some products and sums, so that it differs from
+them in last places.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+Form = Literal["auto", "loop", "fused", "triton"]
+FORMS: tuple[Form, ...] = get_args(Form)
+_HAVE_FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
+# On a CPU two fp32 pieces should stay in the last cache; on a GPU a launch should be worth its while.
+_PIECE = {"cpu": 1 << 18}
+_PIECE_ELSEWHERE = 1 << 22
+_HALF = 1 << 15  # half of bf16's last place, in the bits of an fp32
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one group's update is made of, as numbers on the host."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+
+
+@dataclass
+class Batch:
+    """Tensors of one group on one device, all dense, flat (N_i) and of the same order, updated together.
+
+    `remainders` is None where the weights are fp32 themselves. `exp_avgs` and `exp_avg_sqs` are fp32, `gradients` of
+    any floating type, `steps` 0-d fp32: on the device, but for `loop` on the host.
+    """
+
+    weights: list[Tensor]
+    remainders: list[Tensor] | None
+    gradients: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 (...) → the nearest bf16 (...), ties away from zero, and the int16 (...) that is missing.
+
+    Exact for all finite numbers and infinities; raises ConfigError for other types.
+    """
+    if value.dtype != torch.float32:
+        raise ConfigError(f"split takes fp32 numbers apart, but was given {value.dtype}; convert it first.")
+    bits = _one_nan(value).view(torch.int32)
+    remainder = bits.to(torch.int16)
+    return ((bits + _HALF) >> 16).to(torch.int16).view(torch.bfloat16), remainder
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 (...) that `split` took apart. Raises ConfigError unless given bf16 and int16 of one shape."""
+    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16 or weight.shape != remainder.shape:
+        raise ConfigError(
+            f"join needs bf16 weights and int16 remainders of one shape, but was given {weight.dtype} "
+            f"{tuple(weight.shape)} and {remainder.dtype} {tuple(remainder.shape)}; pass what split returned."
+        )
+    value = weight.to(torch.float32, copy=True)
+    value.view(torch.int32).add_(remainder)
+    return value
+
+
+def _one_nan(value: Tensor, out: Tensor | None = None) -> Tensor:
+    inf = float("inf")
+    return torch.nan_to_num(value, nan=float("nan"), posinf=inf, neginf=-inf, out=out)
+
+
+@functools.cache
+def have_triton() -> bool:
+    """Whether Triton is installed; importing it is left to who launches."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter stands in for a GPU, which Triton decides by this variable too."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def resolve(form: Form, device: torch.device) -> Form:
+    """What `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel, else the loop.
+
+    Any other form is returned as it is, and raises ConfigError where it cannot run.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"There is no form {form!r} of RemainderAdamW; choose one of {', '.join(FORMS)}.")
+    can_triton = have_triton() and (device.type == "cuda" or interpreting())
+    if form == "auto":
+        if device.type == "cuda" and can_triton:
+            return "triton"
+        return "fused" if device.type in _HAVE_FUSED else "loop"
+    if form == "triton" and not can_triton:
+        why = "Triton is not installed" if not have_triton() else f"the weights are on {device.type}"
+        raise ConfigError(
+            f"RemainderAdamW's form 'triton' needs Triton and a CUDA device, and {why}; use 'auto'."
+        )
+    if form == "fused" and device.type not in _HAVE_FUSED:
+        raise ConfigError(f"torch has no fused AdamW on {device.type}; use form 'loop' or 'auto'.")
+    return form
+
+
+@torch.no_grad()
+def adamw_(
+    batch: Batch,
+    hyper: Hyper,
+    *,
+    form: Form,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One AdamW step (Loshchilov and Hutter, ICLR 2019, algorithm 2) on a batch, in place.
+
+    Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, counters included; both are 0-d
+    fp32 tensors that the kernels read on the device. Raises ConfigError for either with `loop`.
+    """
+    form = resolve(form, batch.weights[0].device)
+    if form == "loop":
+        if grad_scale is not None or found_inf is not None:
+            raise ConfigError(
+                "RemainderAdamW's form 'loop' cannot divide by a loss scale or skip an overflowed step on the device; "
+                "use form 'fused' or 'auto', or train in bf16 without loss scaling."
+            )
+        _loop(batch, hyper)
+    elif form == "triton" and batch.remainders is not None:
+        from penstock.kernels.triton.remainder_adamw import launch
+
+        torch._foreach_add_(batch.steps, 1)
+        launch(batch, hyper, grad_scale, found_inf)
+        if found_inf is not None:
+            torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
+    else:
+        _fused(batch, hyper, grad_scale, found_inf)
+
+
+# -- the reference
+
+
+def _loop(batch: Batch, hyper: Hyper) -> None:
+    piece = _piece(batch)
+    for index, step in enumerate(batch.steps):
+        step += 1
+        count = step.item()  # on the host already
+        for span in _spans(batch.weights[index].numel(), piece):
+            weight = batch.weights[index][span]
+            value = weight if batch.remainders is None else join(weight, batch.remainders[index][span])
+            gradient = batch.gradients[index][span].float()
+            moments = batch.exp_avgs[index][span], batch.exp_avg_sqs[index][span]
+            plain_step_(value, gradient, *moments, count, hyper)
+            if batch.remainders is not None:
+                half, remainder = split(value)
+                weight.copy_(half)
+                batch.remainders[index][span].copy_(remainder)
+
+
+def plain_step_(
+    value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, hyper: Hyper
+) -> None:
+    """The update of fp32 numbers with torch's operators in the order in which torch.optim.AdamW's loop has them."""
+    if hyper.maximize:
+        gradient = -gradient
+    if hyper.weight_decay != 0:
+        value.mul_(1 - hyper.lr * hyper.weight_decay)
+    exp_avg.lerp_(gradient, 1 - hyper.beta1)
+    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+    step_size = hyper.lr / (1 - hyper.beta1**step)
+    root = (1 - hyper.beta2**step) ** 0.5
+    denominator = (exp_avg_sq.sqrt() / root).add_(hyper.eps)
+    value.addcdiv_(exp_avg, denominator, value=-step_size)
+
+
+# -- torch's fused kernel between a join and a split
+
+
+def _fused(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    torch._foreach_add_(batch.steps, 1)
+    if batch.remainders is None:
+        gradients = [gradient.float() for gradient in batch.gradients]
+        moments = batch.exp_avgs, batch.exp_avg_sqs
+        _torch_fused(batch.weights, gradients, *moments, batch.steps, hyper, grad_scale, found_inf)
+    else:
+        piece = min(_piece(batch), sum(weight.numel() for weight in batch.weights))
+        values = torch.empty(piece, dtype=torch.float32, device=batch.weights[0].device)
+        gradients_ = torch.empty_like(values)
+        for members in _packs([weight.numel() for weight in batch.weights], piece):
+            _fused_pack(batch, members, (values, gradients_), hyper, grad_scale, found_inf)
+    if found_inf is not None:
+        torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
+
+
+def _fused_pack(
+    batch: Batch,
+    members: list[tuple[int, slice]],
+    scratch: tuple[Tensor, Tensor],
+    hyper: Hyper,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Join the pieces of a pack end to end, update them, and split them again."""
+    assert batch.remainders is not None
+    sizes = [span.stop - span.start for _, span in members]
+    whole = sum(sizes)
+    values, second = scratch[0][:whole], scratch[1][:whole]
+    bits, missing = values.view(torch.int32), second.view(torch.int32)
+    weights = [batch.weights[i][span] for i, span in members]
+    remainders = [batch.remainders[i][span] for i, span in members]
+    torch._foreach_copy_(list(torch.split(values, sizes)), weights)
+    torch._foreach_copy_(list(torch.split(missing, sizes)), remainders)
+    bits.add_(missing)
+    gradients = list(torch.split(second, sizes))  # the remainders are done with, so their place is free
+    torch._foreach_copy_(gradients, [batch.gradients[i][span] for i, span in members])
+    _torch_fused(
+        list(torch.split(values, sizes)),
+        gradients,
+        [batch.exp_avgs[i][span] for i, span in members],
+        [batch.exp_avg_sqs[i][span] for i, span in members],
+        [batch.steps[i] for i, _ in members],
+        hyper,
+        grad_scale,
+        found_inf,
+    )
+    _one_nan(values, out=values)
+    pieces = list(torch.split(bits, sizes))
+    torch._foreach_copy_(remainders, pieces)
+    bits.add_(_HALF).bitwise_right_shift_(16)
+    torch._foreach_copy_([weight.view(torch.int16) for weight in weights], pieces)
+
+
+def _torch_fused(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    hyper: Hyper,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    torch._fused_adamw_(
+        values,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=hyper.maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _piece(batch: Batch) -> int:
+    return _PIECE.get(batch.weights[0].device.type, _PIECE_ELSEWHERE)
+
+
+def _spans(size: int, piece: int) -> Iterator[slice]:
+    # Pieces are multiples of every vector width, so that an element is a tail here only if it is one in the whole
+    # tensor, and gets the same instructions.
+    for start in range(0, size, piece):
+        yield slice(start, min(start + piece, size))
+
+
+def _packs(sizes: list[int], piece: int) -> Iterator[list[tuple[int, slice]]]:
+    """Runs of tensors, or of parts of large ones, with at most `piece` elements in all."""
+    members: list[tuple[int, slice]] = []
+    room = piece
+    for index, size in enumerate(sizes):
+        for span in _spans(size, piece):
+            length = span.stop - span.start
+            if length > room:
+                yield members
+                members, room = [], piece
+            members.append((index, span))
+            room -= length
+    if members:
+        yield members

@@ -1,0 +1,1 @@
+"""Triton kernels: nothing but kernels and their launches. Imported only where Triton is installed."""

@@ -1,0 +1,237 @@
+"""AdamW over bf16 weights and their remainders: one launch reads and writes everything of many tensors once.
+
+Per element 12 to 14 bytes come in (weight 2, remainder 2, gradient 2 or 4, moments 4 + 4) and 12 go out. With fp32
+weights and a bf16 copy of them the same step reads and writes 40: the gradient cast up, the fused update, the copy.
+
+A program handles BLOCK elements of one tensor. Which, stands in `blocks`; where that tensor's five arrays lie, in
+`table`. Addresses of gradients come in a table of their own, because only they change from step to step.
+
+Every operation is rounded by itself (`enable_fp_fusion=False`, division and square root correctly rounded), so that
+the result is the same on every GPU and in the interpreter. The update waits for memory, not for arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.kernels.remainder_adamw import Batch, Hyper
+
+BLOCK = 2048
+WARPS = 4
+ALIGNMENT = 16
+"""Arrays that start on a multiple of so many bytes, and have a multiple of so many elements, are read in vectors."""
+_WIDTH = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _address(table, index, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    pointer = tl.load(table + index).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
+    table,  # (T, 6) int64: addresses of weight, remainder, both moments and the step; number of elements
+    gradients,  # (T,) int64: addresses
+    blocks,  # (programs, 2) int32: which tensor, which BLOCK of it
+    grad_scale,  # () fp32, read if HAS_SCALE
+    found_inf,  # () fp32, read if HAS_FOUND
+    decay,  # 1 − lr · weight_decay
+    part1,  # 1 − β1
+    beta2,
+    part2,  # 1 − β2
+    eps,
+    lr_high,  # lr and log2 β as sums of two fp32: a launch has no fp64 arguments
+    lr_low,
+    log1_high,
+    log1_low,
+    log2_high,
+    log2_low,
+    GRADIENT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    overflow = 0.0
+    if HAS_FOUND:
+        overflow = tl.load(found_inf)
+    if overflow == 0.0:
+        program = tl.program_id(0)
+        tensor = tl.load(blocks + 2 * program)
+        first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+        row = table + tensor * 6
+        weights = _address(row, 0, tl.int16, ALIGNED)
+        remainders = _address(row, 1, tl.int16, ALIGNED)
+        exp_avgs = _address(row, 2, tl.float32, ALIGNED)
+        exp_avg_sqs = _address(row, 3, tl.float32, ALIGNED)
+        step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+        at = first + tl.arange(0, BLOCK)
+        size = tl.load(row + 5)
+        if ALIGNED:
+            size = tl.multiple_of(size, 16)
+        within = at < size
+
+        # What torch computes on the host in fp64, here because the step is known on the device only.
+        count = step.to(tl.float64)
+        power1 = tl.exp2(count * log1_high + count * log1_low)
+        power2 = tl.exp2(count * log2_high + count * log2_low)
+        rate = (count - count + lr_high) + lr_low
+        step_size = (rate / (1.0 - power1)).to(tl.float32)
+        root = tl.sqrt(1.0 - power2).to(tl.float32)
+
+        # bf16 is read as int16 and shifted into place: exact, and right in the interpreter too.
+        if GRADIENT == "fp32":
+            gradient = tl.load(_address(gradients, tensor, tl.float32, ALIGNED) + at, within, other=0.0)
+        elif GRADIENT == "fp16":
+            gradient = tl.load(_address(gradients, tensor, tl.float16, ALIGNED) + at, within, other=0.0)
+            gradient = gradient.to(tl.float32)
+        else:
+            high = tl.load(_address(gradients, tensor, tl.int16, ALIGNED) + at, within, other=0)
+            gradient = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        if HAS_SCALE:
+            gradient = tl.div_rn(gradient, tl.load(grad_scale))
+        if MAXIMIZE:
+            gradient = -gradient
+
+        high = tl.load(weights + at, within, other=0).to(tl.int32)
+        low = tl.load(remainders + at, within, other=0).to(tl.int32)
+        value = ((high << 16) + low).to(tl.float32, bitcast=True)
+        exp_avg = tl.load(exp_avgs + at, within, other=0.0)
+        exp_avg_sq = tl.load(exp_avg_sqs + at, within, other=0.0)
+
+        value = value * decay
+        exp_avg = exp_avg + part1 * (gradient - exp_avg)
+        exp_avg_sq = exp_avg_sq * beta2 + part2 * gradient * gradient
+        denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root) + eps
+        value = value - tl.div_rn(step_size * exp_avg, denominator)
+
+        bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
+        tl.store(weights + at, ((bits + 0x8000) >> 16).to(tl.int16), within)
+        tl.store(remainders + at, bits.to(tl.int16), within)
+        tl.store(exp_avgs + at, exp_avg, within)
+        tl.store(exp_avg_sqs + at, exp_avg_sq, within)
+
+
+def launch(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """One launch per type and alignment of gradients, normally one in all; `batch.steps` count this step already.
+
+    Nothing waits for the device: tables of addresses are built on the host and sent ahead, those of gradients anew
+    when autograd gave them new places.
+    """
+    assert batch.remainders is not None
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, gradient in enumerate(batch.gradients):
+        if gradient.dtype not in _WIDTH:
+            raise ConfigError(
+                f"RemainderAdamW takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
+            )
+        arrays = (gradient, batch.weights[index], batch.remainders[index])
+        moments = (batch.exp_avgs[index], batch.exp_avg_sqs[index])
+        aligned = gradient.numel() % ALIGNMENT == 0 and all(
+            array.data_ptr() % ALIGNMENT == 0 for array in (*arrays, *moments)
+        )
+        kinds.setdefault((gradient.dtype, aligned), []).append(index)
+    device = batch.weights[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for (dtype, aligned), members in kinds.items():
+            blocks, table = _tables(batch, members, device)
+            addresses = _on_device(tuple(batch.gradients[i].data_ptr() for i in members), torch.int64, device)
+            remainder_adamw_kernel[(len(blocks),)](
+                table,
+                addresses,
+                blocks,
+                grad_scale if grad_scale is not None else table,
+                found_inf if found_inf is not None else table,
+                *_numbers(hyper),
+                GRADIENT=_WIDTH[dtype],
+                HAS_SCALE=grad_scale is not None,
+                HAS_FOUND=found_inf is not None,
+                MAXIMIZE=hyper.maximize,
+                ALIGNED=aligned,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
+
+
+def _numbers(hyper: Hyper) -> tuple[float, ...]:
+    # β = 0 forgets at once: any power of it is 0, and so is 2^-2000 in fp64.
+    logarithms = [math.log2(beta) if beta > 0 else -2000.0 for beta in (hyper.beta1, hyper.beta2)]
+    exact: list[float] = []
+    for number in (hyper.lr, *logarithms):
+        high = torch.tensor(number, dtype=torch.float32).item()
+        exact += [high, number - high]
+    return (
+        1 - hyper.lr * hyper.weight_decay,
+        1 - hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        hyper.eps,
+        *exact,
+    )
+
+
+def _tables(batch: Batch, members: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`blocks` and `table` of the kernel for some tensors of a batch."""
+    assert batch.remainders is not None
+    rows: list[int] = []
+    sizes: list[int] = []
+    for i in members:
+        arrays = (
+            batch.weights[i],
+            batch.remainders[i],
+            batch.exp_avgs[i],
+            batch.exp_avg_sqs[i],
+            batch.steps[i],
+        )
+        sizes.append(batch.weights[i].numel())
+        rows += [*(array.data_ptr() for array in arrays), sizes[-1]]
+    key = (tuple(sizes), device)
+    blocks = _BLOCKS.pop(key, None)
+    if blocks is None:
+        pairs = [(i, n) for i, size in enumerate(sizes) for n in range(-(-size // BLOCK))]
+        blocks = torch.tensor(pairs, dtype=torch.int32).to(device)
+    _keep(_BLOCKS, key, blocks)
+    return blocks, _on_device(tuple(rows), torch.int64, device)
+
+
+_KEPT = 64
+_BLOCKS: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = OrderedDict()
+_SENT: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = OrderedDict()
+
+
+def _on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on the device, sent without waiting, once for as long as they stay the same."""
+    key = (numbers, device)
+    sent = _SENT.pop(key, None)
+    if sent is None:
+        host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+        # torch's allocator does not hand out the pinned memory again before the copy is through.
+        sent = host.to(device, non_blocking=True)
+    _keep(_SENT, key, sent)
+    return sent
+
+
+def _keep(
+    cache: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor],
+    key: tuple[tuple[int, ...], torch.device],
+    value: Tensor,
+) -> None:
+    cache[key] = value
+    while len(cache) > _KEPT:
+        cache.popitem(last=False)

@@ -1,0 +1,413 @@
+"""AdamW that keeps exact fp32 weights in a bf16 weight and sixteen bits more: master weights without a copy.
+
+Bytes per parameter between steps: bf16 weight 2, remainder 2, two fp32 moments 8, together 12. Half weights with an
+fp32 copy take 14, and during a step the copy's fp32 gradients as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, join, resolve, split
+from penstock.optim import layout
+from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter
+
+__all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
+
+_STATE = ("step", "exp_avg", "exp_avg_sq", "remainder")
+_CHUNK = 1 << 20
+
+
+class RemainderAdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, ICLR 2019) whose bf16 Parameters stand for exact fp32 weights.
+
+    A bf16 Parameter holds the fp32 weight rounded to nearest; `state[p]["remainder"]` (int16, the Parameter's shape)
+    holds what rounding left out, zero for a Parameter that had only been bf16. Steps are taken on the fp32 weights,
+    bit for bit as `torch.optim.AdamW` takes them in the same form: `loop`, `fused`, `triton` (one pass of its own,
+    CUDA), or `auto`, the best of these where the weights are (see `penstock.kernels.remainder_adamw`). fp32 Parameters
+    among them, such as norms, are updated as they are. DTensors are updated shard by shard.
+
+    Gradients may be bf16, fp16 or fp32 (`p.grad_dtype`). Those of bf16 Parameters are only read: unlike torch's fused
+    kernels this one does not write back what it divided by the loss scale or by clipping. All forms but `loop` take
+    `grad_scale` and `found_inf` from GradScaler or `clipped_step`, and skip an overflowed step on the device.
+
+    A Parameter written from outside (`p.copy_(…)`) keeps its old remainder; write through `set_fp32_weight` instead.
+    `state_dict()` has the remainders, the model's has the weights: both together are exact. Raises ConfigError for
+    amsgrad and differentiable, a learning rate that is a tensor, and Parameters of other types or with gaps in memory.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        amsgrad: bool = False,
+        form: Form = "auto",
+    ) -> None:
+        if form not in FORMS:
+            raise ConfigError(
+                f"There is no form {form!r} of RemainderAdamW; choose one of {', '.join(FORMS)}."
+            )
+        self.form = form
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(params, defaults)
+        self._step_supports_amp_scaling = form != "loop"
+
+    # -- what the user of an optimizer calls
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch. Raises ConfigError for what cannot be updated here."""
+        super().add_param_group(param_group)
+        try:
+            check_group(param_group)
+            for parameter in param_group["params"]:
+                check_parameter(parameter)
+                resolve(self.form, parameter.device)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for batch, form in self._batches(group):
+                    device = batch.weights[0].device
+                    adamw_(
+                        batch,
+                        _hyper(group),
+                        form=form,
+                        grad_scale=self._scalar("grad_scale", device),
+                        found_inf=self._scalar("found_inf", device),
+                    )
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class or of `torch.optim.AdamW` over fp32 weights, bit by bit.
+
+        The latter has no remainders: those here stay, so that it does not matter whether `set_fp32_weight` brings the
+        weights before or after. Raises CheckpointError for states of other optimizers, ConfigError for amsgrad.
+        """
+        for group in state_dict["param_groups"]:
+            check_group(group)
+            if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+                raise CheckpointError(
+                    "The stored optimizer is Adam with weight decay in its gradients, which AdamW has not; load it "
+                    "into torch.optim.Adam, or set its weight_decay to 0 first."
+                )
+
+        def shield(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            states = {key: _Kept(value) for key, value in given["state"].items()}
+            return {**given, "state": states}
+
+        # torch would cast every number to the Parameter's bf16. Registered last, this sees what users' hooks made.
+        handle = self.register_load_state_dict_pre_hook(shield)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def adamw_state_dict(self) -> dict[str, Any]:
+        """What `torch.optim.AdamW` over the same weights in fp32 loads to go on from here; without remainders."""
+        packed = self.state_dict()
+        states = {
+            key: {name: value for name, value in state.items() if name != "remainder"}
+            for key, state in packed["state"].items()
+        }
+        return {**packed, "state": states}
+
+    # -- the exact weights
+
+    def fp32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Every Parameter with its exact fp32 weight, a new tensor of its shape made when its turn comes."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield parameter, self.fp32_weight(parameter)
+
+    @torch.no_grad()
+    def fp32_weight(self, parameter: Parameter) -> Tensor:
+        """The exact fp32 weight of one Parameter, new and of its shape. Raises ConfigError for a strange one."""
+        self._check_mine(parameter)
+        local = layout.local(parameter)
+        remainder = self.state.get(parameter, {}).get("remainder")
+        if remainder is None:
+            return layout.whole(parameter, local.to(torch.float32, copy=True))
+        return layout.whole(parameter, join(local, layout.local(remainder)))
+
+    @torch.no_grad()
+    def fp32_chunks(self, parameter: Parameter, size: int = _CHUNK) -> Iterator[Tensor]:
+        """The exact fp32 weight in storage order, in flat pieces of at most `size`: no copy of the whole is made."""
+        self._check_mine(parameter)
+        remainder = self.state.get(parameter, {}).get("remainder")
+        weights = torch.split(layout.flat(layout.local(parameter)), size)
+        if remainder is None:
+            yield from (weight.float() for weight in weights)
+        else:
+            yield from map(join, weights, torch.split(layout.flat(layout.local(remainder)), size))
+
+    @torch.no_grad()
+    def set_fp32_weight(self, parameter: Parameter, value: Tensor) -> None:
+        """Give a Parameter the exact weight `value` (its shape; fp32, or bf16 and fp16, which are exact in it).
+
+        Raises ConfigError for a Parameter that is not of this optimizer, another shape or a wider type.
+        """
+        self._check_mine(parameter)
+        if value.shape != parameter.shape or value.dtype not in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
+            raise ConfigError(
+                f"A weight of shape {tuple(parameter.shape)} was given {value.dtype} values of shape "
+                f"{tuple(value.shape)}; pass fp32 values of the same shape."
+            )
+        local = layout.local(parameter)
+        given = layout.local(layout.alike(parameter, value)).to(device=local.device, dtype=torch.float32)
+        if parameter.dtype == torch.float32:
+            local.copy_(given)
+            return
+        weight, remainder = split(given)
+        local.copy_(weight)
+        layout.local(self._state_of(parameter)["remainder"]).copy_(remainder)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this device now: `weights`, `remainders`, `moments`. Moments and remainders come with the first
+        gradient, or with `set_fp32_weight`.
+        """
+        counted = {"weights": 0, "remainders": 0, "moments": 0}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                counted["weights"] += layout.local(parameter).nbytes
+                counted["remainders"] += (
+                    layout.local(state["remainder"]).nbytes if "remainder" in state else 0
+                )
+                counted["moments"] += sum(
+                    layout.local(state[k]).nbytes for k in ("exp_avg", "exp_avg_sq") if k in state
+                )
+        return counted
+
+    # -- inside
+
+    def _scalar(self, name: str, device: torch.device) -> Tensor | None:
+        value: Tensor | None = getattr(
+            self, name, None
+        )  # set by GradScaler and clipped_step, during the step only
+        if value is None:
+            return None
+        return value.to(device=device, dtype=torch.float32, non_blocking=True).view(())
+
+    def _batches(self, group: dict[str, Any]) -> list[tuple[Batch, Form]]:
+        """The Parameters of a group that have a gradient, by device and type."""
+        found: dict[tuple[torch.device, torch.dtype], tuple[Batch, Form]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise ConfigError(
+                    "RemainderAdamW takes dense gradients; build the embedding with sparse=False."
+                )
+            local = layout.local(parameter)
+            if local.numel() == 0:  # a shard may be empty
+                continue
+            key = (local.device, parameter.dtype)
+            if key not in found:
+                remainders: list[Tensor] | None = [] if parameter.dtype == torch.bfloat16 else None
+                found[key] = Batch([], remainders, [], [], [], []), resolve(self.form, local.device)
+            batch, form = found[key]
+            state = self._state_of(parameter)
+            home = torch.device("cpu") if form == "loop" else local.device
+            if state["step"].device != home:
+                state["step"] = state["step"].to(home)
+            batch.weights.append(layout.flat(local))
+            batch.gradients.append(layout.flat(layout.ordered(layout.local(parameter.grad), local)))
+            batch.exp_avgs.append(layout.flat(layout.local(state["exp_avg"])))
+            batch.exp_avg_sqs.append(layout.flat(layout.local(state["exp_avg_sq"])))
+            batch.steps.append(state["step"])
+            if batch.remainders is not None:
+                batch.remainders.append(layout.flat(layout.local(state["remainder"])))
+        return list(found.values())
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self._home(parameter))
+            state["exp_avg"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            if parameter.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
+        return state
+
+    def _home(self, parameter: Tensor) -> torch.device:
+        """Where step counters are: the loop reads them on the host, kernels on the device."""
+        device = layout.local(parameter).device
+        return torch.device("cpu") if resolve(self.form, device) == "loop" else device
+
+    def _check_mine(self, parameter: Parameter) -> None:
+        if not any(parameter is mine for group in self.param_groups for mine in group["params"]):
+            raise ConfigError(
+                f"A Parameter of shape {tuple(parameter.shape)} is not in this optimizer's groups; give it one of the "
+                "Parameters that it was built with."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "form": self.form}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = self.__dict__.get("state", {})
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = self.form != "loop"
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for parameter in group["params"]:
+                given = self.state.get(parameter)
+                if isinstance(given, _Kept):
+                    self.state[parameter] = self._restored(parameter, given.value, kept.get(parameter, {}))
+
+    def _restored(
+        self, parameter: Parameter, given: dict[str, Any], before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Own copies of a stored state, in the types and at the places that a step expects."""
+        strange = set(given) - set(_STATE)
+        missing = {"step", "exp_avg", "exp_avg_sq"} - set(given)
+        if strange or missing:
+            raise CheckpointError(
+                f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has "
+                f"{', '.join(sorted(given))}, but RemainderAdamW needs step, exp_avg and exp_avg_sq, and knows "
+                "remainder besides; load it into the optimizer that wrote it."
+            )
+        state: dict[str, Any] = {}
+        step = torch.as_tensor(given["step"], dtype=torch.float32)
+        state["step"] = step.detach().to(self._home(parameter), copy=True)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = _stored(parameter, name, given[name], torch.float32)
+        if parameter.dtype == torch.bfloat16:
+            remainder = given.get("remainder", before.get("remainder"))
+            if remainder is None:
+                remainder = torch.zeros_like(parameter.detach(), dtype=torch.int16)
+            state["remainder"] = _stored(parameter, "remainder", remainder, torch.int16)
+        elif "remainder" in given:
+            raise CheckpointError(
+                f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has a remainder, which "
+                f"belongs to a bf16 weight, but the weight is {parameter.dtype}; cast it to bf16 before building the "
+                "optimizer, or load what adamw_state_dict() writes."
+            )
+        return state
+
+
+class _Kept:
+    """A stored state that torch's load_state_dict passes on as it is, because it cannot look inside."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+
+@torch.no_grad()
+def from_adamw(
+    optimizer: Optimizer, *, keep_fp32: Collection[Parameter] = (), form: Form = "auto"
+) -> RemainderAdamW:
+    """Turn the fp32 Parameters of a `torch.optim.AdamW` to bf16 in place, and return the optimizer that replaces it.
+
+    The Parameter objects, and so the model, stay; each one's fp32 weight lives on, exactly, in its bf16 data and the
+    new optimizer's remainder. Moments and counters are taken over, not copied. Gradients are rounded to bf16. Groups
+    are the same dictionaries, so that a scheduler of the old optimizer goes on setting the rates; the old optimizer
+    gives up its state and refuses to step. Parameters in `keep_fp32` (norms, say) stay fp32.
+
+    Raises ConfigError for another optimizer, Parameters that are not fp32, and what RemainderAdamW refuses; then
+    nothing has changed.
+    """
+    check_convertible(optimizer)
+    resolved = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in resolved:
+        resolve(form, parameter.device)
+    kept = {id(parameter) for parameter in keep_fp32}
+    old = dict(optimizer.state)
+    optimizer.state.clear()
+    remainders: dict[Parameter, Tensor] = {}
+    for parameter in resolved:
+        if id(parameter) not in kept:
+            remainders[parameter] = _to_bf16(parameter)
+    names = ("lr", "betas", "eps", "weight_decay", "maximize")
+    defaults = {name: optimizer.defaults[name] for name in names}
+    converted = RemainderAdamW(optimizer.param_groups, **defaults, form=form)
+    for parameter in resolved:
+        state = converted.state[parameter]
+        if old.get(parameter):
+            state.update(old[parameter])
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(converted._home(parameter))
+            if parameter in remainders:
+                state["remainder"] = remainders[parameter]
+        elif parameter in remainders:
+            converted._state_of(parameter)["remainder"] = remainders[parameter]
+        else:
+            del converted.state[parameter]
+    optimizer.register_step_pre_hook(_refuse_step)
+    # A scheduler made before would otherwise warn that its optimizer never steps.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return converted
+
+
+def _to_bf16(parameter: Parameter) -> Tensor:
+    """Round a Parameter to bf16 in place, its gradient too; returns the remainder."""
+    gradient = parameter.grad
+    parameter.grad = None
+    weight, remainder = split(layout.local(parameter))
+    whole_remainder = layout.whole(parameter, remainder)
+    parameter.data = layout.whole(parameter, weight)
+    if gradient is not None:
+        parameter.grad = gradient.to(torch.bfloat16)
+    return whole_remainder
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ConfigError(
+        "This AdamW was turned into a RemainderAdamW and no longer owns the weights; step the optimizer that "
+        "from_adamw returned."
+    )
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    beta1, beta2 = group["betas"]
+    return Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _stored(parameter: Parameter, name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """An own copy of a stored tensor, laid out like the Parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointError(
+            f"The stored {name} of a weight of shape {tuple(parameter.shape)} is {shape}; load the state of the same "
+            "model."
+        )
+    if name == "remainder" and value.dtype != torch.int16:
+        raise CheckpointError(
+            f"The stored remainder of a weight of shape {tuple(parameter.shape)} is {value.dtype} in place of int16, "
+            "so its bits are lost; something cast it on the way. Load the state that was saved."
+        )
+    made = torch.zeros_like(parameter.detach(), dtype=dtype)
+    layout.local(made).copy_(layout.local(layout.alike(parameter, value)))
+    return made

@@ -36,11 +36,13 @@ ALLOWED: dict[str, set[str]] = {
     "probe": BASE | ASKED,
     "doctor": BASE | ASKED | {"probe"},
     "data": BASE | ASKED,
+    "launch": BASE,
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels"},
     "optim": BASE | ASKED | {"kernels", "models"},
     "precision": BASE | ASKED | {"kernels", "models", "optim"},
-    "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "probe", "train"},
+    "parallel": BASE | ASKED | {"kernels", "models", "optim", "precision"},
+    "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "probe", "train"},
     "checkpoint": BASE | ASKED | {"kernels", "models"},
 }
 _BUILT = set(ALLOWED) | {"build"}

@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError
 
 from penstock import __version__
 from penstock.errors import ExitCode, PenstockError
+from penstock.launch.report import write_report
 
 app = App(
     name="penstock",
@@ -19,6 +20,9 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` returns its code
 )
 app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
+app.command(
+    "penstock.cli.launch:launch", name="launch", help="Start the ranks of a run, and again after a fault."
+)
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
 app.command("penstock.cli.plan:plan", name="plan", help="Find the best layout of a model on a cluster.")
 app.command(
@@ -54,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError:
         return int(ExitCode.CONFIG)  # cyclopts has printed what is wrong
     except PenstockError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        if not write_report(error):  # under `penstock launch`, the agent shows it, and only once
+            print(f"penstock: {error}", file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return 130

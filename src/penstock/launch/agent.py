@@ -1,0 +1,96 @@
+"""The agent: lives of the ranks, one after the other, until one ends well, cannot be helped, or the budget is spent."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.errors import ExitCode
+from penstock.launch.life import Life
+from penstock.launch.nodes import Alone, Nodes
+from penstock.launch.ranks import Layout
+from penstock.launch.settings import LaunchSettings
+from penstock.launch.signals import Asked, Requests
+from penstock.launch.verdict import Outcome
+from penstock.launch.verdict import tell as lines_of
+
+
+def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None]) -> int:
+    """Run `program` as this node's ranks, and all of them again after a fault; returns the command's exit code.
+
+    `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks resume by
+    themselves; `penstock train` goes on from the newest checkpoint that verifies. `tell` shows a line. No process
+    that this has started is left when it returns, or when it is killed.
+
+    Raises:
+        EnvironmentProblem: the other nodes did not come, or the one that serves the rendezvous was lost.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
+        Requests() as requests,
+        _nodes(settings) as nodes,
+    ):
+        restarts = 0
+        while True:
+            try:
+                with requests.interrupting():
+                    layout = nodes.meet()
+            except Asked:
+                outcome = Outcome(_when_asked(requests))
+                nodes.report(outcome)
+                return outcome.code
+            outcome = _live(program, settings, Path(folder), layout, requests, nodes, tell)
+            spent = restarts >= settings.max_restarts
+            if spent and not outcome.regroup:
+                outcome = Outcome(outcome.code, outcome.failures, final=True)
+            if outcome.code != ExitCode.DONE:
+                nodes.report(outcome)
+            for line in [] if outcome.regroup else lines_of(outcome.failures):
+                tell(line)
+            if outcome.final:
+                return _end(outcome, settings, restarts, spent, tell)
+            if not outcome.regroup:
+                restarts += 1
+                tell(
+                    f"all ranks are started again, from the newest checkpoint that verifies "
+                    f"(restart {restarts} of at most {settings.max_restarts})."
+                )
+
+
+def _live(
+    program: Sequence[str],
+    settings: LaunchSettings,
+    folder: Path,
+    layout: Layout,
+    requests: Requests,
+    nodes: Nodes,
+    tell: Callable[[str], None],
+) -> Outcome:
+    life = Life(program, layout, settings, folder, requests=requests, nodes=nodes, tell=tell)
+    try:
+        return life.watch()
+    finally:
+        life.end()
+
+
+def _end(
+    outcome: Outcome, settings: LaunchSettings, restarts: int, spent: bool, tell: Callable[[str], None]
+) -> int:
+    worth = outcome.failures and outcome.code not in (ExitCode.DONE, ExitCode.SAVED_REQUEUE)
+    if worth and spent and restarts:
+        tell(f"the run has been started again {restarts} times, as --max-restarts allows, and ends here.")
+    return outcome.code
+
+
+def _when_asked(requests: Requests) -> int:
+    return 130 if requests.signal is signal.SIGINT else int(ExitCode.SAVED_REQUEUE)
+
+
+def _nodes(settings: LaunchSettings) -> Nodes:
+    if not settings.several:
+        return Alone(settings.procs)
+    from penstock.launch.meeting import Meeting  # imports torch
+
+    return Meeting(settings)

@@ -1,0 +1,195 @@
+"""One life of a node's ranks: from their start until all have ended, whoever ended them."""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import ExitCode
+from penstock.launch.nodes import Nodes
+from penstock.launch.ranks import Layout, Rank
+from penstock.launch.settings import LaunchSettings
+from penstock.launch.signals import Requests
+from penstock.launch.verdict import Failure, Outcome, judge
+
+Tell = Callable[[str], None]
+
+_TICK = 0.1
+"""Seconds between two looks at the ranks; output is passed on at once."""
+_OTHERS_REPORT = 1.0
+"""Seconds that the other ranks have to say why they fail too, before all are killed."""
+_STACKS = 0.5
+"""Seconds in which ranks write their stacks."""
+_CAUSE = 3.0
+"""Seconds in which another node may say that it was the first."""
+_INTERRUPT = 5.0
+"""Seconds that ranks have after Ctrl-C."""
+_GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE))
+
+
+class Life:
+    """The ranks of this node, running."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        layout: Layout,
+        settings: LaunchSettings,
+        folder: Path,
+        *,
+        requests: Requests,
+        nodes: Nodes,
+        tell: Tell,
+    ) -> None:
+        self.settings, self.requests, self.nodes, self.tell = settings, requests, nodes, tell
+        self.layout = layout
+        self.ranks: list[Rank] = []
+        self._regrouping = False
+        self._interrupted: float | None = None
+        try:
+            for local in range(settings.procs):
+                seen = layout.first_rank + local == 0
+                self.ranks.append(Rank(program, layout, local, settings.procs, folder, seen))
+        except BaseException:
+            self.end()
+            raise
+
+    def watch(self) -> Outcome:
+        """Wait for the end, forward what the agent is asked, pass on what ranks write; then the node's outcome."""
+        first_failure: float | None = None
+        while True:
+            self._pass_on_output()
+            self._forward()
+            now = time.monotonic()
+            ended = [rank.poll() for rank in self.ranks]
+            if all(ended):
+                break
+            if any(rank.code not in (None, *_GOOD) for rank in self.ranks):
+                first_failure = first_failure or now
+                if now - first_failure > _OTHERS_REPORT:
+                    break
+            elif hung := [rank for rank in self.ranks if self._hangs(rank, now)]:
+                return self._tell_hang(hung)
+            if self._interrupted is not None and now - self._interrupted > _INTERRUPT:
+                break
+            heard = self.nodes.heard()
+            if heard is not None and not heard.regroup and heard.code != ExitCode.SAVED_REQUEUE:
+                return heard
+            self._make_room(heard)
+        return self._outcome()
+
+    def end(self) -> None:
+        """Leave no process of this life."""
+        for rank in self.ranks:
+            rank.kill()
+        self._show_lines()
+        for rank in self.ranks:
+            rank.close()
+
+    def _outcome(self) -> Outcome:
+        self._pass_on_output()
+        ended = [rank for rank in self.ranks if rank.code is not None]
+        failures = [failure for rank in ended if (failure := rank.failure()) is not None]
+        if self.requests.signal is signal.SIGINT:
+            return Outcome(130, ())
+        mine = judge(failures, stopping=self.requests.signal is not None)
+        if self.layout.nodes == 1:
+            return mine
+        if mine.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
+            # Ranks of all nodes stop at one step, whichever node was asked.
+            heard = self._hear(lambda outcome: True)
+            elsewhere = heard is not None and (heard.regroup or not heard.final)
+            return replace(
+                mine, regroup=self._regrouping or elsewhere, final=not (self._regrouping or elsewhere)
+            )
+        if failures and all(failure.consequence for failure in failures):
+            heard = self._hear(lambda outcome: not outcome.regroup)
+            return heard or mine
+        return mine
+
+    def _hear(self, wanted: Callable[[Outcome], bool]) -> Outcome | None:
+        deadline = time.monotonic() + _CAUSE
+        while True:
+            heard = self.nodes.heard()
+            if (heard is not None and wanted(heard)) or time.monotonic() > deadline:
+                return heard
+            time.sleep(_TICK)
+
+    def _pass_on_output(self) -> None:
+        """Wait a tick for output, and show whole lines with the rank's number."""
+        pipes = [rank.pipe for rank in self.ranks if rank.pipe is not None and rank.code is None]
+        if pipes:
+            ready, _, _ = select.select(pipes, [], [], _TICK)
+            if ready:
+                time.sleep(
+                    0.01
+                )  # lines come in bursts; a pipe whose writer has just ended is readable for ever
+        else:
+            time.sleep(_TICK)
+        self._show_lines()
+
+    def _show_lines(self) -> None:
+        for rank in self.ranks:
+            for line in rank.lines():
+                self.tell(f"[rank {rank.number}] {line}")
+
+    def _forward(self) -> None:
+        for number in self.requests.take():
+            if number is signal.SIGINT:
+                if self._interrupted is not None:
+                    self._interrupted = 0.0
+                    continue
+                self._interrupted = time.monotonic()
+            else:
+                self.tell(f"{number.name} came: every rank is asked to save and stop.")
+            self._ask(number)
+
+    def _ask(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.send(number)
+
+    def _make_room(self, heard: Outcome | None) -> None:
+        """Have the ranks save and stop where a node wants to join; they agree on the step with those of other nodes."""
+        if self._regrouping or not self.nodes.waiting():
+            return
+        self._regrouping = True
+        if heard is None:
+            self.tell("another node wants to join: the ranks save and start again with it.")
+            self.nodes.report(Outcome(int(ExitCode.SAVED_REQUEUE), final=False, regroup=True))
+        self._ask(signal.SIGUSR1)
+
+    def _hangs(self, rank: Rank, now: float) -> bool:
+        beat = rank.heartbeat.read()
+        if rank.code is not None or not beat.count:
+            return False  # ended, or a program of which nothing is known
+        limit = self.settings.hang_seconds if beat.stepping else self.settings.start_seconds
+        return 0 < limit < now - beat.seconds
+
+    def _tell_hang(self, hung: Sequence[Rank]) -> Outcome:
+        """All ranks fall silent when one does, for they wait for it: name the one that others wait for."""
+        alive = [rank for rank in self.ranks if not rank.poll()]
+        stopped = {rank.number for rank in alive if rank.ask_for_stack()}
+        time.sleep(_STACKS)
+        beats = {rank.number: rank.heartbeat.read() for rank in alive}
+        suspects = sorted(
+            hung, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
+        )
+        first = suspects[0] if suspects else alive[0]
+        silent = time.monotonic() - beats[first.number].seconds
+        where = (
+            f"after step {beats[first.number].step}"
+            if beats[first.number].stepping
+            else "before its first step"
+        )
+        state = "; the process was stopped (SIGSTOP or a debugger)" if first.number in stopped else ""
+        told = [f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:", first.stack()]
+        for rank in alive:
+            if rank is not first:
+                told += [f"Stack of rank {rank.number}, step {beats[rank.number].step}:", rank.stack()]
+        failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(told), seconds=time.time())
+        return Outcome(int(ExitCode.HANG), (failure,), final=self.requests.signal is not None)

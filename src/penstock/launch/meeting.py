@@ -1,0 +1,242 @@
+"""Agents of several nodes: torch.distributed's c10d rendezvous says who takes part in each life of the ranks, and its
+store carries what the agents tell each other.
+
+Of torchrun only the rendezvous is used. Its agent answers 1 whatever the ranks answered, and its store outlives the
+ranks' lives, so that a new life of gloo finds the addresses of the last and waits for ever; here rank 0 serves a new
+store in each life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+
+from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
+from penstock.launch.nodes import ReservedPort
+from penstock.launch.ranks import Layout
+from penstock.launch.settings import LaunchSettings
+from penstock.launch.verdict import Failure, Outcome
+
+_LOOK = 0.5
+"""Seconds between two looks at the store."""
+_GOODBYE = 10.0
+"""Seconds for which the agent that serves the store stays, so that the others hear the end."""
+
+
+class Meeting:
+    """This node among the others."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._settings = settings
+        self._handler: DynamicRendezvousHandler | None = None
+        self._root: Store | None = None
+        self._store: Store | None = None
+        self._port: ReservedPort | None = None
+        self._members: list[dict[str, Any]] = []
+        self._node = 0
+        self._round = -1
+        self._looked = 0.0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._heard: Outcome | None = None
+        self._waiting = False
+
+    def __enter__(self) -> Self:
+        # Else the handler would serve one store for all lives of the ranks; see the first lines of this file.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        settings = self._settings
+        hosts = {} if settings.node_rank is None else {"is_host": str(settings.node_rank == 0)}
+        alive = max(1, round(settings.lost_seconds / 3))
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=settings.rendezvous or "",
+            run_id=settings.run_id,
+            min_nodes=settings.nodes[0],
+            max_nodes=settings.nodes[1],
+            local_addr=_address_towards(settings.endpoint()[0]),
+            join_timeout=str(int(settings.join_seconds)),
+            last_call_timeout=str(int(settings.settle_seconds)),
+            keep_alive_interval=str(alive),
+            keep_alive_max_attempt="3",
+            read_timeout=str(max(1, int(settings.join_seconds))),
+            **hosts,
+        )
+        with self._explained():
+            backend, self._root = create_backend(parameters)
+            self._handler = create_handler(self._root, backend, parameters)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(DistError, RendezvousError, OSError, RuntimeError):
+            self._say_goodbye()
+        if self._port is not None:
+            self._port.close()
+        if self._handler is not None:
+            with contextlib.suppress(DistError, RendezvousError, OSError, RuntimeError):
+                self._handler.shutdown()
+
+    def meet(self) -> Layout:
+        """Wait for the others. Raises EnvironmentProblem when too few come, or the run ended elsewhere."""
+        assert self._handler is not None
+        self._round += 1
+        self._heard, self._waiting, self._seen = None, False, {}
+        if self._port is not None:
+            self._port.close()
+        with self._explained():
+            info = self._handler.next_rendezvous()
+            self._store = PrefixStore("penstock", info.store)
+            address = _address_towards(self._settings.endpoint()[0])
+            self._port = ReservedPort(address)
+            mine = {
+                "place": self._settings.node_rank,
+                "procs": self._settings.procs,
+                "master": [address, self._port.number],
+                "round": self._round,
+                "host": socket.gethostname(),
+            }
+            self._store.set(f"member/{info.rank}", json.dumps(mine))
+            keys = [f"member/{node}" for node in range(info.world_size)]
+            self._store.wait(keys, timedelta(seconds=self._settings.lost_seconds))
+            members = [json.loads(value) for value in self._store.multi_get(keys)]
+        return self._layout(members, info.rank)
+
+    def report(self, outcome: Outcome) -> None:
+        """Tell the others how this life ended here."""
+        if self._store is None:
+            return
+        with self._explained():
+            number = self._store.add("reports", 1)
+            self._store.set(f"report/{number}", json.dumps({"node": self._node, **asdict(outcome)}))
+
+    def heard(self) -> Outcome | None:
+        """What another agent reported first; or that one is lost."""
+        if time.monotonic() - self._looked >= _LOOK:
+            self._looked = time.monotonic()
+            with self._explained():
+                self._heard = self._reported() or self._lost()
+                assert self._handler is not None
+                self._waiting = self._handler.num_nodes_waiting() > 0
+        return self._heard
+
+    def waiting(self) -> bool:
+        """Whether a node wants to join."""
+        return self._waiting or (self._heard is not None and self._heard.regroup)
+
+    def _layout(self, members: list[dict[str, Any]], rank: int) -> Layout:
+        """Order the nodes as --node-rank says where all say it, else as the rendezvous did."""
+        places = [member["place"] for member in members]
+        order = list(range(len(members)))
+        if None not in places:
+            if len(set(places)) < len(places):
+                raise ConfigError(
+                    f"Two nodes were given the same --node-rank: {sorted(places)}. Number them 0, 1, …."
+                )
+            order.sort(key=lambda index: places[index])
+        self._members = [members[index] for index in order]
+        self._node = order.index(rank)
+        procs = [member["procs"] for member in self._members]
+        host, port = self._members[0]["master"]
+        # A node that joins late is told how often the others have begun.
+        self._round = max(member["round"] for member in members)
+        return Layout(self._node, len(procs), sum(procs[: self._node]), sum(procs), (host, port), self._round)
+
+    def _reported(self) -> Outcome | None:
+        """The first report of another node in this life; one that ends the run goes before one that makes room."""
+        assert self._store is not None
+        found: list[Outcome] = []
+        number = 1
+        while self._store.check([f"report/{number}"]):
+            told = json.loads(self._store.get(f"report/{number}"))
+            if told.pop("node") != self._node:
+                failures = tuple(Failure(**failure) for failure in told.pop("failures"))
+                found.append(Outcome(**told, failures=failures))
+            number += 1
+        return next((outcome for outcome in found if not outcome.regroup), found[0] if found else None)
+
+    def _lost(self) -> Outcome | None:
+        """Count this agent's life on, and see whether every other's has gone on too."""
+        assert self._store is not None
+        self._store.add(f"alive/{self._node}", 1)
+        now = time.monotonic()
+        for node, member in enumerate(self._members):
+            if node == self._node:
+                continue
+            count = self._store.add(f"alive/{node}", 0)
+            before, since = self._seen.get(node, (-1, now))
+            self._seen[node] = (count, since if count == before else now)
+            silent = now - self._seen[node][1]
+            if silent > self._settings.lost_seconds:
+                first = sum(other["procs"] for other in self._members[:node])
+                text = f"Node {node} ({member['host']}) is lost: its agent has not been heard of for {silent:.0f} s."
+                code = int(ExitCode.ENVIRONMENT)
+                return Outcome(code, (Failure(first, code, text, seconds=time.time()),), final=False)
+        return None
+
+    def _say_goodbye(self) -> None:
+        """Whoever serves the store stays until the others have read the end in it."""
+        if self._store is None:
+            return
+        self._store.add("left", 1)
+        end = time.monotonic() + _GOODBYE
+        while self._serves() and self._store.add("left", 0) < len(self._members) and time.monotonic() < end:
+            time.sleep(0.1)
+            if self._lost() is not None:
+                break
+
+    def _serves(self) -> bool:
+        store = getattr(self._root, "underlying_store", self._root)
+        return bool(getattr(store, "_is_server", True))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn torch's errors into ours."""
+        where = self._settings.rendezvous
+        try:
+            yield
+        except RendezvousClosedError as error:
+            raise EnvironmentProblem(
+                f"The run {self._settings.run_id!r} at {where} has ended. Start it anew on all nodes."
+            ) from error
+        except RendezvousTimeoutError as error:
+            raise EnvironmentProblem(
+                f"Fewer than {self._settings.nodes[0]} nodes came to {where} within {self._settings.join_seconds:g} s. "
+                "Start `penstock launch` with the same --rdzv and --nnodes on every node, or raise --join-seconds."
+            ) from error
+        except (DistError, RendezvousConnectionError, RendezvousError) as error:
+            raise EnvironmentProblem(
+                f"The rendezvous at {where} does not answer ({_first_line(error)}). It is served by the agent on that "
+                "host: see that the host is up, the agent runs there and the port is open, then start again."
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return str(cause).partition("\n")[0][:200]
+
+
+def _address_towards(host: str) -> str:
+    """This node's address on the way to `host`: what the others can reach it by. Sends nothing."""
+    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

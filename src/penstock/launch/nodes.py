@@ -1,0 +1,82 @@
+"""How the agents of several nodes act as one. This module is the part for a node alone; `meeting` needs torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.launch.ranks import Layout
+from penstock.launch.verdict import Outcome
+
+
+class Nodes(Protocol):
+    """What an agent needs of the others."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def meet(self) -> Layout:
+        """Wait until the agents of the next life are there, and share the ranks out among them."""
+
+    def report(self, outcome: Outcome) -> None:
+        """Tell the others how this life ended here."""
+
+    def heard(self) -> Outcome | None:
+        """What another agent was first to report of this life, or that one is lost. Cheap enough for every tick."""
+
+    def waiting(self) -> bool:
+        """Whether a node wants to join this life's."""
+
+
+class Alone:
+    """One node: nobody to ask."""
+
+    def __init__(self, procs: int) -> None:
+        self._procs = procs
+        self._round = 0
+        self._port: ReservedPort | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._port is not None:
+            self._port.close()
+
+    def meet(self) -> Layout:
+        if self._port is not None:
+            self._port.close()
+        self._port = ReservedPort("127.0.0.1")
+        self._round += 1
+        master = ("127.0.0.1", self._port.number)
+        return Layout(0, 1, 0, self._procs, master, self._round - 1)
+
+    def report(self, outcome: Outcome) -> None:
+        return None
+
+    def heard(self) -> Outcome | None:
+        return None
+
+    def waiting(self) -> bool:
+        return False
+
+
+class ReservedPort:
+    """A free port that nobody else is given while this is open, but on which a rank can listen: the socket is bound
+    and does not listen, and both ask for SO_REUSEADDR, as every server does.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.number: int = self._socket.getsockname()[1]
+        self.close: Callable[[], None] = self._socket.close

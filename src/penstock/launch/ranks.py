@@ -1,0 +1,183 @@
+"""The processes of one node's ranks: started, read, asked, and ended with all their children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ExitCode
+from penstock.launch import heartbeat, report, worker
+from penstock.launch.heartbeat import Heartbeat
+from penstock.launch.verdict import Failure
+
+_TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where this node's ranks stand among all."""
+
+    node: int
+    nodes: int
+    first_rank: int
+    world: int
+    master: tuple[str, int]
+    """Address and port on which rank 0 will serve the store of its process group."""
+    round: int = 0
+    """How often all ranks have been started before."""
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(
+        self, program: Sequence[str], layout: Layout, local: int, procs: int, folder: Path, seen: bool
+    ) -> None:
+        """Start it; with `seen`, its output goes where this process's does, else the agent passes it on by lines."""
+        self.number = layout.first_rank + local
+        self._report = folder / f"{local}.report"
+        self._stack = folder / f"{local}.stack"
+        for left in (self._report, self._stack):
+            left.unlink(missing_ok=True)
+        self.heartbeat = Heartbeat.create(folder / f"{local}.beat")
+        environment = _environment(layout, local, procs) | {
+            heartbeat.VARIABLE: str(folder / f"{local}.beat"),
+            report.VARIABLE: str(self._report),
+            worker.STACK: str(self._stack),
+            worker.AGENT: str(os.getpid()),
+        }
+        out = None if seen else subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, *_flags(), "-m", "penstock.launch.worker", *program],
+            env=environment,
+            stdin=None if seen and procs == 1 else subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT if out else None,
+            process_group=0,  # its loader workers and whatever else it starts end with it
+        )
+        self.pid = self._process.pid
+        self.started = time.monotonic()
+        self.pipe = self._process.stdout
+        if self.pipe is not None:
+            os.set_blocking(self.pipe.fileno(), False)
+        self._partial = b""
+        self._tail = ""
+        self.code: int | None = None
+        self.ended = 0.0
+
+    def poll(self) -> bool:
+        """Whether it has ended. Its process group is kept until `kill`, which clears what it left."""
+        if self.code is None:
+            done = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if done is not None:
+                self.code = done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
+                self.ended = time.time()
+        return self.code is not None
+
+    def lines(self) -> list[str]:
+        """Whole lines it has written since the last call; all that is there once it has ended."""
+        if self.pipe is None:
+            return []
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.pipe.fileno(), 65536):
+                self._partial += chunk
+        head, newline, rest = self._partial.rpartition(b"\n")
+        self._partial = rest
+        if self.code is not None and rest:
+            head, newline, self._partial = head + newline + rest, b"\n", b""
+        text = head.decode(errors="replace")
+        self._tail = (self._tail + text + "\n")[-_TAIL:] if text else self._tail
+        return text.split("\n") if newline else []
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process itself, not its children."""
+        if not self.poll():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def failure(self) -> Failure | None:
+        """How it ended, if not well."""
+        assert self.code is not None
+        if self.code == ExitCode.DONE:
+            return None
+        told = report.read_report(self._report)
+        if told is not None:
+            return Failure(self.number, self.code, told.text, told.consequence, told.seconds)
+        # A process that dies of a signal says nothing, but faulthandler may have.
+        stack = self._read_stack() if self.code < 0 else ""
+        text = stack or (self._tail.strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else "")
+        return Failure(self.number, self.code, text, False, self.ended)
+
+    def ask_for_stack(self) -> bool:
+        """Have it write its threads' stacks, waking it up if it was stopped; whether it was."""
+        stopped = _is_stopped(self.pid)
+        self.send(worker.DUMP_SIGNAL)
+        if stopped:
+            self.send(signal.SIGCONT)
+        return stopped
+
+    def stack(self) -> str:
+        """What `ask_for_stack` made it write."""
+        return self._read_stack() or "(it did not answer: it waits in the kernel, or had not begun)"
+
+    def _read_stack(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._stack.read_text(errors="replace")
+        return ""
+
+    def kill(self) -> None:
+        """Kill what is left of it and its children. After this there is no process of this rank."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self.code is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.poll()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Forget it; call after `kill` and the last `lines`."""
+        if self.pipe is not None:
+            self.pipe.close()
+        self.heartbeat.close()
+
+
+def _flags() -> list[str]:
+    """Options of this interpreter that a child should share, such as -W error."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def _environment(layout: Layout, local: int, procs: int) -> dict[str, str]:
+    """What torch.distributed's `env://` reads, under the names that torchrun has made common."""
+    host, port = layout.master
+    environment: Mapping[str, str] = {
+        "RANK": str(layout.first_rank + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(layout.world),
+        "LOCAL_WORLD_SIZE": str(procs),
+        "GROUP_RANK": str(layout.node),
+        "GROUP_WORLD_SIZE": str(layout.nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(layout.round),
+    }
+    threads = max(1, len(os.sched_getaffinity(0)) // procs) if hasattr(os, "sched_getaffinity") else 1
+    chosen = {} if procs == 1 else {"OMP_NUM_THREADS": str(threads)}
+    # Rank 0 serves the store itself, afresh in each life: one that outlives them would hold the last life's answers.
+    inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
+    return chosen | inherited | dict(environment)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in "Tt"

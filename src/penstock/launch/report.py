@@ -1,0 +1,72 @@
+"""How a rank tells its agent why it failed, so that the first failure of all is the first to be shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from penstock.errors import PenstockError
+
+VARIABLE: Final = "PENSTOCK_REPORT"
+"""Environment variable with the path that a failing rank writes to; absent where nobody reads it."""
+_LIMIT = 1_000_000
+_CONSEQUENCES = re.compile(
+    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|peer|remote process|socket timeout"
+    r"|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)|failed to recv|recvvalue failed"
+    r"|tcpstore|rendezvous",
+    re.IGNORECASE,
+)
+_OF_TRANSPORT = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "RuntimeError")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Why a rank failed."""
+
+    seconds: float
+    """`time.time()` when it did: hosts' clocks are compared only where nothing better tells who was first."""
+    kind: str
+    """Name of the exception's type."""
+    text: str
+    """What to show: the message of an error that is the user's to mend, else the traceback."""
+    consequence: bool
+    """Whether it only says that another rank is gone."""
+
+
+def write_report(error: BaseException, trace: TracebackType | None = None) -> bool:
+    """Write why this rank failed to where its agent reads it; false where there is none, and the error is to be shown
+    by who caught it.
+    """
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        return False
+    if isinstance(error, PenstockError):
+        text = str(error)
+    else:
+        text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    kind = type(error).__name__
+    report = Report(time.time(), kind, text[-_LIMIT:], _is_consequence(error))
+    partial = Path(f"{path}.part")
+    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    partial.replace(path)  # whole or not at all: the writer may be killed at any instant
+    return True
+
+
+def read_report(path: Path) -> Report | None:
+    """What a rank wrote, if it did."""
+    try:
+        return Report(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_consequence(error: BaseException) -> bool:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & set(_OF_TRANSPORT)) and bool(_CONSEQUENCES.search(str(error)))

@@ -1,0 +1,110 @@
+"""`python -m penstock.launch.worker PROGRAM …`: one rank, as its agent starts it.
+
+Runs a script, or `-m MODULE`, as Python itself would, and adds what makes it a good rank: it dies with its agent, its
+threads' stacks can be asked for while it hangs, why it fails is told the agent, and it leaves with the exit code of
+its error. gloo's threads may abort in an orderly exit after all work is done, so it leaves by `_exit`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import logging
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from penstock.errors import PenstockError
+from penstock.launch.heartbeat import promise
+from penstock.launch.report import write_report
+
+STACK: Final = "PENSTOCK_STACK"
+"""Environment variable with the path that stacks are written to."""
+AGENT: Final = "PENSTOCK_AGENT"
+"""Environment variable with the agent's process id."""
+DUMP_SIGNAL: Final = signal.SIGUSR2
+"""Writes the stacks of all threads to the file, from within the interpreter, even while it waits in C."""
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    _die_with_agent()
+    if path := os.environ.get(STACK):
+        stack = open(path, "a")  # noqa: SIM115  # written to until the process ends
+        faulthandler.enable(stack, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, stack, all_threads=True)
+    if arguments[:2] == ["-m", "penstock"]:
+        promise()  # its training loop beats; of other programs it is known when they do
+    try:
+        _run(list(arguments))
+    except SystemExit as left:
+        return _code_of(left)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the agent tells it
+        if not write_report(error, _own_part(error.__traceback__)):
+            traceback.print_exc()
+        return int(error.exit_code) if isinstance(error, PenstockError) else 1
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy, which tell the reader nothing."""
+    skipped = {__file__, runpy.__file__, "<frozen runpy>"}
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in skipped:
+        first = first.tb_next
+    return first or trace
+
+
+def _code_of(left: SystemExit) -> int:
+    if left.code is None or isinstance(left.code, int):
+        return left.code or 0
+    print(left.code, file=sys.stderr)  # noqa: T201  # what Python itself does with a text
+    return 1
+
+
+def _die_with_agent() -> None:
+    """Have the kernel kill this process when its agent ends, however that ends (Linux; elsewhere nothing)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    if (agent := os.environ.get(AGENT)) is not None and os.getppid() != int(agent):
+        os._exit(137)  # it ended before the kernel was asked
+
+
+def _leave(code: int) -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 1
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,11 +37,12 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
         while True:
             try:
                 with requests.interrupting():
-                    layout = nodes.meet()
+                    layout = nodes.meet(restarts)
             except Asked:
                 outcome = Outcome(_when_asked(requests))
                 nodes.report(outcome)
                 return outcome.code
+            restarts = layout.restarts
             outcome = _live(program, settings, Path(folder), layout, requests, nodes, tell)
             spent = restarts >= settings.max_restarts
             if spent and not outcome.regroup:
@@ -91,6 +93,11 @@ def _when_asked(requests: Requests) -> int:
 def _nodes(settings: LaunchSettings) -> Nodes:
     if not settings.several:
         return Alone(settings.procs)
+    # torch's store prints the C++ stack of every connection that ends; the agent tells what it means. Read at import.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
+    os.environ.update(quiet)
     from penstock.launch.meeting import Meeting  # imports torch
 
+    for name in quiet:
+        del os.environ[name]  # the ranks' own level is their own
     return Meeting(settings)

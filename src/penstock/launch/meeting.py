@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
@@ -48,7 +48,7 @@ class Meeting:
     def __init__(self, settings: LaunchSettings) -> None:
         self._settings = settings
         self._handler: DynamicRendezvousHandler | None = None
-        self._root: Store | None = None
+        self._serves = False
         self._store: Store | None = None
         self._port: ReservedPort | None = None
         self._members: list[dict[str, Any]] = []
@@ -63,7 +63,6 @@ class Meeting:
         # Else the handler would serve one store for all lives of the ranks; see the first lines of this file.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         settings = self._settings
-        hosts = {} if settings.node_rank is None else {"is_host": str(settings.node_rank == 0)}
         alive = max(1, round(settings.lost_seconds / 3))
         parameters = RendezvousParameters(
             backend="c10d",
@@ -76,26 +75,25 @@ class Meeting:
             last_call_timeout=str(int(settings.settle_seconds)),
             keep_alive_interval=str(alive),
             keep_alive_max_attempt="3",
-            read_timeout=str(max(1, int(settings.join_seconds))),
-            **hosts,
         )
         with self._explained():
-            backend, self._root = create_backend(parameters)
-            self._handler = create_handler(self._root, backend, parameters)
+            store, self._serves = _open_store(settings)
+            backend = C10dRendezvousBackend(store, settings.run_id)
+            self._handler = create_handler(store, backend, parameters)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(DistError, RendezvousError, OSError, RuntimeError):
-            self._say_goodbye()
         if self._port is not None:
             self._port.close()
-        if self._handler is not None:
-            with contextlib.suppress(DistError, RendezvousError, OSError, RuntimeError):
+        # The end is told already; what cannot be said any more does not change it.
+        with contextlib.suppress(DistError, RendezvousError, EnvironmentProblem):
+            if self._handler is not None:
                 self._handler.shutdown()
+            self._say_goodbye()
 
-    def meet(self) -> Layout:
+    def meet(self, restarts: int) -> Layout:
         """Wait for the others. Raises EnvironmentProblem when too few come, or the run ended elsewhere."""
         assert self._handler is not None
         self._round += 1
@@ -112,6 +110,7 @@ class Meeting:
                 "procs": self._settings.procs,
                 "master": [address, self._port.number],
                 "round": self._round,
+                "restarts": restarts,
                 "host": socket.gethostname(),
             }
             self._store.set(f"member/{info.rank}", json.dumps(mine))
@@ -156,9 +155,11 @@ class Meeting:
         self._node = order.index(rank)
         procs = [member["procs"] for member in self._members]
         host, port = self._members[0]["master"]
-        # A node that joins late is told how often the others have begun.
+        # A node that joins late counts as the others do.
         self._round = max(member["round"] for member in members)
-        return Layout(self._node, len(procs), sum(procs[: self._node]), sum(procs), (host, port), self._round)
+        restarts = max(member["restarts"] for member in members)
+        first, world = sum(procs[: self._node]), sum(procs)
+        return Layout(self._node, len(procs), first, world, (host, port), self._round, restarts)
 
     def _reported(self) -> Outcome | None:
         """The first report of another node in this life; one that ends the run goes before one that makes room."""
@@ -193,19 +194,15 @@ class Meeting:
         return None
 
     def _say_goodbye(self) -> None:
-        """Whoever serves the store stays until the others have read the end in it."""
+        """Whoever serves the store stays until the others need it no more."""
         if self._store is None:
             return
         self._store.add("left", 1)
         end = time.monotonic() + _GOODBYE
-        while self._serves() and self._store.add("left", 0) < len(self._members) and time.monotonic() < end:
+        while self._serves and time.monotonic() < end:
+            if self._store.add("left", 0) >= len(self._members):
+                return
             time.sleep(0.1)
-            if self._lost() is not None:
-                break
-
-    def _serves(self) -> bool:
-        store = getattr(self._root, "underlying_store", self._root)
-        return bool(getattr(store, "_is_server", True))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -227,6 +224,29 @@ class Meeting:
                 f"The rendezvous at {where} does not answer ({_first_line(error)}). It is served by the agent on that "
                 "host: see that the host is up, the agent runs there and the port is open, then start again."
             ) from error
+
+
+def _open_store(settings: LaunchSettings) -> tuple[Store, bool]:
+    """The agents' store, and whether this agent serves it: it does where HOST is this machine and nobody else does."""
+    host, port = settings.endpoint()
+    timeout = timedelta(seconds=settings.join_seconds)
+    serves = _is_here(host) if settings.node_rank is None else settings.node_rank == 0
+    if serves:
+        try:
+            return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False), True
+        except DistError:
+            if settings.node_rank == 0:
+                raise
+    return TCPStore(host, port, is_master=False, timeout=timeout), False
+
+
+def _is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine: only of those can a socket be bound."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            return True
+    return False
 
 
 def _first_line(error: BaseException) -> str:

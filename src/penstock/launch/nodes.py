@@ -20,8 +20,10 @@ class Nodes(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def meet(self) -> Layout:
-        """Wait until the agents of the next life are there, and share the ranks out among them."""
+    def meet(self, restarts: int) -> Layout:
+        """Wait until the agents of the next life are there, and share the ranks out among them. `restarts` is how
+        often this agent has seen all ranks started again after faults.
+        """
 
     def report(self, outcome: Outcome) -> None:
         """Tell the others how this life ended here."""
@@ -50,13 +52,13 @@ class Alone:
         if self._port is not None:
             self._port.close()
 
-    def meet(self) -> Layout:
+    def meet(self, restarts: int) -> Layout:
         if self._port is not None:
             self._port.close()
         self._port = ReservedPort("127.0.0.1")
         self._round += 1
         master = ("127.0.0.1", self._port.number)
-        return Layout(0, 1, 0, self._procs, master, self._round - 1)
+        return Layout(0, 1, 0, self._procs, master, self._round - 1, restarts)
 
     def report(self, outcome: Outcome) -> None:
         return None

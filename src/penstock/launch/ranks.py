@@ -32,6 +32,8 @@ class Layout:
     """Address and port on which rank 0 will serve the store of its process group."""
     round: int = 0
     """How often all ranks have been started before."""
+    restarts: int = 0
+    """How often of these after a fault."""
 
 
 class Rank:

@@ -175,10 +175,8 @@ def accelerate(
     Raises:
         ConfigError: the level is unknown, properties contradict each other, or model and optimizer do not fit them.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
+    models = _listed(model)
+    optimizers = _listed(optimizer)
     _check_kinds(models, optimizers)
     properties = resolve(precision, dtype=dtype, device=_device_of(models), **overrides)
     bare = [unwrapped(m) for m in models]
@@ -295,6 +293,12 @@ def master_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 # -- checks
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _check_kinds(models: list[Any], optimizers: list[Any]) -> None:

@@ -130,7 +130,7 @@ class MasterWeights:
                 if self._keep and id(parameter) in trained:
                     self._masters[half] = parameter
                     self._owner[half] = trained[id(parameter)][0]
-                    half._penstock_version = half._version  # type: ignore[attr-defined]
+                    _mark(half)
                 else:
                     frozen.append(f"{name}.{key}" if name else key)
             if half in self._masters:
@@ -286,15 +286,21 @@ class _Loaded(_Hook):
 def _publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(halves), list(masters))
     for half in halves:
-        half._penstock_version = half._version  # type: ignore[attr-defined]
+        _mark(half)
+
+
+def _mark(half: Tensor) -> None:
+    # With the identity, lest a copy that was unpickled with this mark take its own count for a change.
+    half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
 
 
 def _adopt(half: Tensor, master: Tensor) -> None:
     """Take over a half weight that was written in place since it was published."""
-    if getattr(half, "_penstock_version", half._version) != half._version:
+    identity, version = getattr(half, "_penstock_version", (0, 0))
+    if identity == id(half) and version != half._version:
         with torch.no_grad():
             master.copy_(half)
-        half._penstock_version = half._version  # type: ignore[attr-defined]
+        _mark(half)
 
 
 def _compute_in_fp32(norm: nn.Module) -> None:

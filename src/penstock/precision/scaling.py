@@ -39,8 +39,8 @@ class Gradients:
         """Whose scale that is."""
         self.prepared = False
         """Whether a loss was scaled since the last step."""
-        self.found_inf: Tensor | None = None
-        """Noted when gradients were unscaled before the step: 0-d fp32, 1 if any of them is not finite."""
+        self.found: list[tuple[LossScaler, Tensor]] = []
+        """Noted when gradients were unscaled before the step: whose they were, and 0-d fp32, 1 if any is not finite."""
         self.stash: list[tuple[Tensor, Tensor]] = []
         """Unscaled gradients of other losses, by parameter, to be added to those of the latest."""
 
@@ -73,8 +73,8 @@ class Gradients:
     # -- before or in the step
 
     @torch.no_grad()
-    def unscale(self) -> Tensor | None:
-        """Divide the gradients by their scale, once; returns whether any was not finite, 0-d fp32."""
+    def unscale(self) -> None:
+        """Divide the gradients by their scale, once, and note whether any is not finite."""
         if self.session.masters is not None:
             self.session.masters.collect(self.optimizer)
         if self.scale is not None:
@@ -82,14 +82,13 @@ class Gradients:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
             found = _unscale(gradients_of(self.optimizer), self.scale)
-            if found is not None:
-                self.found_inf = found if self.found_inf is None else torch.maximum(self.found_inf, found)
+            if found is not None and self.scaler is not None:
+                self.found.append((self.scaler, found))
             self.scale = None
         if self.stash:
             for parameter, gradient in self.stash:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             self.stash = []
-        return self.found_inf
 
     @torch.no_grad()
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
@@ -159,21 +158,28 @@ class Gradients:
         divisor = self.scale
         sparse = any(gradient.is_sparse for gradient in gradients)
         if folds(self.optimizer) and on_device and not self.stash and divisor is not None and not sparse:
-            found = (~grad_norm(gradients).isfinite()).float()
-            found = found if self.found_inf is None else torch.maximum(self.found_inf, found)
+            self.found.append((scaler, (~grad_norm(gradients).isfinite()).float()))
         else:
             divisor = None
-            unscaled = self.unscale()
-            assert unscaled is not None
-            found = unscaled
-        if self.session.agree is not None:
-            self.session.agree(found)
-        self.session.note(scaler, found)
+            self.unscale()
+        found = self._decision()
         if self.skip == "device" and not folds(self.optimizer):
             return self._undone(update, found)
         if folds(self.optimizer) and on_device:
             return self._folded(update, divisor, found)
         return update() if found.item() == 0.0 else None
+
+    def _decision(self) -> Tensor:
+        """Whether any gradient of any loss, on any rank, is not finite; each loss scale learns of its own."""
+        assert self.found
+        merged: Tensor | None = None
+        for scaler, found in self.found:
+            if self.session.agree is not None:
+                self.session.agree(found)
+            self.session.note(scaler, found)
+            merged = found if merged is None else torch.maximum(merged, found.to(merged.device))
+        assert merged is not None
+        return merged
 
     def _folded(self, update: Callable[..., Any], divisor: Tensor | None, found: Tensor) -> Any:
         # torch's own agreement between GradScaler and fused optimizers: attributes, present during the step only.
@@ -211,7 +217,8 @@ class Gradients:
 
     def forget(self) -> None:
         """Gradients are used up or thrown away."""
-        self.scale = self.scaler = self.found_inf = None
+        self.scale = self.scaler = None
+        self.found = []
         self.stash = []
         self.prepared = False
 
@@ -263,8 +270,8 @@ def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     own = all_of[0]
     (scale,) = scales.values()
     assert scale is not None
-    found = (~norm.isfinite()).float()
-    own.found_inf = found if own.found_inf is None else torch.maximum(own.found_inf, found)
+    assert own.scaler is not None
+    own.found.append((own.scaler, (~norm.isfinite()).float()))
     norm = norm / scale.to(norm.device)
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0) / scale.to(norm.device)
     torch._foreach_mul_(gradients, factor)

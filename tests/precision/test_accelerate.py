@@ -1,0 +1,595 @@
+"""`accelerate` and `scale_loss` on all kinds of models, optimizers and loops."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.optim import contiguous
+from penstock.precision import master_parameters, scalers_of, unscale_
+from penstock.precision.accelerate import gradients_beside
+
+backward: Any = Tensor.backward
+
+LEVELS = [("O0", "auto"), *((level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16"))]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "loop": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
+    "contiguous": lambda p: contiguous(torch.optim.AdamW, p, lr=1e-2, eps=1e-4),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-4),
+}
+
+
+class Net(nn.Module):
+    """A perceptron with what mixed precision treats each in its own way: linear, norm, buffer, tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.back = nn.Linear(16, 16, bias=False)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.back.weight
+        self.head = nn.Linear(16, 4)
+        self.register_buffer("shift", torch.full((16,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x) + self.shift)
+        out: Tensor = self.head(x + self.tied(F.gelu(self.back(x))))
+        return out
+
+
+def made(
+    level: str, dtype: str = "auto", optimizer: str = "fused", seed: int = 0, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    return penstock.accelerate(
+        model, OPTIMIZERS[optimizer](model.parameters()), precision=level, dtype=dtype, **options
+    )
+
+
+def stepped(optimizer: Any, closure: Callable[..., Tensor]) -> Tensor:
+    loss: Tensor = optimizer.step(closure)
+    return loss
+
+
+def batch(seed: int = 1, size: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 8, generator=generator)
+    return x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 10,
+    clip: float | None = None,
+    start: int = 0,
+) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with penstock.scale_loss(loss, optimizer) as scaled:
+            backward(scaled)
+        if clip is not None:
+            penstock.clip_grad_norm_(optimizer, clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -- learning
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_every_level_learns_like_fp32(level: str, dtype: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    expected = []
+    for step in range(10):
+        x, y = batch(step)
+        theirs.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        backward(loss)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        theirs.step()
+        expected.append(loss.item())
+    losses = train(*made(level, dtype, optimizer), clip=1.0)
+    tolerance = {"O0": 1e-6, "O1": 0.02, "O2": 0.02, "O3": 0.15}[level]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert losses[-1] < losses[0]
+
+
+def test_o0_is_bit_for_bit_the_bare_loop() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    optimizer = OPTIMIZERS["fused"](plain.parameters())
+    for step in range(5):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        backward(F.cross_entropy(plain(x), y))
+        optimizer.step()
+    model, ours = made("O0")
+    train(model, ours, 5)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("level", "weight", "norm", "hidden"),
+    [
+        ("O0", torch.float32, torch.float32, torch.float32),
+        ("O1", torch.float32, torch.float32, torch.bfloat16),
+        ("O2", torch.bfloat16, torch.float32, torch.bfloat16),
+        ("O3", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_types_of_weights_norms_activations_and_outputs(
+    level: str, weight: torch.dtype, norm: torch.dtype, hidden: torch.dtype
+) -> None:
+    model, _ = made(level)
+    seen: dict[str, torch.dtype] = {}
+    model.get_submodule("back").register_forward_hook(lambda m, a, out: seen.update(out=out.dtype))
+    out = model(batch()[0])
+    assert model.get_parameter("first.weight").dtype == weight
+    assert model.get_parameter("norm.weight").dtype == norm
+    assert seen["out"] == hidden
+    assert out.dtype == torch.float32
+    assert model.get_buffer("shift").dtype == (torch.bfloat16 if level == "O3" else torch.float32)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_outputs_can_be_kept_half_and_nests_are_cast() -> None:
+    model, _ = made("O1", outputs="keep")
+    assert model(batch()[0]).dtype == torch.bfloat16
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.inner(x)
+            return {"pair": (y, [y, None]), "index": y.argmax(-1), "wide": y.double(), "word": "x"}
+
+    nested: nn.Module = penstock.accelerate(Nested(), precision="O2")
+    out = nested(torch.randn(2, 8))
+    assert out["pair"][0].dtype == out["pair"][1][0].dtype == torch.float32
+    assert (out["index"].dtype, out["wide"].dtype, out["word"]) == (torch.int64, torch.float64, "x")
+
+
+# -- the loss scale
+
+
+@pytest.mark.parametrize("optimizer", ["loop", "foreach", "fused", "contiguous"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("skip", ["auto", "device", "host"])
+def test_an_overflow_skips_the_step_and_halves_the_scale(level: str, optimizer: str, skip: str) -> None:
+    model, opt = made(level, "fp16", optimizer, skip=skip)
+    train(model, opt, 3)
+    before = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(opt.state_dict()["state"])
+    x, y = batch(9)
+    loss = F.cross_entropy(model(x), y)
+    with penstock.scale_loss(loss * float("inf"), opt) as scaled:
+        backward(scaled)
+    opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    after = opt.state_dict()
+    for key, entries in state.items():
+        for name, value in entries.items():
+            assert torch.equal(value, after["state"][key][name]), name
+    (scaler,) = scalers_of(opt)
+    assert scaler.scale.item() == 2.0**15
+    assert scaler.overflows.item() == 1
+    opt.zero_grad()
+    train(model, opt, 1)
+    assert not torch.equal(before["first.weight"], model.state_dict()["first.weight"])
+
+
+def test_a_first_step_that_overflows_leaves_fresh_state() -> None:
+    model, opt = made("O1", "fp16", "foreach", skip="device")
+    x, y = batch()
+    with penstock.scale_loss(F.cross_entropy(model(x), y) * float("nan"), opt) as scaled:
+        backward(scaled)
+    opt.step()
+    opt.zero_grad()
+    losses = train(model, opt, 5)
+    fresh = train(*made("O1", "fp16", "foreach", scaler={"initial": 2.0**15}), 5)
+    assert losses == fresh
+
+
+def test_the_scale_brings_back_gradients_that_fp16_loses() -> None:
+    def gradient(scale: float) -> Tensor:
+        torch.manual_seed(0)
+        layer: nn.Module = nn.Linear(8, 8)
+        layer, opt = penstock.accelerate(
+            layer, torch.optim.SGD(layer.parameters(), lr=0.1), precision="O2", dtype="fp16", loss_scale=scale
+        )
+        loss = (layer(torch.ones(1, 8)) * 2.0**-26).sum()
+        with penstock.scale_loss(loss, opt) as scaled:
+            backward(scaled)
+        unscale_(opt)
+        found: Tensor | None = opt.param_groups[0]["params"][1].grad
+        assert found is not None
+        return found
+
+    assert (gradient(1.0) == 0).all()
+    assert (gradient(2.0**16) == 2.0**-26).all()
+
+
+def test_clipping_unscales_once_and_equals_torchs() -> None:
+    model, opt = made("O1", "fp16")
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    x, y = batch()
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = plain(x)
+    backward(F.cross_entropy(out.float(), y))
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    with penstock.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+        backward(scaled)
+    norm = penstock.clip_grad_norm_(opt, 0.05)
+    assert norm.item() == pytest.approx(expected.item(), rel=2e-3)
+    again = penstock.clip_grad_norm_(opt, 0.05)
+    assert again.item() == pytest.approx(0.05, rel=1e-4)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_after_reading_unscaled_gradients(level: str) -> None:
+    runs = []
+    for read in (False, True):
+        model, opt = made(level, "fp16")
+        for step in range(3):
+            x, y = batch(step)
+            opt.zero_grad()
+            with penstock.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+                backward(scaled)
+            if read:
+                unscale_(opt)
+                unscale_(opt)  # once is enough
+            penstock.clip_grad_norm_(opt, 0.1)
+            opt.step()
+        runs.append(model.state_dict())
+    for a, b in zip(*(run.values() for run in runs)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_forgetting_scale_loss_is_said() -> None:
+    model, opt = made("O1", "fp16")
+    x, y = batch()
+    backward(F.cross_entropy(model(x), y))
+    with pytest.raises(ConfigError, match=r"penstock\.scale_loss"):
+        opt.step()
+    model, opt = made("O1", "bf16")  # no loss scale, nothing to forget
+    backward(F.cross_entropy(model(x), y))
+    opt.step()
+
+
+def test_an_optimizer_that_was_not_accelerated_is_said() -> None:
+    layer = nn.Linear(2, 2)
+    plain = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="was not accelerated"), penstock.scale_loss(torch.zeros(()), plain):
+        pass
+    with pytest.raises(ConfigError, match="was not accelerated"):
+        penstock.clip_grad_norm_(plain, 1.0)
+
+
+# -- loops of all kinds
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "contiguous", "foreach"])
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_micro_batches_add_up_to_the_batch(level: str, dtype: str, optimizer: str) -> None:
+    whole_model, whole = made(level, dtype, optimizer)
+    parts_model, parts = made(level, dtype, optimizer)
+    for step in range(3):
+        x, y = batch(step)
+        whole.zero_grad()
+        with penstock.scale_loss(F.cross_entropy(whole_model(x), y), whole) as scaled:
+            backward(scaled)
+        whole.step()
+        parts.zero_grad()
+        for i in range(4):
+            loss = F.cross_entropy(parts_model(x[i::4]), y[i::4]) / 4
+            with penstock.scale_loss(loss, parts) as scaled:
+                backward(scaled)
+        parts.step()
+    tolerance = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.06}[level]
+    for name, value in whole_model.state_dict().items():
+        torch.testing.assert_close(value, parts_model.state_dict()[name], rtol=0, atol=tolerance, msg=name)
+
+
+def test_two_losses_with_scales_of_their_own() -> None:
+    """As a third loss of their sum, though one of them is scaled 2^12 times as much."""
+    together_model, together = made("O1", "fp16", "sgd")
+    model, opt = made("O1", "fp16", "sgd", losses=2)
+    for scaler, scale in zip(scalers_of(opt), (2.0**16, 2.0**4)):
+        scaler.scale.fill_(scale)
+    for step in range(4):
+        x, y = batch(step)
+        together.zero_grad()
+        out = together_model(x)
+        with penstock.scale_loss(F.cross_entropy(out, y) + out.square().mean(), together) as scaled:
+            backward(scaled)
+        together.step()
+        opt.zero_grad()
+        out = model(x)
+        with penstock.scale_loss(F.cross_entropy(out, y), opt, loss_id=0) as scaled:
+            backward(scaled, retain_graph=True)
+        with penstock.scale_loss(out.square().mean(), opt, loss_id=1) as scaled:
+            backward(scaled)
+        opt.step()
+    for a, b in zip(together_model.state_dict().values(), model.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+    assert [s.scale.item() for s in scalers_of(opt)] == [2.0**16, 2.0**4]
+    with pytest.raises(ConfigError, match=r"losses=3"), penstock.scale_loss(out.mean(), opt, loss_id=2):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_one_loss_moves_that_scale_alone(level: str) -> None:
+    model, opt = made(level, "fp16", losses=2)
+    before = copy.deepcopy(model.state_dict())
+    out = model(batch()[0])
+    with penstock.scale_loss(out.mean() * float("inf"), opt, loss_id=0) as scaled:
+        backward(scaled, retain_graph=True)
+    with penstock.scale_loss(out.square().mean(), opt, loss_id=1) as scaled:
+        backward(scaled)
+    opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert [s.overflows.item() for s in scalers_of(opt)] == [1, 0]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_several_models_and_optimizers(level: str, dtype: str) -> None:
+    """A generator and a discriminator by turns, each with its optimizer, and a loss through both."""
+    torch.manual_seed(0)
+    models: list[nn.Module] = [Net(), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))]
+    optimizers = [OPTIMIZERS["fused"](models[0].parameters()), OPTIMIZERS["sgd"](models[1].parameters())]
+    (g, d), (og, od) = penstock.accelerate(
+        models, optimizers, precision=level, dtype=dtype, scaler={"initial": 2.0**10}
+    )
+    for step in range(3):
+        x, _ = batch(step)
+        od.zero_grad()
+        loss = F.softplus(d(g(x).detach())).mean()
+        with penstock.scale_loss(loss, od) as scaled:
+            backward(scaled)
+        od.step()
+        og.zero_grad()
+        with penstock.scale_loss(F.softplus(-d(g(x))).mean(), og) as scaled:
+            backward(scaled)
+        og.step()
+    before = [copy.deepcopy(m.state_dict()) for m in (g, d)]
+    og.zero_grad()
+    od.zero_grad()
+    with penstock.scale_loss(d(g(batch()[0])).mean(), [og, od]) as scaled:  # one loss, both step
+        backward(scaled)
+    og.step()
+    od.step()
+    for old, model in zip(before, (g, d)):
+        assert any(not torch.equal(a, b) for a, b in zip(old.values(), model.state_dict().values()))
+    if dtype == "fp16" and level != "O3":
+        assert scalers_of(og)[0] is scalers_of(od)[0]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_closures(level: str, dtype: str) -> None:
+    model, opt = made(level, dtype)
+    other_model, other = made(level, dtype)
+    for step in range(4):
+        x, y = batch(step)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            with penstock.scale_loss(loss, opt) as scaled:
+                backward(scaled)
+            return loss.detach()
+
+        loss = stepped(opt, closure)
+        assert loss is not None
+        assert [float(loss)] == train(other_model, other, 1, start=step)
+    for a, b in zip(model.state_dict().values(), other_model.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_lbfgs_searches_along_master_weights_and_refuses_a_loss_scale() -> None:
+    def run(level: str, dtype: str) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(8, 4)
+        model, opt = penstock.accelerate(
+            model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5), precision=level, dtype=dtype
+        )
+        x, y = batch()
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            with penstock.scale_loss(loss, opt) as scaled:
+                backward(scaled)
+            return loss
+
+        return [float(stepped(opt, closure).detach()) for _ in range(3)]
+
+    fp32, o2 = run("O0", "auto"), run("O2", "bf16")
+    assert o2 == pytest.approx(fp32, rel=0.15)
+    assert o2[-1] < 0.8 * o2[0]
+    with pytest.raises(ConfigError, match="several times in a step"):
+        run("O1", "fp16")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_made_before_or_after(level: str, when: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Net()
+    opt = OPTIMIZERS["fused"](model.parameters())
+    if when == "before":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 0.5**i)
+    model, opt = penstock.accelerate(model, opt, precision=level, dtype="fp16")
+    if when == "after":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 0.5**i)
+    for _ in range(3):
+        train(model, opt, 1)
+        scheduler.step()  # warns, and warnings are errors here, if it does not see the step
+    assert opt.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+    (scaler,) = scalers_of(opt)
+    assert scaler.clean.item() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_compiled_models(level: str, when: str) -> None:
+    eager = train(*made(level), 4)
+    torch.manual_seed(0)
+    model: Any = Net()
+    bare = model
+    opt = OPTIMIZERS["fused"](model.parameters())
+    if when == "before":
+        model = torch.compile(model)
+    model, opt = penstock.accelerate(model, opt, precision=level)
+    if when == "after":
+        model = torch.compile(model)
+    elif when == "in place":
+        model.compile()
+    losses = train(model, opt, 4)
+    assert losses == pytest.approx(eager, rel=0.03)
+    assert bare.first.weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+
+
+# -- the model stays what it was
+
+
+def test_class_name_signature_copy_and_pickle_stay() -> None:
+    model, opt = made("O2", "bf16")
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    train(model, opt, 2)
+    x, _ = batch()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), model(x))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, twin.state_dict()[name]), name
+        with torch.no_grad():
+            twin.first.weight.zero_()
+        assert not (model.get_parameter("first.weight") == 0).all()
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(opt)
+
+
+def test_tied_weights_stay_tied() -> None:
+    model, opt = made("O2", "bf16")
+    assert model.get_parameter("tied.weight") is model.get_parameter("back.weight")
+    train(model, opt, 2)
+    state = model.state_dict()
+    assert torch.equal(state["tied.weight"], state["back.weight"])
+    assert len(list(model.parameters())) == 7
+
+
+def test_recurrent_layers_see_their_new_weights() -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.GRU(4, 4, batch_first=True)
+    model, opt = penstock.accelerate(model, torch.optim.SGD(model.parameters(), lr=1.0), precision="O2")
+    x = torch.randn(2, 3, 4)
+    before = model(x)[0]
+    with penstock.scale_loss(model(x)[0].square().mean(), opt) as scaled:
+        backward(scaled)
+    opt.step()
+    assert (model(x)[0] - before).abs().max() > 1e-3
+
+
+def test_weights_written_in_place_are_taken_over() -> None:
+    model, opt = made("O2", "bf16", "sgd")
+    train(model, opt, 1)
+    with torch.no_grad():
+        model.get_parameter("head.weight").clamp_(-0.01, 0.01)
+    assert model.state_dict()["head.weight"].abs().max() <= 0.01005
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    train(model, opt, 1)
+    assert model.get_parameter("head.weight").abs().max() <= 0.01005
+
+
+def test_master_parameters_are_the_fp32_weights() -> None:
+    model, opt = made("O2", "bf16")
+    train(model, opt, 2)
+    masters = master_parameters(model, opt)
+    assert list(masters) == [name for name, _ in model.named_parameters()]
+    for name, value in masters.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.to(model.get_parameter(name).dtype), model.get_parameter(name))
+    assert any(
+        not torch.equal(v.detach(), model.get_parameter(n).detach().float()) for n, v in masters.items()
+    )
+
+
+def test_sparse_gradients_are_unscaled() -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Embedding(10, 4, sparse=True)
+    model, opt = penstock.accelerate(
+        model, torch.optim.SparseAdam(list(model.parameters()), lr=0.1), precision="O1", dtype="fp16"
+    )
+    with penstock.scale_loss(model(torch.tensor([1, 1, 3])).sum(), opt) as scaled:
+        backward(scaled)
+    unscale_(opt)
+    gradient = opt.param_groups[0]["params"][0].grad
+    assert gradient.is_sparse
+    assert torch.equal(gradient.to_dense()[:, 0], torch.tensor([0.0, 2, 0, 1, 0, 0, 0, 0, 0, 0]))
+    opt.step()
+
+
+# -- errors
+
+
+def test_what_cannot_be_accelerated_says_why() -> None:
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="given a SGD as model"):
+        penstock.accelerate(opt, model)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="losses is 0"):
+        penstock.accelerate(model, opt, losses=0)
+    with pytest.raises(ConfigError, match=r"model.float\(\)"):
+        penstock.accelerate(Net().bfloat16(), opt)
+    penstock.accelerate(model, opt, precision="O1")
+    with pytest.raises(ConfigError, match="already accelerated"):
+        penstock.accelerate(Net(), opt)
+    with pytest.raises(ConfigError, match="already accelerated"):
+        penstock.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hidden = Net()
+    hidden.forward = hidden.forward  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="replaced on the instance"):
+        penstock.accelerate(hidden)
+
+
+def test_optimizers_of_two_calls_do_not_mix() -> None:
+    _, one = made("O1", "fp16")
+    _, two = made("O1", "fp16")
+    with pytest.raises(ConfigError, match="in one call"), penstock.scale_loss(torch.zeros(()), [one, two]):
+        pass
+    assert gradients_beside(one).session is not gradients_beside(two).session

@@ -1,0 +1,120 @@
+"""Levels as data: what each says, and which combinations are refused with the reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.precision import Precision, resolve
+from penstock.precision import settings as module
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_levels_are_the_published_table(dtype: str) -> None:
+    scale = "dynamic" if dtype == "fp16" else 1.0
+    table = {
+        "O1": ("fp32", True, "fp32", "none", scale),
+        "O2": ("half", True, "fp32", "copy", scale),
+        "O3": ("half", False, "half", "none", 1.0),
+    }
+    for level, expected in table.items():
+        p = resolve(level, dtype=dtype)
+        assert (p.weights, p.autocast, p.norms, p.master, p.loss_scale) == expected
+        assert p.dtype_name == dtype
+
+
+def test_o0_is_fp32_and_unscaled() -> None:
+    p = resolve("O0")
+    assert (p.dtype, p.weights, p.scales, p.outputs) == (None, "fp32", False, "keep")
+    assert p.describe() == "O0: fp32 throughout"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("01", "O1"), ("o2", "O2"), ("00", "O0")])
+def test_a_zero_for_the_letter_has_its_own_message(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf'capital letter O: "{meant}"'):
+        resolve(typed)
+
+
+@pytest.mark.parametrize("typed", ["O4", "fp16", "", "O"])
+def test_other_levels_are_listed(typed: str) -> None:
+    with pytest.raises(ConfigError, match='choose "O0"'):
+        resolve(typed)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "overrides", "reason"),
+    [
+        ("O0", "fp16", {}, "has no effect with O0"),
+        ("O0", "auto", {"loss_scale": "dynamic"}, "fp32 gradients do not vanish"),
+        ("O0", "auto", {"weights": "half"}, "nothing is half"),
+        ("O1", "fp16", {"master": "copy"}, "they are the master weights"),
+        ("O1", "fp16", {"autocast": False}, "leaves nothing in half"),
+        ("O1", "bf16", {"norms": "half"}, "contradicts weights='fp32'"),
+        ("O2", "fp16", {"master": "remainder"}, "fp16's shorter exponent"),
+        ("O3", "bf16", {"fp8": "tensorwise"}, "needs autocast=True"),
+        ("O1", "fp8", {}, "choose bf16, fp16 or auto"),
+        ("O1", "fp16", {"loss_scale": -1.0}, "finite number above 0"),
+        ("O1", "fp16", {"loss_scale": True}, "finite number above 0"),
+        ("O1", "fp16", {"norms": "fp23"}, "must be one of 'fp32', 'half'"),
+        ("O1", "fp16", {"loss_scal": 8.0}, "Did you mean 'loss_scale'"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(
+    level: str, dtype: str, overrides: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve(level, dtype=dtype, **overrides)
+
+
+def test_every_property_can_be_overridden() -> None:
+    p = resolve("O2", dtype="fp16", loss_scale=128, master="none", norms="half", outputs="keep")
+    assert (p.loss_scale, p.master, p.norms, p.outputs) == (128, "none", "half", "keep")
+    assert p.scales
+    # What follows from an override is not a contradiction.
+    p = resolve("O2", dtype="fp16", weights="fp32")
+    assert (p.weights, p.master, p.autocast) == ("fp32", "none", True)
+
+
+def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_said", set())
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        for level in ("O1", "O2", "O3"):
+            assert resolve(level, device="cpu").dtype is torch.bfloat16
+    assert [r.message for r in caplog.records] == [
+        "dtype=auto chose bf16: CPUs have units for bf16 or none at all."
+    ]
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_auto_goes_by_the_gpu(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_device(_: Any) -> tuple[int, int]:
+        return capability
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_device)
+    assert resolve("O1", device="cuda").dtype_name == expected
+
+
+def test_fp16_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_said", set())
+    for _ in range(3):
+        resolve("O1", dtype="fp16")
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "slower than fp32" in warnings[0]
+
+
+def test_describe_names_every_property() -> None:
+    p = resolve("O2", dtype="fp16")
+    assert p.describe() == (
+        "O2 in fp16: weights fp16, each operation by the op lists, norms fp32, fp32 master weights, "
+        "loss scale dynamic"
+    )
+    assert isinstance(p, Precision)

@@ -53,6 +53,13 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert 1e9 < measured.peak_flops["fp32"] < 1e13
     assert 1e8 < measured.memory_bytes_per_second < 1e12
     assert 1e-7 < measured.launch_seconds < 1e-3
+    assert measured.launch_seconds < measured.operator_seconds < 1e-3
+    kernels = {sample.name: sample.per_second for sample in measured.kernels}
+    assert {"gelu", "gelu_backward", "norm", "norm_backward", "softmax", "softmax_backward"} < set(kernels)
+    assert all(1e7 < kernels[name] < 1e11 for name in ("gelu", "norm", "softmax"))
+    attention = [sample for sample in measured.kernels if sample.name == "attention"]
+    assert len(attention) >= 2
+    assert all(1e8 < sample.per_second < measured.peak_flops["fp32"] * 1.5 for sample in attention)
     assert 1e8 < measured.memory_bytes < 1e14
     assert measured.collective_bytes_per_second is None
 
@@ -133,7 +140,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             device="cpu",
             source="measured",
             peak_flops={"fp32": 1e9},
-            notes=(f"torch {torch.__version__}",),
+            notes=(probe_room._version_note(),),
         )
 
     monkeypatch.setattr(probe_room, "probe", fake)
@@ -150,7 +157,7 @@ def test_a_machine_is_measured_once(probes: list[bool]) -> None:
 def test_another_torch_is_another_machine(probes: list[bool]) -> None:
     old = replace(machine_for("cpu"), notes=("torch 1.0",))
     save_machine(old, cache_path(old.name))
-    assert machine_for("cpu").notes == (f"torch {torch.__version__}",)
+    assert machine_for("cpu").notes == (probe_room._version_note(),)
     assert probes == [True, True]
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.machine import GemmSample, Machine, load_machine
+from penstock.config.machine import GemmSample, KernelSample, Machine, load_machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
@@ -34,13 +34,51 @@ def _work(*operations: Op, parameters: int = 0, tensors: int = 0) -> Workload:
     )
 
 
-def test_a_product_takes_the_longer_of_computing_and_moving() -> None:
+def test_a_product_takes_the_longer_of_computing_and_moving_on_a_gpu_and_both_on_a_cpu() -> None:
     machine = replace(CPU, achievable_flops={"fp32": 100e9})
     seconds = step_seconds(_work(ONE_GEMM), machine, Plan(optimizer="fused"))
-    assert seconds["gemm"] == pytest.approx(3 * 2e9 / 100e9)
-    slow_memory = replace(machine, memory_bytes_per_second=1e8)
-    seconds = step_seconds(_work(ONE_GEMM), slow_memory, Plan(optimizer="fused"))
-    assert seconds["gemm"] == pytest.approx(3 * 12e6 / 1e8)
+    assert seconds["gemm"] == pytest.approx(3 * (2e9 / 100e9 + 12e6 / 10e9))
+    gpu = replace(load_machine("h100"), peak_flops={"fp32": 1e12}, achievable_flops={"fp32": 1e12})
+    for bandwidth in (1e8, 1e15):
+        machine = replace(gpu, memory_bytes_per_second=bandwidth)
+        computing = 2e9 / gemm_rate(machine, "fp32", 1000, 1000, 1000)
+        seconds = step_seconds(_work(ONE_GEMM), machine, Plan(optimizer="fused"))
+        assert seconds["gemm"] == pytest.approx(3 * max(computing, 12e6 / bandwidth))
+
+
+def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> None:
+    kernels = (
+        KernelSample(name="gelu", per_second=1e9),
+        KernelSample(name="gelu_backward", per_second=5e8),
+        KernelSample(name="attention", per_second=40e9, tokens=64, features=64),
+        KernelSample(name="attention", per_second=20e9, tokens=16, features=32),
+    )
+    machine = replace(CPU, kernels=kernels)
+    gelu = Op(
+        name="mlp.activation",
+        kind="pointwise",
+        phase="forward",
+        read_elements=10_000,
+        written_elements=10_000,
+    )
+    moved = 80_000 / 10e9
+    fused = Plan(optimizer="fused")
+    assert step_seconds(_work(gelu), machine, fused)["pointwise"] == pytest.approx(moved + 10_000 / 1e9)
+    back = step_seconds(_work(replace(gelu, phase="backward")), machine, fused)["pointwise"]
+    assert back == pytest.approx(moved + 10_000 / 5e8)
+    assert step_seconds(_work(gelu), CPU, fused)["pointwise"] == pytest.approx(moved)
+    scores = Op(name="attention.scores", kind="bmm", phase="forward", batch=4, m=16, n=16, k=32)
+    values = replace(scores, name="attention.values", n=32, k=16)
+    for op in (scores, values):
+        assert step_seconds(_work(op), machine, fused)["attention"] == pytest.approx(op.flops / 20e9)
+    traced = replace(scores, name="attention._scaled_dot_product_flash_attention_for_cpu", k=64)
+    assert step_seconds(_work(traced), machine, fused)["attention"] == pytest.approx(traced.flops / 20e9)
+
+
+def test_an_operator_of_a_training_step_costs_what_was_measured_of_it() -> None:
+    machine = replace(CPU, operator_seconds=20e-6)
+    seconds = step_seconds(_work(ONE_COPY, tensors=3), machine, Plan(optimizer="fused", accumulate=5))
+    assert seconds["launch"] == pytest.approx(5 * 2 * 20e-6 + 3 * 4 * 1e-6)
 
 
 def test_pointwise_work_takes_its_traffic_and_its_launches() -> None:
@@ -54,7 +92,7 @@ def test_a_gpu_hides_launches_behind_work() -> None:
     gpu = replace(load_machine("a100-80g"), launch_seconds=1e-6)
     assert step_seconds(_work(ONE_GEMM), gpu, Plan(optimizer="fused"))["launch"] == 0.0
     launches = step_seconds(_work(*[ONE_COPY] * 100), gpu, Plan(optimizer="fused"))
-    assert sum(launches.values()) == pytest.approx(201 * 1e-6)  # 200 operations and the update
+    assert sum(launches.values()) == pytest.approx(202 * 1e-6)  # 200 operations, the norm and the update
 
 
 def test_measured_products_decide_the_rate() -> None:
@@ -95,13 +133,16 @@ def test_optimizer_forms_move_and_launch_what_they_say() -> None:
     def traffic(form: str, device: str) -> tuple[float, int]:
         return optimizer_traffic(1_000_000, 100, Plan.parse(f"optimizer={form}"), device)
 
-    assert traffic("loop", "cuda") == (80e6, 1000)
-    assert traffic("foreach", "cuda") == (80e6, 10)
-    assert traffic("foreach", "cpu") == (80e6, 1000)  # torch loops inside on a CPU
-    assert traffic("fused", "cuda") == (28e6, 1)
-    assert traffic("contiguous", "cpu") == (36e6, 2)
+    assert traffic("loop", "cuda") == (92e6, 1200)
+    assert traffic("foreach", "cuda") == (92e6, 12)
+    assert traffic("foreach", "cpu") == (92e6, 1200)  # torch loops inside on a CPU
+    assert traffic("fused", "cuda") == (32e6, 2)
+    assert traffic("fused", "cpu") == (32e6, 400)
+    assert traffic("contiguous", "cpu") == (40e6, 3)
     halved = optimizer_traffic(1_000_000, 100, Plan.parse("optimizer=fused precision=O3"), "cuda")
-    assert halved[0] == 14e6
+    assert halved[0] == 16e6
+    masters = optimizer_traffic(1_000_000, 100, Plan.parse("optimizer=fused precision=O2"), "cuda")
+    assert masters[0] == 32e6 + 12e6
 
 
 def test_every_rung_of_precision_is_predicted_faster_on_a_gpu() -> None:
@@ -149,21 +190,27 @@ def test_memory_tells_what_does_not_fit() -> None:
 
 
 def test_memory_of_the_moments() -> None:
-    work = Workload(operations=(ONE_GEMM,), samples=1, parameters=1000, tensors=4, activation_bytes=100_000)
-    activations_win = predict_workload(work, CPU, Plan(optimizer="fused")).memory
-    assert activations_win == {
-        "weights": 4000, "optimizer": 8000, "gradients": 0, "activations": 100_000, "temporary": 0,
+    work = Workload(
+        operations=(ONE_GEMM,), samples=1, parameters=1000, tensors=4, activation_bytes=100_000, working_bytes=500
+    )  # fmt: skip
+    begun = predict_workload(work, CPU, Plan(optimizer="fused")).memory
+    assert begun == {
+        "weights": 4000, "optimizer": 8000, "gradients": 0, "activations": 100_000, "working": 500, "temporary": 0,
     }  # fmt: skip
-    gradients_win = predict_workload(
-        replace(work, activation_bytes=10), CPU, Plan(optimizer="foreach")
-    ).memory
-    assert gradients_win == {
-        "weights": 4000, "optimizer": 8000, "gradients": 4000, "activations": 0, "temporary": 4000,
+    small = replace(work, activation_bytes=10)
+    ended = predict_workload(small, CPU, Plan(optimizer="foreach")).memory
+    assert ended == {
+        "weights": 4000, "optimizer": 8000, "gradients": 4000, "activations": 0, "working": 0, "temporary": 4000,
     }  # fmt: skip
     flat = predict_workload(work, CPU, Plan(optimizer="contiguous")).memory
     assert flat["gradients"] == 4000  # their buffer is there throughout
     halved = predict_workload(work, CPU, Plan(optimizer="fused", precision="O3")).memory
     assert (halved["weights"], halved["optimizer"]) == (2000, 4000)
+    masters = predict_workload(small, CPU, Plan(optimizer="fused", precision="O2")).memory
+    assert masters == {
+        "weights": 2000, "master_weights": 4000, "optimizer": 8000, "gradients": 6000, "activations": 0, "working": 0,
+        "temporary": 0,
+    }  # fmt: skip
 
 
 def test_a_type_the_machine_lacks_is_refused_with_what_it_has() -> None:

@@ -60,6 +60,8 @@ def _summary(machine: Machine) -> Table:
     table.add_row("memory", f"{machine.memory_bytes / 1e9:,.1f} GB")
     table.add_row("memory bandwidth", f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s")
     table.add_row("one small operator", f"{machine.launch_seconds * 1e6:,.2f} µs")
+    if machine.operator_seconds:
+        table.add_row("one operator of a training step", f"{machine.operator_seconds * 1e6:,.2f} µs")
     if machine.collective_bytes_per_second is not None:
         table.add_row("all-reduce bus bandwidth", f"{machine.collective_bytes_per_second / 1e9:,.2f} GB/s")
     return table

@@ -31,6 +31,17 @@ class GemmSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSample:
+    """One measured operator that is no large matrix product. `tokens` and `features` of a head are attention's."""
+
+    name: str
+    per_second: float
+    """FLOPs of its products for `attention`, `attention_backward` and `bmm`; elements for all others."""
+    tokens: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """One kind of device, and how such devices are linked. All rates are per device and in SI units.
 
@@ -49,6 +60,9 @@ class Machine:
     memory_bytes_per_second: float = 0.0
     launch_seconds: float = 0.0
     """What one more operator costs, however small."""
+    operator_seconds: float = 0.0
+    """The same of an operator in a training step on a CPU, with its module and autograd's bookkeeping; 0 where it was
+    not measured."""
     page_seconds: float = 0.0
     """What a CPU's kernel takes to clear and map one page of 4 KiB on its first touch."""
     link_bytes_per_second: float | None = None
@@ -63,6 +77,8 @@ class Machine:
     power_watts: float | None = None
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""
+    kernels: tuple[KernelSample, ...] = ()
+    """Measured operators of a CPU that take longer than their memory traffic."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class _Widths:
 
     @classmethod
     def of(cls, plan: Plan, device: str) -> _Widths:
-        stream = 2 if plan.precision == "O3" else 4
+        stream = 2 if plan.precision in ("O2", "O3") else 4
         compute = 4 if plan.precision == "O0" else 2
         on_cpu = device == "cpu"
         return cls(
@@ -69,6 +69,20 @@ def activation_parts(config: ModelConfig, batch: int, plan: Plan, *, device: str
         "head": _head(config, batch, widths),
         "cast_weights": _cast_weights(config) * widths.cast,
     }
+
+
+def working_bytes(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
+    """Bytes that the last block's MLP needs on top of what is kept, when its backward pass begins.
+
+    The gradient of the residual stream and that of the hidden features, the place of whose activation was just freed
+    and taken again, and the gradients of the head's and the MLP's last weights.
+    """
+    widths = _Widths.of(plan, device)
+    rows = batch * config.tokens
+    passing = rows * (config.width * widths.stream + config.mlp_width * widths.compute)
+    standing = plan.optimizer == "contiguous" or plan.accumulate > 1
+    weights = config.width * config.mlp_width + (0 if standing else config.width * config.classes)
+    return passing + weights * (2 if plan.precision in ("O2", "O3") else 4)
 
 
 def _attention(config: ModelConfig, rows: int, plan: Plan, widths: _Widths, device: str) -> int:

@@ -1,8 +1,9 @@
 """How much memory one optimizer step takes at its worst moment, by what takes it. Free of torch.
 
-Two moments compete. At the end of forward all activations are there and, where gradients are cleared to None, no
-gradient is yet. At the end of backward all gradients are there and no activation is, and the optimizer may
-want temporaries. What lies between them trades one for the other, layer by layer.
+Two moments compete. When the backward pass has begun, nearly all activations are there, the gradients that one block
+computes with, and, where gradients are cleared to None, next to no gradient of a weight yet. At the end of backward all
+gradients are there and no activation is, and the optimizer may want temporaries. What lies between them trades one for
+the other, layer by layer.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ from penstock.planner.time import Workload
 
 
 def step_memory(work: Workload, plan: Plan) -> dict[str, int]:
-    """Bytes at the peak by part: `weights`, `optimizer`, `gradients`, `activations` and `temporary`.
+    """Bytes at the peak by part: `weights`, `master_weights` (under O2), `optimizer`, `gradients`, `activations`,
+    `working` (one block's backward pass) and `temporary` (what an unfused AdamW computes in between).
 
-    `activations` hold the half-precision copies of weights that autocast keeps too; `temporary` is what an unfused
-    AdamW computes in between. The allocator's own overhead is not counted, nor what libraries take for themselves.
+    `activations` hold the half-precision copies of weights that autocast keeps too. The allocator's own overhead is not
+    counted, nor what libraries take for themselves.
     """
-    size = 2 if plan.precision == "O3" else 4
+    size = 2 if plan.precision in ("O2", "O3") else 4
+    number = 2 if plan.precision == "O3" else 4
     weights = work.parameters * size
-    state = 2 * work.parameters * size
+    parts = {"weights": weights, "optimizer": 2 * work.parameters * number}
+    gradients = weights
+    if plan.precision == "O2":
+        parts["master_weights"] = work.parameters * number
+        # Collected in fp32 for the master weights.
+        gradients += work.parameters * number
     # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.
     standing = weights if plan.optimizer == "contiguous" or plan.accumulate > 1 else 0
-    forward_end = {"gradients": standing, "activations": work.activation_bytes, "temporary": 0}
-    backward_end = {
-        "gradients": weights,
-        "activations": 0,
-        "temporary": _scratch(work, plan, size),
+    begun = {
+        "gradients": standing,
+        "activations": work.activation_bytes,
+        "working": work.working_bytes,
+        "temporary": 0,
     }
-    worst = max(forward_end, backward_end, key=lambda moment: sum(moment.values()))
-    return {"weights": weights, "optimizer": state, **worst}
+    ended = {
+        "gradients": gradients, "activations": 0, "working": 0, "temporary": _scratch(work, plan, number),
+    }  # fmt: skip
+    return parts | max(begun, ended, key=lambda moment: sum(moment.values()))
 
 
 def _scratch(work: Workload, plan: Plan, size: int) -> int:

@@ -7,7 +7,8 @@ from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
-from penstock.planner.counts import activation_bytes, operations, parameters
+from penstock.planner.activations import activation_bytes, working_bytes
+from penstock.planner.counts import operations, parameters
 from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
 from penstock.planner.operations import conv_widths
@@ -18,13 +19,24 @@ from penstock.planner.time import Workload, compute_type, step_seconds
 def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan) -> Prediction:
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    What Penstock itself trains today (a ViT on one device) is predicted operator by operator, as its own modules launch
-    them; every other model and layout from its shape. Raises ConfigError where the machine cannot compute in the
+    A ViT on one device is predicted operator by operator, as Penstock's own modules launch them; every other model and
+    layout from its shape. Raises ConfigError where the machine cannot compute in the
     plan's type, or for a layout that cannot be, with every reason.
     """
-    if isinstance(model, ViTConfig) and plan.runnable:
+    if isinstance(model, ViTConfig) and by_operators(plan):
         return predict_workload(workload(model, machine, plan), machine, plan)
     return estimate(model, machine, plan)
+
+
+_BY_OPERATORS: dict[str, object] = {
+    "sharding": "ddp", "recompute": "none", "fp8": False, "algorithm": "adamw", "gradients": "weights",
+    "offload": "none",
+}  # fmt: skip
+
+
+def by_operators(plan: Plan) -> bool:
+    """Whether a plan is of one device and of settings that the prediction by operators knows."""
+    return plan.gpus == 1 and all(getattr(plan, name) == value for name, value in _BY_OPERATORS.items())
 
 
 def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
@@ -36,6 +48,7 @@ def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
         parameters=parameters(model),
         tensors=parameter_tensors(model),
         activation_bytes=activation_bytes(model, batch, plan, device=device),
+        working_bytes=working_bytes(model, batch, plan, device=device),
     )
 
 

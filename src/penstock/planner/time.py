@@ -1,9 +1,9 @@
 """How long one optimizer step takes: a roofline over the operations of a model.
 
-Each operation takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline: an
-insightful visual performance model"), where the rate of a matrix product depends on its type and shape. Launches
-come on top on a CPU, which runs what it launches; a GPU is launched ahead of, so there a step takes the longer
-of the two. Free of torch.
+On a GPU each operation takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009,
+"Roofline: an insightful visual performance model"), where the rate of a matrix product depends on its type and shape;
+on a CPU it takes what `host_time` says. Launches come on top on a CPU, which runs what it launches; a GPU is launched
+ahead of, so there a step takes the longer of the two. Free of torch.
 
 The constants below are the only fitted numbers. They hold where a Machine has no measurement to say better.
 """
@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from penstock.config.machine import GemmSample, Machine
 from penstock.config.plan import Plan
+from penstock.planner.host_time import host_seconds
 from penstock.planner.operations import Op
 
 UNMEASURED_SHARE = 0.75
@@ -30,9 +31,15 @@ TILE_DEPTH = 64
 SPLIT_DEPTH = 2048
 """Inner length from which kernels split one product over several tiles."""
 PAGE_BYTES = 4096
-RETURNED_SHARE = 0.5
-"""Share of a step's activations that glibc hands back to the kernel and faults in again, left to itself: 48,000
-pages of 90,000 were counted in a step of six blocks of ViT-S/16."""
+RETURNED_SHARE = 0.2
+"""Share of a step's activations that glibc hands back to the kernel and faults in again, left to itself. It depends on
+what happens to lie at the top of the heap: 0 to 0.3 of the pages were counted in steps of six models and batches, 0.5
+in a seventh."""
+IN_PLACE = 0.75
+"""Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
+third array, whose lines are first read, four accesses for the three that are counted."""
+UPDATE_LAUNCHES = 4
+"""Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 CPU_HALF_FUSED_SHARE = 0.12
@@ -44,6 +51,8 @@ OPTIMIZER_OPERATORS = 10
 OPTIMIZER_ACCESSES = 20
 """Numbers those operators read and write per parameter; one fused kernel reads 4 and writes 3."""
 FUSED_ACCESSES = 7
+NORM_ACCESSES = 1
+"""Of the norm of all gradients, which clipping needs; what is not fused then scales them: two more."""
 MULTI_TENSOR_ELEMENTS = 320 * 65536
 """Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
 
@@ -61,6 +70,8 @@ class Workload:
     """Parameter tensors: an optimizer that loops launches its operators for each."""
     activation_bytes: int
     """Kept from forward for backward, under the plan at hand."""
+    working_bytes: int = 0
+    """What the backward pass of the last block needs on top, while all others' activations are still kept."""
 
 
 def compute_type(plan: Plan, machine: Machine) -> str:
@@ -110,7 +121,9 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
     parts["optimizer"] = moved / _bandwidth(machine)
     launched = (launches + updates) * machine.launch_seconds
     if machine.device == "cpu":
-        parts["launch"] = launched
+        parts["optimizer"] *= IN_PLACE
+        each = machine.operator_seconds or machine.launch_seconds
+        parts["launch"] = launches * each + updates * machine.launch_seconds
         if plan.host_memory == "release":
             pages = RETURNED_SHARE * work.activation_bytes * plan.accumulate / PAGE_BYTES
             parts["pages"] = pages * machine.page_seconds
@@ -125,17 +138,20 @@ def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) ->
     `loop` launches every operator for every tensor. `foreach` moves as much with a launch per chunk of tensors (on
     a CPU torch has no such kernel and loops inside). `fused` reads weight, gradient and both moments and writes
     all but the gradient. `contiguous` does so on flat buffers, into which the backward pass moves each
-    gradient: two more accesses.
+    gradient: two more accesses. The norm that gradients are clipped by reads them once more.
     """
     size = 2 if plan.precision == "O3" else 4
+    # Gradients in half become fp32 for the master weights, and these become weights in half again.
+    cast = parameters * 12.0 if plan.precision == "O2" else 0.0
+    chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
     if plan.optimizer in ("loop", "foreach"):
-        chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
         each = tensors if plan.optimizer == "loop" or device == "cpu" else chunks
-        return float(parameters * OPTIMIZER_ACCESSES * size), each * OPTIMIZER_OPERATORS
+        accesses = OPTIMIZER_ACCESSES + NORM_ACCESSES + 2
+        return parameters * accesses * size + cast, each * (OPTIMIZER_OPERATORS + 2)
     if plan.optimizer == "fused":
-        each = tensors if device == "cpu" else max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
-        return float(parameters * FUSED_ACCESSES * size), each
-    return float(parameters * (FUSED_ACCESSES + 2) * size), 2
+        each = tensors * UPDATE_LAUNCHES if device == "cpu" else 2 * chunks
+        return parameters * (FUSED_ACCESSES + NORM_ACCESSES) * size + cast, each
+    return parameters * (FUSED_ACCESSES + NORM_ACCESSES + 2) * size + cast, 3
 
 
 def _under_plan(work: Workload, plan: Plan, machine: Machine) -> list[Op]:
@@ -190,10 +206,17 @@ def _op_seconds(op: Op, machine: Machine, plan: Plan) -> float:
     """The roofline of one operation done once."""
     moved = (op.read_elements + op.written_elements) * _element_bytes(op, plan)
     seconds = moved / _bandwidth(machine)
+    rate = math.inf
     if op.kind in _MATRIX:
         rate = gemm_rate(machine, compute_type(plan, machine), op.m, op.n, op.k, op.batch)
-        if machine.device == "cpu" and plan.precision != "O0" and _is_fused_attention(op, plan):
+    if machine.device == "cpu":
+        fused = _is_fused_attention(op, plan)
+        if plan.precision != "O0" and fused:
             rate *= CPU_HALF_FUSED_SHARE
+        return host_seconds(
+            op, machine, gemm_rate=rate, moved_seconds=seconds, measured=plan.precision == "O0", fused=fused
+        )
+    if op.kind in _MATRIX:
         seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
     return seconds
 
@@ -209,7 +232,13 @@ def _element_bytes(op: Op, plan: Plan) -> float:
 
 def _is_fused_attention(op: Op, plan: Plan) -> bool:
     """Whether a product is part of a fused attention kernel: by the plan, or by its name in a traced model."""
-    return op.kind == "bmm" and ("scaled_dot" in op.name or plan.attention in ("sdpa", "flash"))
+    if op.kind != "bmm":
+        return False
+    if "scaled_dot" in op.name or plan.attention in ("sdpa", "flash"):
+        return True
+    # As `operations.attention_form` takes `auto` on a CPU; a product's rows are tokens.
+    half = plan.precision != "O0" and plan.dtype == "bf16"
+    return plan.attention == "auto" and not (half and op.m <= 512)
 
 
 def _part(op: Op) -> str:

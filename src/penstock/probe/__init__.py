@@ -26,6 +26,7 @@ from penstock.config.machine import (
     save_machine,
 )
 from penstock.errors import EnvironmentProblem, PenstockError
+from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, matmul_precision
 from penstock.probe.rates import (
     all_reduce_bandwidth,
@@ -38,6 +39,9 @@ from penstock.probe.rates import (
 __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
+
+_PROBE = 2
+"""Raised when a probe learns to measure more."""
 
 
 def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machine:
@@ -54,7 +58,10 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
         samples = gemm_samples(where, quick, budget)
         bandwidth = memory_bandwidth(where, budget)
         launch = launch_seconds(where)
-        page = page_seconds() if where.type == "cpu" else 0.0
+        on_cpu = where.type == "cpu"
+        page = page_seconds() if on_cpu else 0.0
+        operator = operator_seconds(where) if on_cpu else 0.0
+        kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
         collective = all_reduce_bandwidth(where, quick)
     best: dict[str, float] = {}
     for sample in samples:
@@ -68,9 +75,11 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
         memory_bytes=memory_bytes(where),
         memory_bytes_per_second=bandwidth,
         launch_seconds=launch,
+        operator_seconds=operator,
         page_seconds=page,
         collective_bytes_per_second=collective,
         gemm=tuple(samples),
+        kernels=tuple(kernels),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
     )
     return _with_datasheet(machine, where)
@@ -170,7 +179,8 @@ def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
 
 
 def _version_note() -> str:
-    return f"torch {torch.__version__}"
+    """What a kept measurement is thrown away for when it changes: torch, and what a probe measures."""
+    return f"torch {torch.__version__}, probe {_PROBE}"
 
 
 @contextmanager

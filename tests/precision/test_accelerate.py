@@ -462,6 +462,7 @@ def test_schedulers_made_before_or_after(level: str, when: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_compiled_models(level: str, when: str) -> None:
@@ -471,12 +472,12 @@ def test_compiled_models(level: str, when: str) -> None:
     bare = model
     opt = OPTIMIZERS["fused"](model.parameters())
     if when == "before":
-        model = torch.compile(model)
+        model = torch.compile(model, fullgraph=True)
     model, opt = penstock.accelerate(model, opt, precision=level)
     if when == "after":
-        model = torch.compile(model)
+        model = torch.compile(model, fullgraph=True)
     elif when == "in place":
-        model.compile()
+        model.compile(fullgraph=True)
     losses = train(model, opt, 4)
     assert losses == pytest.approx(eager, rel=0.03)
     assert bare.first.weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)

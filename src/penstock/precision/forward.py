@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
             args = tuple(_to(precision.dtype, value) for value in args)
             kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
         if precision.autocast:
-            with autocast(precision, _device_type(self, args, kwargs)):
+            with torch.autocast(_device_type(self, args, kwargs), dtype=precision.dtype):
                 output = original(self, *args, **kwargs)
         else:
             output = original(self, *args, **kwargs)
@@ -92,14 +91,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _new(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(_wrapping(cls))
-
-
-def autocast(precision: Precision, device_type: str) -> ExitStack[bool | None]:
-    """torch's autocast in the precision's dtype, and inside it what our op lists do otherwise."""
-    stack: ExitStack[bool | None] = ExitStack()
-    if precision.autocast:
-        stack.enter_context(torch.autocast(device_type, dtype=precision.dtype))
-    return stack
 
 
 def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

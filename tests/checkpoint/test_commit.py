@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.checkpoint import Snapshot
-from penstock.checkpoint import commit as checkpoint
+from penstock import checkpoint
+from penstock.checkpoint import Snapshot, commit, index, manifest, storage
+from penstock.checkpoint.manifest import sealed
 from penstock.errors import CheckpointError, EnvironmentProblem
 
 
@@ -92,10 +93,10 @@ def test_pruning_waits_until_the_newer_one_has_been_verified(
     for step in (1, 2):
         checkpoint.save(tmp_path, snapshot(step))
 
-    def fails(path: Path) -> None:
+    def fails(path: Path, *, part: tuple[int, int]) -> None:
         raise CheckpointError("does not read back")
 
-    monkeypatch.setattr(checkpoint, "verify", fails)
+    monkeypatch.setattr(commit, "verify", fails)
     with pytest.raises(CheckpointError, match="read back"):
         checkpoint.save(tmp_path, snapshot(3))
     assert checkpoint.steps(tmp_path) == [1, 2, 3]
@@ -108,7 +109,7 @@ def test_every_single_flipped_bit_is_refused_by_name(
     path = checkpoint.save(tmp_path, snapshot(2))
     rng = random.Random(0)
     files = sorted(path.iterdir())
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         original = file.read_bytes()
         for _ in range(40):
@@ -136,10 +137,12 @@ def test_truncated_and_missing_files_are_refused_before_any_tensor_is_read(
 ) -> None:
     path = checkpoint.save(tmp_path, snapshot(2))
 
-    def untouchable(path: Path) -> dict[str, torch.Tensor]:
-        raise AssertionError("a tensor file was opened")
+    def untouchable(*arguments: object, **options: object) -> None:
+        raise AssertionError("a file's content was looked at")
 
-    monkeypatch.setattr(checkpoint, "load_tensors", untouchable)
+    monkeypatch.setattr(storage, "safe_open", untouchable)
+    monkeypatch.setattr(index, "read_header", untouchable)
+    monkeypatch.setattr(manifest.hashlib, "file_digest", untouchable)
     for file in sorted(path.iterdir()):
         original = file.read_bytes()
         if share is None:
@@ -182,7 +185,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    wrap(checkpoint.os, "fsync")
+    wrap(commit.os, "fsync")
     for name in ("rename", "replace", "mkdir", "unlink"):
         wrap(Path, name)
     wrap(shutil, "rmtree")
@@ -246,7 +249,7 @@ def test_a_disk_that_fills_up_half_way_leaves_the_older_checkpoint_and_no_rubbis
         if calls == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(commit.os, "fsync", full)
     with pytest.raises(EnvironmentProblem, match="No space left"):
         checkpoint.save(tmp_path, snapshot(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-1"]
@@ -265,11 +268,11 @@ def test_saving_a_step_again_keeps_the_good_one_and_replaces_a_damaged_one(tmp_p
 
 def test_manifests_cannot_point_outside_their_directory(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, snapshot(1))
-    manifest = path / "manifest.json"
-    body = json.loads(manifest.read_text())
+    file = path / "manifest.json"
+    body = json.loads(file.read_text())
     (tmp_path / "secret.json").write_text("{}")
     body["files"]["../secret.json"] = {"bytes": 2, "sha256": "0" * 64}
-    manifest.write_bytes(checkpoint._sealed(body))
+    file.write_bytes(sealed(body))
     with pytest.raises(CheckpointError, match="no name of a checkpoint file"):
         checkpoint.load(path)
 
@@ -291,7 +294,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_newer_format_says_which_version_wrote_it(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, snapshot(1))
     body = json.loads((path / "manifest.json").read_text()) | {"format": 99}
-    (path / "manifest.json").write_bytes(checkpoint._sealed(body))
+    (path / "manifest.json").write_bytes(sealed(body))
     with pytest.raises(CheckpointError, match="its format is 99"):
         checkpoint.load(path)
 

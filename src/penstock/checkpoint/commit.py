@@ -1,194 +1,164 @@
-"""Checkpoints that survive a kill at any instant and refuse what changed since it was written.
+"""Checkpoints that survive a kill at any instant, of one process or of many.
 
 Note [The commit protocol]
-    1. Everything is written into `step-N.tmp/`, each file hashed while it is written and fsynced.
-    2. `manifest.json`, with every file's size and sha256, is written last and fsynced, then the directory.
+    1. Everything is written into `step-N.tmp/`, by each rank its own files, hashed while they are written and fsynced.
+    2. `manifest.json`, with every file's size and sha256, is written last by rank 0 and fsynced, then the directory.
     3. `step-N.tmp` is renamed to `step-N`: the one atomic instant at which the checkpoint exists.
     4. The parent directory is fsynced; then the text file `latest` is replaced by a rename.
     5. The new checkpoint is read back and verified; only then are older ones pruned; at least two are kept.
-A kill before 3 leaves a `.tmp` that the next start removes; a kill after it leaves a whole checkpoint.
-Reading never depends on `latest`, which is for people and scripts: the newest `step-N` that verifies is
-taken.
+A kill before 3 leaves a `.tmp` that the next start removes; a kill after it leaves a whole checkpoint. An error on any
+rank before 3 is the same error on all, and removes what was written.
+Reading never depends on `latest`, which is for people and scripts: the newest `step-N` that verifies is taken.
 
 Nothing is pickled: weights and state tensors are safetensors, everything else is JSON.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from penstock.checkpoint.tensorfile import Written, load_tensors, save_tensors, write_file
-from penstock.checkpoint.tree import pack, unpack
-from penstock.errors import CheckpointError, EnvironmentProblem
+from penstock.checkpoint.index import file_name
+from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
+from penstock.checkpoint.pieces import LOCAL, Parts, take_apart
+from penstock.checkpoint.snapshot import Snapshot
+from penstock.checkpoint.storage import PieceSaver, ShardWriter, write_alone
+from penstock.checkpoint.team import RankProblem, Team, present_team
+from penstock.checkpoint.tensorfile import write_file
+from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
-_LATEST = "latest"
-_MANIFEST_LIMIT = 16_000_000
+LATEST = "latest"
 _STEP = re.compile(r"step-(\d+)")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All of a run at one step.
-
-    `weights` maps sets of tensors by Penstock's parameter names: `weights` itself, and `ema` where there is
-    an average. `state` maps names to trees (see `penstock.checkpoint.tree`): optimizer, random generators,
-    loader position and so on.
-    """
-
-    step: int
-    weights: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
-    config: Mapping[str, Any]
-    plan: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint directory must hold, bit for bit."""
-
-    step: int
-    plan: str
-    versions: Mapping[str, str]
-    files: Mapping[str, Written] = field(default_factory=dict)
-
-
-def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
+def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> Path:
     """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2).
 
-    A `step-N` that is there already and verifies is left as it is: a run's state at a step is unique.
+    Where torch.distributed runs, all its ranks call this, each with its own snapshot of the same step, and `folder`
+    is one that all of them see. A `step-N` that is there already and verifies is left as it is: a run's state at a
+    step is unique.
 
     Raises:
-        EnvironmentProblem: the disk has too little room or fails; older checkpoints are untouched.
+        EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
         CheckpointError: what was written does not read back.
     """
-    final = folder / f"step-{snapshot.step}"
-    temporary = folder / f"step-{snapshot.step}.tmp"
+    team = present_team(group)
+    return commit(folder, take_apart(snapshot, team.rank), keep=keep, team=team)
+
+
+def commit(folder: Path, parts: Parts, *, keep: int, team: Team) -> Path:
+    """As `save`, for what has been taken apart already."""
+    final = folder / f"step-{parts.step}"
+    temporary = folder / f"step-{parts.step}.tmp"
+    try:
+        if team.first(lambda: _prepare(folder, parts)):
+            return final
+        _write(temporary, parts, team)
+        team.first(lambda: _publish(temporary, final))
+    except (OSError, RankProblem, CheckpointException) as problem:
+        where, error = _cause(problem)
+        if team.rank == 0:
+            remove(temporary)
+        if isinstance(error, OSError):
+            raise EnvironmentProblem(
+                f"Checkpoint {final} could not be written{where}: {error}. Older checkpoints are untouched. "
+                f"Free space or mend the disk, then run the same command again to resume."
+            ) from problem
+        raise error from problem
+    check(final, team)
+    team.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))
+    return final
+
+
+def check(path: Path, team: Team) -> Manifest:
+    """Verify `path`, the ranks sharing the work. All return, or all raise the CheckpointError of the first to."""
+    try:
+        return team.all(lambda: verify(path, part=(team.rank, team.world)))[0]
+    except RankProblem as problem:
+        raise problem.error from problem
+
+
+def _cause(problem: BaseException) -> tuple[str, BaseException]:
+    """Where, in words, and what went wrong: the error of the lowest rank that had one."""
+    if isinstance(problem, RankProblem):
+        return f" (rank {problem.rank})", problem.error
+    if isinstance(problem, CheckpointException):
+        rank, (error, _) = min(problem.failures.items())
+        if isinstance(error, PenstockError | OSError):
+            return f" (rank {rank})", error
+        return "", RuntimeError(
+            f"Rank {rank} failed in writing a checkpoint: {type(error).__name__}: {error}"
+        )
+    return "", problem
+
+
+def _prepare(folder: Path, parts: Parts) -> bool:
+    """Make way. True where the step is there already."""
+    final, temporary = folder / f"step-{parts.step}", folder / f"step-{parts.step}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     if final.exists():
         try:
             verify(final)
         except CheckpointError as problem:
             _log.warning("%s It is written again.", problem)
-            _set_aside(final)
+            set_aside(final)
         else:
-            return final
-    try:
-        _require_space(folder, snapshot)
-        _remove(temporary)
-        temporary.mkdir()
-        _write(temporary, snapshot)
-        temporary.rename(final)
-        _sync_directory(folder)
-        _point_latest(folder, final.name)
-    except OSError as problem:
-        _remove(temporary)
-        raise EnvironmentProblem(
-            f"Checkpoint {final} could not be written: {problem}. Older checkpoints are untouched. "
-            f"Free space or mend the disk, then run the same command again to resume."
-        ) from problem
-    verify(final)
-    _prune(folder, newest=snapshot.step, keep=max(keep, 2))
-    return final
+            return True
+    _require_space(folder, parts)
+    remove(temporary)
+    temporary.mkdir()
+    return False
 
 
-def newest(folder: Path) -> Snapshot | None:
-    """The newest checkpoint in `folder` that verifies, or None where there is none at all.
+def _write(temporary: Path, parts: Parts, team: Team) -> None:
+    """Steps 1 and 2 of Note [The commit protocol]."""
 
-    Each one that is refused is logged by name and, once an older one has been accepted, renamed to
-    `step-N.refused` so that it is neither tried again nor in the way.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be trusted.
-    """
-    refused: list[tuple[Path, CheckpointError]] = []
-    for step in reversed(steps(folder)):
-        path = folder / f"step-{step}"
-        try:
-            snapshot = load(path)
-        except CheckpointError as problem:
-            _log.warning("%s The checkpoint before it is tried.", problem)
-            refused.append((path, problem))
-            continue
-        for bad, _ in refused:
-            _set_aside(bad)
-        _check_latest(folder, path.name)
-        return snapshot
-    if refused:
-        listed = "\n".join(f"- {problem}" for _, problem in refused)
-        raise CheckpointError(
-            f"No checkpoint in {folder} can be trusted:\n{listed}\n"
-            f"Restore one from a backup, or start anew with --no-resume."
-        )
-    return None
-
-
-def load(path: Path) -> Snapshot:
-    """Read the checkpoint directory `path` after verifying every byte of it.
-
-    Raises:
-        CheckpointError: as `verify`, or a file's content is not what its name says.
-    """
-    try:
-        return _load(path)
-    except OSError as problem:
-        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
-
-
-def _load(path: Path) -> Snapshot:
-    manifest = verify(path)
-    documents = {name: _read_json(path / f"{name}.json") for name in ("state", "config")}
-    tensors = {
-        name.removesuffix(".safetensors"): load_tensors(path / name)
-        for name in manifest.files
-        if name.endswith(".safetensors")
-    }
-    weights = {name: tensors.pop(name) for name in documents["state"]["weights"]}
-    merged = {name: tensor for group in tensors.values() for name, tensor in group.items()}
-    state = unpack(documents["state"]["state"], merged)
-    return Snapshot(manifest.step, weights, state, documents["config"], manifest.plan)
-
-
-def verify(path: Path) -> Manifest:
-    """Hold every file of the checkpoint directory `path` against its manifest: sizes first, then checksums.
-
-    Raises:
-        CheckpointError: naming the first file that is missing, of another size, or of other content.
-    """
-    manifest = _read_manifest(path)
-    for name, written in manifest.files.items():
-        file = path / name
-        if file.is_symlink() or not file.is_file():
-            raise CheckpointError(f"Checkpoint {path} is refused: {name} is missing.")
-        if (size := file.stat().st_size) != written.bytes:
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: {name} has {size} bytes instead of {written.bytes}."
+    def shared() -> None:
+        if not temporary.is_dir():
+            raise EnvironmentProblem(
+                f"Rank {team.rank} does not see {temporary}, which rank 0 has made. Let --output be a folder that all "
+                f"nodes share."
             )
-    for name, written in manifest.files.items():
-        with (path / name).open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != written.sha256:
-                raise CheckpointError(
-                    f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
-                )
-    return manifest
+
+    team.all(shared)
+    writer = ShardWriter(temporary, team.rank, team.world)
+    if team.group is None:
+        write_alone(writer, parts.pieces)
+    else:
+        save_shards(dict(parts.pieces), storage_writer=writer, planner=PieceSaver(), process_group=team.group)
+
+    def documents() -> dict[str, object]:
+        if parts.local:
+            writer.write_json(file_name(LOCAL, team.rank, team.world, "json"), parts.local)
+        if team.rank == 0:
+            writer.write_json("state.json", parts.document)
+            writer.write_json("config.json", parts.config)
+        return dict(writer.files)
+
+    files = {name: written for share in team.all(documents) for name, written in share.items()}
+
+    def manifest() -> None:
+        listed = Manifest(parts.step, parts.plan, versions(), files, team.world)  # type: ignore[arg-type]
+        write_file(temporary / MANIFEST, [manifest_text(listed)])
+        _sync_directory(temporary)
+
+    team.first(manifest)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Steps 3 and 4 of Note [The commit protocol]."""
+    temporary.rename(final)
+    _sync_directory(final.parent)
+    _point_latest(final.parent, final.name)
 
 
 def steps(folder: Path) -> list[int]:
@@ -199,115 +169,39 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def clean(folder: Path) -> None:
-    """Remove what a killed save left behind."""
-    if folder.is_dir():
+def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
+    """Remove what a killed save left behind; by rank 0, before any rank goes on."""
+
+    def rubbish() -> None:
         for entry in folder.glob("*.tmp"):
             _log.info("Removing %s, left by a save that was cut off.", entry)
-            _remove(entry)
+            remove(entry)
+
+    if folder.is_dir():
+        present_team(group).first(rubbish)
 
 
-def _write(temporary: Path, snapshot: Snapshot) -> None:
-    """Steps 1 and 2 of Note [The commit protocol]."""
-    files: dict[str, Written] = {}
-    for name, tensors in snapshot.weights.items():
-        files[f"{name}.safetensors"] = save_tensors(temporary / f"{name}.safetensors", tensors)
-    document: dict[str, Any] = {}
-    for name, tree in snapshot.state.items():
-        document[name], tensors = pack(tree, name)
-        if tensors:
-            files[f"{name}.safetensors"] = save_tensors(temporary / f"{name}.safetensors", tensors)
-    texts = {"state": {"weights": list(snapshot.weights), "state": document}, "config": dict(snapshot.config)}
-    for name, text in texts.items():
-        files[f"{name}.json"] = write_file(temporary / f"{name}.json", [json.dumps(text).encode()])
-    body = {
-        "format": FORMAT,
-        "step": snapshot.step,
-        "plan": snapshot.plan,
-        "versions": _versions(),
-        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()},
-    }
-    write_file(temporary / _MANIFEST, [_sealed(body)])
-    _sync_directory(temporary)
-
-
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    """`body` as the one text that `_read_manifest` accepts: canonical JSON that carries its own sha256."""
-    plain = {key: value for key, value in body.items() if key != "sha256"}
-    seal = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**plain, "sha256": seal}, indent=1, sort_keys=True).encode()
-
-
-def _read_manifest(path: Path) -> Manifest:
-    file = path / _MANIFEST
-    if file.is_symlink() or not file.is_file():
-        raise CheckpointError(f"Checkpoint {path} is refused: {_MANIFEST} is missing.")
-    if file.stat().st_size > _MANIFEST_LIMIT:
-        raise CheckpointError(f"Checkpoint {path} is refused: {_MANIFEST} is larger than any real one.")
-    raw = file.read_bytes()
-    try:
-        body = json.loads(raw)
-        intact = isinstance(body, dict) and _sealed(body) == raw
-    except (ValueError, RecursionError):
-        intact = False
-    if not intact:
-        raise CheckpointError(
-            f"Checkpoint {path} is refused: {_MANIFEST} is damaged (it does not match its own checksum)."
-        )
-    if body["format"] != FORMAT:
-        raise CheckpointError(
-            f"Checkpoint {path} is refused: its format is {body['format']}; this Penstock reads {FORMAT}. "
-            f"Use the version that wrote it: {body['versions'].get('penstock', 'unknown')}."
-        )
-    if path.name != f"step-{body['step']}":
-        raise CheckpointError(f"Checkpoint {path} is refused: its manifest is of step {body['step']}.")
-    for name in body["files"]:
-        if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"Checkpoint {path} is refused: '{name}' is no name of a checkpoint file.")
-    files = {name: Written(f["bytes"], f["sha256"]) for name, f in body["files"].items()}
-    return Manifest(body["step"], body["plan"], body["versions"], files)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{path} is refused: it is no JSON.") from None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("penstock", "numpy", "safetensors"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
-
-
-def _require_space(folder: Path, snapshot: Snapshot) -> None:
+def _require_space(folder: Path, parts: Parts) -> None:
     """The tensors are nearly all of a checkpoint; 5 % and a megabyte cover headers, JSON and blocks."""
-    tensors = [t for group in snapshot.weights.values() for t in group.values()]
-    tensors += pack(snapshot.state)[1].values()
-    needed = int(1.05 * sum(t.numel() * t.element_size() for t in tensors)) + 1_000_000
+    needed = int(1.05 * parts.whole_bytes()) + 1_000_000
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(
-            f"{folder} has {free / 1e6:.0f} MB free; step-{snapshot.step} needs {needed / 1e6:.0f} MB. "
+            f"{folder} has {free / 1e6:.0f} MB free; step-{parts.step} needs {needed / 1e6:.0f} MB. "
             f"Older checkpoints are untouched: free space, then run the same command again to resume."
         )
 
 
 def _point_latest(folder: Path, name: str) -> None:
-    temporary = folder / f"{_LATEST}.tmp"
+    temporary = folder / f"{LATEST}.tmp"
     write_file(temporary, [f"{name}\n".encode()])
-    temporary.replace(folder / _LATEST)
+    temporary.replace(folder / LATEST)
     _sync_directory(folder)
 
 
-def _check_latest(folder: Path, name: str) -> None:
-    """Mend `latest` where it does not name the checkpoint in use."""
-    latest = folder / _LATEST
+def mend_latest(folder: Path, name: str) -> None:
+    """Let `latest` name the checkpoint in use."""
+    latest = folder / LATEST
     if not latest.is_file() or latest.read_bytes() != f"{name}\n".encode():
         _log.warning(
             "%s did not name %s, the newest checkpoint that verifies; it is rewritten.", latest, name
@@ -317,21 +211,22 @@ def _check_latest(folder: Path, name: str) -> None:
 
 def _prune(folder: Path, *, newest: int, keep: int) -> None:
     for step in [step for step in steps(folder) if step <= newest][:-keep]:
-        _remove(folder / f"step-{step}")
+        remove(folder / f"step-{step}")
 
 
-def _set_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that was refused, so that it is neither tried again nor in the way."""
     target = path.with_name(f"{path.name}.refused")
-    _remove(target)
+    remove(target)
     path.rename(target)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a file or directory; a kill half way leaves nothing that looks like a checkpoint."""
     if path.is_dir() and not path.is_symlink():
-        # Renamed first, so that a kill half way leaves no directory that looks like a checkpoint.
         doomed = path
         if path.suffix != ".tmp":
-            _remove(path.with_name(f"{path.name}.tmp"))
+            remove(path.with_name(f"{path.name}.tmp"))
             doomed = path.rename(path.with_name(f"{path.name}.tmp"))
         shutil.rmtree(doomed)
     else:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 
-_NAMES: dict[torch.dtype, str] = {
+DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,7 +39,7 @@ _NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HEADER_LIMIT = 100_000_000
 """Bytes of header that are believed; the reference implementation has the same bound."""
 
@@ -48,6 +50,26 @@ class Written:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor that is to be written; `fetch` gives it when its turn has come, on any device, of any strides."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    fetch: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a file's header says of one tensor. `start` and `stop` count bytes from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 def write_file(path: Path, chunks: Any) -> Written:
@@ -64,16 +86,29 @@ def write_file(path: Path, chunks: Any) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Write `tensors` (on any device, of any strides) to `path` as safetensors, fsynced."""
-    header: dict[str, Any] = {}
+    outgoing = [Outgoing(name, t.dtype, t.shape, partial(_itself, t)) for name, t in tensors.items()]
+    return write_tensors(path, outgoing, metadata)
+
+
+def write_tensors(
+    path: Path, tensors: Iterable[Outgoing], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """As `save_tensors`, for tensors of which one at a time is in memory."""
+    tensors = list(tensors)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise TypeError(f"Tensor '{name}' is of {tensor.dtype}, which the checkpoint format cannot hold.")
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(
+                f"Tensor '{tensor.name}' is of {tensor.dtype}, which the checkpoint format cannot hold."
+            )
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }
@@ -84,10 +119,16 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     def chunks() -> Any:
         yield struct.pack("<Q", len(text))
         yield text
-        for tensor in tensors.values():
-            yield _bytes_of(tensor)
+        for tensor in tensors:
+            fetched = tensor.fetch()
+            assert (fetched.dtype, list(fetched.shape)) == (tensor.dtype, list(tensor.shape)), tensor.name
+            yield _bytes_of(fetched)
 
     return write_file(path, chunks())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -101,14 +142,17 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the header does not describe the file exactly.
     """
-    check_header(path)
+    read_header(path)
     return dict(load_file(path, device="cpu"))
 
 
-def check_header(path: Path) -> None:
-    """Refuse a file whose header is too large, no JSON, or does not cover its bytes exactly once.
+def read_header(path: Path) -> dict[str, Held]:
+    """The header of a safetensors file that is not too large, is JSON, and covers the file's bytes exactly once.
 
     Nothing is allocated by the header's word: its length is held against the file's size before it is read.
+
+    Raises:
+        CheckpointError: it is none of that.
     """
 
     def refuse(reason: str) -> CheckpointError:
@@ -128,27 +172,27 @@ def check_header(path: Path) -> None:
     if not isinstance(header, dict):
         raise refuse("its header is no table of tensors")
     header.pop("__metadata__", None)
-    spans = sorted(_span(name, entry, refuse) for name, entry in header.items())
+    held = {name: _held(name, entry, refuse) for name, entry in header.items()}
     end = 0
-    for start, stop, name in spans:
-        if start != end:
-            raise refuse(f"tensor '{name}' starts at byte {start} where {end} is due: an overlap or a hole")
-        end = stop
+    for name, entry in sorted(held.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise refuse(
+                f"tensor '{name}' starts at byte {entry.start} where {end} is due: an overlap or a hole"
+            )
+        end = entry.stop
     if end != size - 8 - length:
         raise refuse(f"its tensors end at byte {end} of {size - 8 - length}")
+    return held
 
 
-def _span(name: str, entry: Any, refuse: Any) -> tuple[int, int, str]:
-    """(start, stop, name) of one header entry, whose shape and dtype must agree with them."""
+def _held(name: str, entry: Any, refuse: Callable[[str], CheckpointError]) -> Held:
+    """One header entry, whose shape and dtype must agree with its span."""
     try:
-        item = _ITEM_BYTES[entry["dtype"]]
-        shape = [int(length) for length in entry["shape"]]
+        item = DTYPES[entry["dtype"]].itemsize
+        shape = tuple(int(length) for length in entry["shape"])
         start, stop = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise refuse(f"the header's entry for '{name}' is malformed") from None
-    count = 1
-    for length in shape:
-        count *= length
-    if min([start, *shape], default=0) < 0 or stop - start != count * item:
-        raise refuse(f"tensor '{name}' has shape {shape} but {stop - start} bytes")
-    return start, stop, name
+    if min([start, *shape], default=0) < 0 or stop - start != math.prod(shape) * item:
+        raise refuse(f"tensor '{name}' has shape {list(shape)} but {stop - start} bytes")
+    return Held(entry["dtype"], shape, start, stop)

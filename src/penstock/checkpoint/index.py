@@ -1,0 +1,200 @@
+"""Where every tensor of a checkpoint lies: `tensors.json`, in place of the pickle that DCP writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from penstock.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, Held, read_header
+from penstock.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, in the files of one rank."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its dtype by safetensors' name, its shape, and the boxes that fill it exactly."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return DTYPES[self.dtype]
+
+
+Index = Mapping[str, Entry]
+"""Entries by `set/name`."""
+
+
+def file_name(group: str, rank: int, world: int, suffix: str = "safetensors") -> str:
+    """The file in which rank `rank` of `world` keeps its part of the set `group`."""
+    return f"{group}.{suffix}" if world == 1 else f"{group}-{rank}-of-{world}.{suffix}"
+
+
+def key_of(name: str, entry: Entry, chunk: Chunk) -> str:
+    """What a chunk is called in its file: the tensor's own name where it is whole."""
+    return chunk_key(name, entry.shape, chunk.offsets, chunk.sizes)
+
+
+def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
+    """As `key_of`."""
+    plain = name.partition("/")[2]
+    return plain if tuple(sizes) == tuple(shape) else f"{plain}@{','.join(map(str, offsets))}"
+
+
+def index_of(metadata: Metadata, ranks: Mapping[MetadataIndex, int]) -> dict[str, Entry]:
+    """The index of what DCP planned; `ranks` says who wrote which chunk."""
+    index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name
+        chunks = tuple(
+            Chunk(ranks[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes))
+            for c in tensor.chunks
+        )
+        index[name] = Entry(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks)
+    return index
+
+
+def metadata_of(index: Index) -> Metadata:
+    """What DCP's planner reads of an index."""
+    return Metadata({
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=entry.torch_dtype),
+            torch.Size(entry.shape),
+            [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+        )
+        for name, entry in index.items()
+    })  # fmt: skip
+
+
+def to_json(index: Index) -> dict[str, Any]:
+    """As it is written; a chunk is [rank, offsets, sizes]."""
+    return {
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "chunks": [[chunk.rank, chunk.offsets, chunk.sizes] for chunk in entry.chunks],
+        }
+        for name, entry in index.items()
+    }
+
+
+def read_index(path: Path, document: Any, files: Iterable[str], world: int) -> dict[str, Entry]:
+    """The index of the checkpoint directory `path`, held against the headers of its tensor files.
+
+    Every chunk must be in a file that the manifest lists, with the dtype and shape that the index gives; every
+    tensor must be filled exactly once, and no tensor lie in a file unsaid. So no more memory is ever asked for than
+    there are bytes on the disk.
+
+    Raises:
+        CheckpointError: something of that is not so.
+    """
+    headers = {name: read_header(path / name) for name in files if name.endswith(".safetensors")}
+    if not isinstance(document, dict):
+        raise CheckpointError(f"Checkpoint {path} is refused: its index is no table of tensors.")
+    unsaid = {(file, key) for file, header in headers.items() for key in header}
+    index = {}
+    for name, value in document.items():
+        try:
+            entry = _entry(value)
+            problem = _problem(name, entry, world, headers, unsaid)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            problem = "is malformed"
+        if problem:
+            raise CheckpointError(f"Checkpoint {path} is refused: the index's entry for '{name}' {problem}.")
+        index[name] = entry
+    if unsaid:
+        file, key = min(unsaid)
+        raise CheckpointError(f"Checkpoint {path} is refused: {file} holds '{key}', which the index lacks.")
+    return index
+
+
+def index_of_whole_files(path: Path, files: Iterable[str]) -> dict[str, Entry]:
+    """The index of a checkpoint that has none, because one process wrote every tensor whole (format 1)."""
+    return {
+        f"{file.removesuffix('.safetensors')}/{name}": Entry(
+            held.dtype, held.shape, (Chunk(0, (0,) * len(held.shape), held.shape),)
+        )
+        for file in files
+        if file.endswith(".safetensors")
+        for name, held in read_header(path / file).items()
+    }
+
+
+def _entry(value: Any) -> Entry:
+    def whole(numbers: Any) -> tuple[int, ...]:
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError
+        return tuple(numbers)
+
+    chunks = tuple(
+        Chunk(whole([rank])[0], whole(offsets), whole(sizes)) for rank, offsets, sizes in value["chunks"]
+    )
+    if value["dtype"] not in DTYPES:
+        raise ValueError
+    return Entry(value["dtype"], whole(value["shape"]), chunks)
+
+
+def _problem(
+    name: str,
+    entry: Entry,
+    world: int,
+    headers: Mapping[str, Mapping[str, Held]],
+    unsaid: set[tuple[str, str]],
+) -> str | None:
+    """What is wrong with an entry. Strikes its chunks out of `unsaid`."""
+    for chunk in entry.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) or chunk.rank >= world:
+            return "is malformed"
+        if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, entry.shape)):
+            return "has a chunk beyond its shape"
+        file, key = file_name(name.partition("/")[0], chunk.rank, world), key_of(name, entry, chunk)
+        held = headers.get(file, {}).get(key)
+        if held is None or (file, key) not in unsaid:
+            return f"names a chunk '{key}' that {file} does not hold"
+        unsaid.discard((file, key))
+        if (held.dtype, held.shape) != (entry.dtype, chunk.sizes):
+            return f"says {entry.dtype} {chunk.sizes} where {file} holds {held.dtype} {held.shape}"
+    volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if volume != math.prod(entry.shape):
+        return f"has chunks of {volume} elements for a shape of {math.prod(entry.shape)}"
+    if _overlap(entry.chunks):
+        return "has chunks that overlap"
+    return None
+
+
+def _overlap(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether two boxes share an element. Sorted first, because thousands of slices of rows are the usual case."""
+    for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
+        ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dimension])
+        if all(
+            a.offsets[dimension] + a.sizes[dimension] <= b.offsets[dimension] for a, b in pairwise(ordered)
+        ):
+            return False
+    return any(
+        all(max(p, q) < min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes))
+        for a, b in combinations(chunks, 2)
+    )

@@ -1,0 +1,172 @@
+"""`manifest.json`: what a checkpoint directory must hold, bit for bit, sealed by its own checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.tensorfile import Written
+from penstock.errors import CheckpointError
+
+FORMAT = 2
+"""1: one process, no index of tensors. 2: any number of ranks. Both are read; 2 is written."""
+MANIFEST = "manifest.json"
+_LIMIT = 64_000_000
+_SUFFIXES = (".safetensors", ".json")
+_PICKLES = {".metadata", ".distcp", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz"}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The step, the Plan's line, the versions that wrote it, and every file with its size and checksum."""
+
+    step: int
+    plan: str
+    versions: Mapping[str, str]
+    files: Mapping[str, Written] = field(default_factory=dict)
+    world: int = 1
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(written.bytes for written in self.files.values())
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """What is written."""
+    return sealed({
+        "format": manifest.format,
+        "step": manifest.step,
+        "plan": manifest.plan,
+        "world": manifest.world,
+        "versions": manifest.versions,
+        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(manifest.files.items())},
+    })  # fmt: skip
+
+
+def sealed(body: Mapping[str, Any]) -> bytes:
+    """`body` as the one text that `read_manifest` accepts: canonical JSON that carries its own sha256."""
+    plain = {key: value for key, value in body.items() if key != "sha256"}
+    seal = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**plain, "sha256": seal}, indent=1, sort_keys=True).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint directory `path`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another step or of a format that is not known here.
+    """
+
+    def refuse(reason: str) -> CheckpointError:
+        return CheckpointError(f"Checkpoint {path} is refused: {reason}")
+
+    file = path / MANIFEST
+    if file.is_symlink() or not file.is_file():
+        raise refuse(f"{MANIFEST} is missing.{_foreign(path)}")
+    if file.stat().st_size > _LIMIT:
+        raise refuse(f"{MANIFEST} is larger than any real one.")
+    raw = file.read_bytes()
+    try:
+        body = json.loads(raw)
+        intact = isinstance(body, dict) and sealed(body) == raw
+    except (ValueError, RecursionError):
+        intact = False
+    if not intact:
+        raise refuse(f"{MANIFEST} is damaged (it does not match its own checksum).")
+    if body.get("format") not in (1, FORMAT):
+        by = body.get("versions", {}).get("penstock", "unknown")
+        raise refuse(
+            f"its format is {body.get('format')}; this Penstock reads 1 to {FORMAT}. "
+            f"Use the version that wrote it: {by}."
+        )
+    try:
+        manifest = _parsed(body)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise refuse(f"{MANIFEST} lacks what a manifest says.") from None
+    if path.name != f"step-{manifest.step}":
+        raise refuse(f"its manifest is of step {manifest.step}.")
+    for name in manifest.files:
+        stem = name.removesuffix(".safetensors").removesuffix(".json")
+        if not name.endswith(_SUFFIXES) or not stem.replace("_", "").replace("-", "").isalnum():
+            raise refuse(f"'{name}' is no name of a checkpoint file.")
+    return manifest
+
+
+def _parsed(body: Mapping[str, Any]) -> Manifest:
+    files = {name: Written(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
+    world = body["world"] if body["format"] > 1 else 1
+    if type(body["step"]) is not int or type(world) is not int or world < 1:
+        raise ValueError
+    return Manifest(
+        body["step"], str(body["plan"]), dict(body["versions"]), files, world=world, format=body["format"]
+    )
+
+
+def _foreign(path: Path) -> str:
+    """A word on what lies there instead, where it looks like somebody's pickles."""
+    found = [entry.name for entry in path.iterdir() if _pickled(entry)] if path.is_dir() else []
+    if not found:
+        return ""
+    return (
+        f" It holds {min(found)}, which is read by unpickling, and that can run code; Penstock reads safetensors and "
+        f"JSON alone. Convert it with the program that wrote it."
+    )
+
+
+def _pickled(path: Path) -> bool:
+    return path.suffix in _PICKLES or path.name in _PICKLES
+
+
+def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
+    """Hold the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
+
+    With `part` (i, n) the checksums of every n-th file from the i-th on are taken, so that n ranks share the work;
+    sizes are looked at by each.
+
+    Raises:
+        CheckpointError: naming the first file that is missing, of another size, or of other content.
+    """
+    manifest = read_manifest(path)
+    for name, written in manifest.files.items():
+        file = path / name
+        if file.is_symlink() or not file.is_file():
+            raise CheckpointError(f"Checkpoint {path} is refused: {name} is missing.")
+        if (size := file.stat().st_size) != written.bytes:
+            raise CheckpointError(
+                f"Checkpoint {path} is refused: {name} has {size} bytes instead of {written.bytes}."
+            )
+    for strange in path.iterdir():
+        if _pickled(strange):
+            raise CheckpointError(
+                f"Checkpoint {path} is refused: it does not list what is there.{_foreign(path)}"
+            )
+    # The largest first, so that shares are alike.
+    ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    for name, written in ordered[part[0] :: part[1]]:
+        with (path / name).open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != written.sha256:
+                raise CheckpointError(
+                    f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
+                )
+    return manifest
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("penstock", "numpy", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found

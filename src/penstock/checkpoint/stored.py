@@ -1,0 +1,272 @@
+"""Checkpoints on the disk: found, verified, and read by any number of ranks, whatever number saved them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.checkpoint.commit import check, mend_latest, set_aside, steps
+from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
+from penstock.checkpoint.manifest import Manifest, verify
+from penstock.checkpoint.pieces import LOCAL, Piece, piece_of
+from penstock.checkpoint.snapshot import Snapshot
+from penstock.checkpoint.storage import INDEX, ShardReader, read_pieces
+from penstock.checkpoint.team import RankProblem, Team, present_team
+from penstock.checkpoint.tree import unpack
+from penstock.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint directory that has been verified. No tensor has been read yet."""
+
+    path: Path
+    manifest: Manifest
+    index: Index
+    document: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self.manifest.step
+
+    @property
+    def plan(self) -> str:
+        """The Plan's line."""
+        return self.manifest.plan
+
+    @property
+    def world(self) -> int:
+        """Ranks that saved it."""
+        return self.manifest.world
+
+    def load(
+        self, like: Mapping[str, Tensor] | None = None, *, rank: int = 0, world: int | None = None
+    ) -> Snapshot:
+        """What it holds, for rank `rank` of `world` (default: as many as saved it).
+
+        `like` maps the names of the model's parameters to the parameters. Whatever the checkpoint holds under such a
+        name (a weight, its average, the optimizer's moments) in the parameter's shape comes back as the parameter
+        lies: on its device and, where it is a DTensor, as a DTensor of the same placements of which only this rank's
+        part is read. Everything else, and all of it without `like`, comes whole and on the CPU. Not collective.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        like = like or {}
+        documents = {"state": self.document["state"], LOCAL: {}}
+        if world in (None, self.world):
+            documents[LOCAL] = self._document(file_name(LOCAL, rank, self.world, "json"))
+        owners = {
+            f"{group}/{name}": like.get(name)
+            for group, names in self.document["weights"].items()
+            for name in names
+        }
+        for group, tree in self.document["state"].items():
+            owners |= {f"{group}/{path}": owner for path, owner in _owners(tree, like)}
+        owners |= {f"{LOCAL}/{path}": None for path, _ in _owners(documents[LOCAL], {})}
+        read = self.read(owners)
+        weights = {
+            group: {name: read[f"{group}/{name}"] for name in names}
+            for group, names in self.document["weights"].items()
+        }
+        state = {group: self._tree(group, tree, read) for group, tree in documents["state"].items()}
+        local = self._tree(LOCAL, documents[LOCAL], read)
+        return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
+
+    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Tensors by `set/name`, each laid out as the tensor it is wanted like, if its shape is the same."""
+        missing = sorted(wanted.keys() - self.index.keys())
+        if missing:
+            raise CheckpointError(
+                f"Checkpoint {self.path} is refused: its files have no tensor '{missing[0]}'."
+            )
+        pieces, tensors = {}, {}
+        for name, like in wanted.items():
+            tensors[name], pieces[name] = _empty(self.index[name], like)
+        read_pieces(ShardReader(self.path, self.index, self.world), pieces)
+        return tensors
+
+    def _tree(self, group: str, document: Any, read: Mapping[str, Tensor]) -> Any:
+        tensors = {
+            name.removeprefix(f"{group}/"): t for name, t in read.items() if name.startswith(f"{group}/")
+        }
+        try:
+            return unpack(document, tensors)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            raise CheckpointError(
+                f"Checkpoint {self.path} is refused: the state of '{group}' is malformed."
+            ) from None
+
+    def _document(self, name: str) -> Any:
+        return _read_json(self.path / name) if name in self.manifest.files else {}
+
+
+def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
+    """Memory for a tensor, or for this rank's part of it, and the piece through which it is filled."""
+    dtype = entry.torch_dtype
+    if like is None or tuple(like.shape) != entry.shape:
+        whole = torch.empty(entry.shape, dtype=dtype)
+        return whole, piece_of(whole)
+    if not isinstance(like, DTensor):
+        device = "cpu" if like.is_meta else like.device
+        whole = torch.empty(entry.shape, dtype=dtype, device=device)
+        return whole, piece_of(whole)
+    part = like.to_local().detach()
+    device = torch.device(like.device_mesh.device_type) if part.is_meta else part.device
+    local = torch.empty(part.shape, dtype=dtype, device=device)
+    tensor = DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+    return tensor, Piece(local, like.shape, piece_of(like).offsets)
+
+
+def _owners(
+    tree: Any, like: Mapping[str, Tensor], owner: Tensor | None = None
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor that a document names, with the parameter under whose name it stands."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _owners(item, like, owner)
+    elif isinstance(tree, dict):
+        name = tree.get("$tensor", tree.get("$array"))
+        if isinstance(name, str):
+            yield name, owner if "$tensor" in tree else None
+        elif "$items" in tree:
+            for _, item in tree["$items"]:
+                yield from _owners(item, like, owner)
+        else:
+            for key, item in tree.items():
+                yield from _owners(item, like, like.get(key, owner))
+
+
+def open_verified(path: Path) -> Stored:
+    """The checkpoint directory `path`, every byte of it verified.
+
+    Raises:
+        CheckpointError: as `verify`, or a file's content is not what its name says.
+    """
+    try:
+        return _opened(path, verify(path))
+    except OSError as problem:
+        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
+
+
+def _opened(path: Path, manifest: Manifest) -> Stored:
+    documents = {name: _read_json(path / f"{name}.json") for name in ("state", "config")}
+    if manifest.format == 1:
+        index = index_of_whole_files(path, manifest.files)
+    else:
+        index = read_index(path, _read_json(path / INDEX), manifest.files, manifest.world)
+    state = documents["state"]
+    if not (
+        isinstance(state, dict)
+        and isinstance(state.get("weights"), dict | list)
+        and isinstance(state.get("state"), dict)
+        and isinstance(documents["config"], dict)
+    ):
+        raise CheckpointError(f"Checkpoint {path} is refused: state.json is not that of a checkpoint.")
+    if isinstance(state["weights"], list):  # format 1 named the sets alone
+        names = [name.partition("/") for name in index]
+        listed = {group: [n for g, _, n in names if g == group] for group in state["weights"]}
+        state = {**state, "weights": listed}
+    return Stored(path, manifest, index, state, documents["config"])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        raise CheckpointError(f"{path} is refused: it is no JSON.") from None
+
+
+def load(path: Path) -> Snapshot:
+    """Read the checkpoint directory `path` whole, after verifying every byte of it.
+
+    Raises:
+        CheckpointError: as `open_verified`.
+    """
+    return open_verified(path).load()
+
+
+def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Stored | None:
+    """The newest checkpoint in `folder` that verifies, or None where there is none at all.
+
+    Each one that is refused is logged by name and, once an older one has been accepted, renamed to
+    `step-N.refused` so that it is neither tried again nor in the way. Collective where torch.distributed runs: the
+    ranks share the work and find the same.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be trusted.
+    """
+    team = present_team(group)
+    refused: list[tuple[Path, CheckpointError]] = []
+    for step in reversed(team.first(lambda: steps(folder))):
+        path = folder / f"step-{step}"
+        try:
+            stored = _accepted(path, team)
+        except CheckpointError as problem:
+            _log.warning("%s The checkpoint before it is tried.", problem)
+            refused.append((path, problem))
+            continue
+        team.first(lambda: _settle(folder, [bad for bad, _ in refused], stored.path.name))  # noqa: B023
+        return stored
+    if refused:
+        listed = "\n".join(f"- {problem}" for _, problem in refused)
+        raise CheckpointError(
+            f"No checkpoint in {folder} can be trusted:\n{listed}\n"
+            f"Restore one from a backup, or start anew with --no-resume."
+        )
+    return None
+
+
+def _accepted(path: Path, team: Team) -> Stored:
+    """The checkpoint `path`, if every rank trusts it."""
+
+    def opened() -> Stored:
+        try:
+            return _opened(path, manifest)
+        except OSError as problem:
+            raise CheckpointError(
+                f"Checkpoint {path} is refused: it cannot be read ({problem})."
+            ) from problem
+
+    try:
+        manifest = check(path, team)
+        mine: list[Stored] = []
+        team.all(lambda: mine.append(opened()))
+    except OSError as problem:
+        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
+    except RankProblem as problem:
+        raise problem.error from problem
+    return mine[0]
+
+
+def _settle(folder: Path, refused: Iterable[Path], name: str) -> None:
+    for bad in refused:
+        set_aside(bad)
+    mend_latest(folder, name)
+
+
+def newest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Snapshot | None:
+    """`find`, and what it found read whole: by every rank, so it is for models that each rank holds whole."""
+    team = present_team(group)
+    stored = find(folder, group=group)
+    return stored.load(rank=team.rank, world=team.world) if stored else None

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.optim import layout
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.remainder import RemainderAdamW
 
 _CHUNK = 1 << 20
 
@@ -19,7 +21,8 @@ class EMA:
     """shadow ← decay · shadow + (1 − decay) · weight, after every optimizer step (Polyak and Juditsky, 1992).
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
-    averaged; buffers are the model's own. With a contiguous optimizer an update is one launch per flat buffer.
+    averaged; buffers are the model's own. With a contiguous optimizer an update is one launch per flat buffer; with
+    RemainderAdamW the exact fp32 weights are averaged, not the bf16 ones.
 
     With master weights, give them by name as `weights`, and as `publish` what rounds them into the model.
     """
@@ -41,6 +44,11 @@ class EMA:
         self._parameters: dict[str, Tensor] = dict(model.named_parameters() if weights is None else weights)
         self._publish = publish
         self._optimizer = optimizer if isinstance(optimizer, Contiguous) else None
+        self._exact = optimizer if isinstance(optimizer, RemainderAdamW) else None
+        self._completed = {
+            name for name, p in self._parameters.items() if self._exact and self._exact.completes(p)
+        }
+        """Parameters whose weights the optimizer knows more exactly than the model."""
         self._generation = self._optimizer.generation if self._optimizer else 0
         self._flats: list[Tensor] = []
         self._scratch: Tensor | None = None
@@ -56,7 +64,11 @@ class EMA:
                 for parameter, view in zip(bucket.parameters, bucket.views(flat, 0, len(bucket.parameters))):
                     shadows[names.pop(id(parameter))] = view
             for name in names.values():  # those that no flat buffer holds
-                shadows[name] = self._parameters[name].detach().to(torch.float32, copy=True)
+                loose = self._parameters[name]
+                if self._exact and name in self._completed:
+                    shadows[name] = self._exact.fp32_weight(loose)
+                else:
+                    shadows[name] = loose.detach().to(torch.float32, copy=True)
         self._loose = list(names.values())
         return {name: shadows[name] for name in self._parameters}
 
@@ -74,7 +86,12 @@ class EMA:
         alike: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name in names:
             shadow, value = self._shadows[name], self._parameters[name].detach()
-            if value.dtype == shadow.dtype and value.device == shadow.device:
+            if self._exact and name in self._completed:
+                whole = layout.flat(layout.local(shadow))
+                pieces = self._exact.fp32_chunks(self._parameters[name], _CHUNK)
+                for mine, theirs in zip(torch.split(whole, _CHUNK), pieces):
+                    mine.lerp_(theirs, 1.0 - self.decay)
+            elif value.dtype == shadow.dtype and value.device == shadow.device:
                 alike[0].append(shadow)
                 alike[1].append(value)
             else:

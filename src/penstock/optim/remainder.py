@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, join, resolve, split
 from penstock.optim import layout
-from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter
+from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter, stored
 
 __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
 
 _STATE = ("step", "exp_avg", "exp_avg_sq", "remainder")
-_CHUNK = 1 << 20
 
 
 class RemainderAdamW(Optimizer):
@@ -141,6 +140,11 @@ class RemainderAdamW(Optimizer):
 
     # -- the exact weights
 
+    def completes(self, parameter: Tensor) -> bool:
+        """Whether this optimizer knows more bits of a weight than the Parameter has: a bf16 one of its groups."""
+        return parameter.dtype == torch.bfloat16 and self._mine(parameter)
+
+    @torch.no_grad()
     def fp32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Every Parameter with its exact fp32 weight, a new tensor of its shape made when its turn comes."""
         for group in self.param_groups:
@@ -148,25 +152,22 @@ class RemainderAdamW(Optimizer):
                 yield parameter, self.fp32_weight(parameter)
 
     @torch.no_grad()
-    def fp32_weight(self, parameter: Parameter) -> Tensor:
+    def fp32_weight(self, parameter: Tensor) -> Tensor:
         """The exact fp32 weight of one Parameter, new and of its shape. Raises ConfigError for a strange one."""
-        self._check_mine(parameter)
-        local = layout.local(parameter)
-        remainder = self.state.get(parameter, {}).get("remainder")
-        if remainder is None:
-            return layout.whole(parameter, local.to(torch.float32, copy=True))
-        return layout.whole(parameter, join(local, layout.local(remainder)))
+        local, remainder = self._halves(parameter)
+        whole = local.to(torch.float32, copy=True) if remainder is None else join(local, remainder)
+        return layout.whole(parameter, whole)
 
     @torch.no_grad()
-    def fp32_chunks(self, parameter: Parameter, size: int = _CHUNK) -> Iterator[Tensor]:
-        """The exact fp32 weight in storage order, in flat pieces of at most `size`: no copy of the whole is made."""
-        self._check_mine(parameter)
-        remainder = self.state.get(parameter, {}).get("remainder")
-        weights = torch.split(layout.flat(layout.local(parameter)), size)
+    def fp32_chunks(self, parameter: Tensor, size: int = 1 << 20) -> Iterator[Tensor]:
+        """The exact fp32 weight in the order of memory, in flat pieces of at most `size`: no copy of the whole is
+        made. To be read only; an fp32 Parameter's are its own memory. Of a DTensor, this device's shard.
+        """
+        local, remainder = self._halves(parameter)
+        weights = torch.split(layout.flat(local), size)
         if remainder is None:
-            yield from (weight.float() for weight in weights)
-        else:
-            yield from map(join, weights, torch.split(layout.flat(layout.local(remainder)), size))
+            return (weight.float() for weight in weights)
+        return map(join, weights, torch.split(layout.flat(remainder), size))
 
     @torch.no_grad()
     def set_fp32_weight(self, parameter: Parameter, value: Tensor) -> None:
@@ -174,7 +175,7 @@ class RemainderAdamW(Optimizer):
 
         Raises ConfigError for a Parameter that is not of this optimizer, another shape or a wider type.
         """
-        self._check_mine(parameter)
+        self._halves(parameter)
         if value.shape != parameter.shape or value.dtype not in (
             torch.float32,
             torch.bfloat16,
@@ -266,12 +267,20 @@ class RemainderAdamW(Optimizer):
         device = layout.local(parameter).device
         return torch.device("cpu") if resolve(self.form, device) == "loop" else device
 
-    def _check_mine(self, parameter: Parameter) -> None:
-        if not any(parameter is mine for group in self.param_groups for mine in group["params"]):
+    def _mine(self, parameter: Tensor) -> bool:
+        if parameter in self.state:  # found by identity, at once
+            return True
+        return any(parameter is mine for group in self.param_groups for mine in group["params"])
+
+    def _halves(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and remainder as they lie here; no remainder where nothing was left out yet."""
+        if not self._mine(parameter):
             raise ConfigError(
                 f"A Parameter of shape {tuple(parameter.shape)} is not in this optimizer's groups; give it one of the "
                 "Parameters that it was built with."
             )
+        remainder = self.state[parameter].get("remainder") if parameter in self.state else None
+        return layout.local(parameter), None if remainder is None else layout.local(remainder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "form": self.form}
@@ -304,12 +313,12 @@ class RemainderAdamW(Optimizer):
         step = torch.as_tensor(given["step"], dtype=torch.float32)
         state["step"] = step.detach().to(self._home(parameter), copy=True)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = _stored(parameter, name, given[name], torch.float32)
+            state[name] = stored(parameter, name, given[name], torch.float32)
         if parameter.dtype == torch.bfloat16:
             remainder = given.get("remainder", before.get("remainder"))
             if remainder is None:
                 remainder = torch.zeros_like(parameter.detach(), dtype=torch.int16)
-            state["remainder"] = _stored(parameter, "remainder", remainder, torch.int16)
+            state["remainder"] = stored(parameter, "remainder", remainder, torch.int16)
         elif "remainder" in given:
             raise CheckpointError(
                 f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has a remainder, which "
@@ -393,21 +402,3 @@ def _refuse_step(*_: Any) -> None:
 def _hyper(group: dict[str, Any]) -> Hyper:
     beta1, beta2 = group["betas"]
     return Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
-
-
-def _stored(parameter: Parameter, name: str, value: Any, dtype: torch.dtype) -> Tensor:
-    """An own copy of a stored tensor, laid out like the Parameter."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise CheckpointError(
-            f"The stored {name} of a weight of shape {tuple(parameter.shape)} is {shape}; load the state of the same "
-            "model."
-        )
-    if name == "remainder" and value.dtype != torch.int16:
-        raise CheckpointError(
-            f"The stored remainder of a weight of shape {tuple(parameter.shape)} is {value.dtype} in place of int16, "
-            "so its bits are lost; something cast it on the way. Load the state that was saved."
-        )
-    made = torch.zeros_like(parameter.detach(), dtype=dtype)
-    layout.local(made).copy_(layout.local(layout.alike(parameter, value)))
-    return made

@@ -1,4 +1,4 @@
-"""What RemainderAdamW cannot do, said before it starts."""
+"""What RemainderAdamW cannot take, refused by name before anything has changed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import layout
 
 
@@ -66,3 +67,21 @@ def check_parameter(parameter: Tensor) -> None:
             f"A Parameter of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} has gaps or "
             "overlaps in memory; make it contiguous before building the optimizer."
         )
+
+
+def stored(parameter: Parameter, name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """An own copy of a stored tensor, laid out like the Parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointError(
+            f"The stored {name} of a weight of shape {tuple(parameter.shape)} is {shape}; load the state of the same "
+            "model."
+        )
+    if name == "remainder" and value.dtype != torch.int16:
+        raise CheckpointError(
+            f"The stored remainder of a weight of shape {tuple(parameter.shape)} is {value.dtype} in place of int16, "
+            "so its bits are lost; something cast it on the way. Load the state that was saved."
+        )
+    made = torch.zeros_like(parameter.detach(), dtype=dtype)
+    layout.local(made).copy_(layout.local(layout.alike(parameter, value)))
+    return made

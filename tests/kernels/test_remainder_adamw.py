@@ -1,0 +1,425 @@
+"""A bf16 weight and its remainder are an fp32 number, bit by bit; Triton's kernel equals an independent reference."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels.remainder_adamw import (
+    Batch,
+    Hyper,
+    adamw_,
+    have_triton,
+    join,
+    resolve,
+    split,
+)
+
+HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
+
+
+def bits_of(value: Tensor) -> Tensor:
+    return value.view(torch.int32)
+
+
+def lower_halves() -> Tensor:
+    """Patterns of the lower 16 bits: all near the edges and the tie, powers of two, and random ones; (K)."""
+    near = [edge + d for edge in (0, 0x8000, 0x10000) for d in range(-24, 25)]
+    powers = [(1 << k) + d for k in range(16) for d in (-1, 0, 1)]
+    random = torch.randint(0, 0x10000, (128,)).tolist()
+    return torch.tensor(sorted({pattern & 0xFFFF for pattern in near + powers + random}), dtype=torch.int64)
+
+
+def all_upper_halves(lower: Tensor) -> Tensor:
+    """fp32 numbers with each of the 65,536 upper halves and each of the lower ones; (65536, K)."""
+    patterns = (torch.arange(0x10000).view(-1, 1) << 16) | lower
+    return patterns.to(torch.int32).view(torch.float32)
+
+
+def test_round_trip_is_exact_for_every_upper_half() -> None:
+    lower = lower_halves()
+    assert len(lower) > 200
+    assert {0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF} <= set(lower.tolist())
+    for part in lower.split(32):
+        value = all_upper_halves(part)
+        weight, remainder = split(value)
+        back = join(weight, remainder)
+        number = ~value.isnan()
+        assert int(number.sum()) == (2 * 255 * 128 * len(part)) + 2 * int((part == 0).sum())
+        assert torch.equal(bits_of(back)[number], bits_of(value)[number])
+        # One NaN stands for all; where it is, and where infinities are, does not change.
+        assert torch.equal(back.isnan(), value.isnan())
+        assert torch.equal(weight.isnan(), value.isnan())
+
+
+def test_round_trip_is_exact_for_every_lower_half() -> None:
+    """All 65,536 remainders: at zero, the least and greatest normal numbers, both signs, and some in between."""
+    upper = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x4049, 0x7F7E, 0x7F7F]
+    for high in [*upper, *(pattern | 0x8000 for pattern in upper)]:
+        patterns = (torch.tensor(high) << 16) | torch.arange(0x10000)
+        value = patterns.to(torch.int32).view(torch.float32)
+        weight, remainder = split(value)
+        assert torch.equal(bits_of(join(weight, remainder)), bits_of(value))
+        assert remainder.unique().numel() == 0x10000
+
+
+def test_weights_are_rounded_to_nearest_with_ties_away_from_zero() -> None:
+    value = all_upper_halves(torch.tensor([0, 1, 0x7FFF, 0x8001, 0xFFFF]))
+    value = value[:-1][(~value[:-1].isnan()).all(dim=1)]
+    # Off ties there is one nearest number, so torch's own cast, which breaks ties otherwise, must agree.
+    assert torch.equal(split(value)[0], value.bfloat16())
+    ties = all_upper_halves(torch.tensor([0x8000]))[:, 0]
+    ties = ties[~ties.isnan()]
+    weight, remainder = split(ties)
+    up = torch.nextafter(ties, ties.sign() * float("inf")).bfloat16()
+    assert torch.equal(weight, up)
+    assert (weight.float().abs() > ties.abs()).all()
+    assert (remainder == -0x8000).all()
+
+
+def test_the_rounding_is_half_as_far_off_as_truncation() -> None:
+    value = torch.randn(100_000)
+    rounded = (split(value)[0].float() - value).abs().mean()
+    truncated = ((bits_of(value) & -0x10000).view(torch.float32) - value).abs().mean()
+    assert 0.48 < (rounded / truncated).item() < 0.52
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "remainder"),
+    [
+        (0.0, 0.0, 0),
+        (-0.0, -0.0, 0),
+        (2.0**-149, 0.0, 1),
+        (-(2.0**-149), -0.0, 1),
+        (2.0**-134, 2.0**-133, -0x8000),  # half of bf16's least subnormal is a tie, and goes up
+        (1.0, 1.0, 0),
+        (1.0 + 2.0**-8, 1.0 + 2.0**-7, -0x8000),
+        (-1.0 - 2.0**-8, -1.0 - 2.0**-7, -0x8000),
+        (float("inf"), float("inf"), 0),
+        (-float("inf"), -float("inf"), 0),
+    ],
+)
+def test_known_pairs(value: float, weight: float, remainder: int) -> None:
+    got = split(torch.tensor([value]))
+    assert got[1].item() == remainder
+    assert struct.pack("f", got[0].item()) == struct.pack("f", weight)
+    assert struct.pack("f", join(*got).item()) == struct.pack("f", value)
+
+
+def test_what_exceeds_bf16_is_infinite_to_the_model_and_exact_in_the_pair() -> None:
+    edge = float(Fraction(2) ** 128 - Fraction(2) ** 119)  # half-way from bf16's greatest number to 2^128
+    greatest = torch.finfo(torch.float32).max
+    below = torch.nextafter(torch.tensor([edge]), torch.tensor([0.0]))
+    values = torch.cat([below, torch.tensor([edge, greatest])])
+    for sign in (1.0, -1.0):
+        weight, remainder = split(sign * values)
+        assert weight.isinf().tolist() == [False, True, True]
+        assert (weight.float().sign() == sign).all()
+        assert torch.equal(join(weight, remainder), sign * values)
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7F800001, 0x7FFF8000, -1, -0x7FFFFF, 0x7FC00000])
+def test_no_nan_becomes_a_number(pattern: int) -> None:
+    """0x7FFFFFFF is what GPUs make; its integer would round up to minus zero."""
+    weight, remainder = split(torch.tensor([pattern], dtype=torch.int32).view(torch.float32))
+    assert weight.isnan().all()
+    assert bits_of(join(weight, remainder)).item() == 0x7FC00000
+
+
+def test_shapes_and_strides_are_kept_and_arguments_are_left_alone() -> None:
+    value = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    before = value.clone()
+    weight, remainder = split(value)
+    assert weight.shape == remainder.shape == value.shape
+    assert torch.equal(join(weight, remainder), before)
+    assert torch.equal(value, before)
+    assert join(*split(torch.tensor(0.1))).shape == ()
+    assert join(*split(torch.empty(0, 3))).shape == (0, 3)
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"float64; convert it first"):
+        split(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="int16 remainders of one shape"):
+        join(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(ConfigError, match="float16"):
+        join(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.int16))
+
+
+def test_forms_are_chosen_by_device_and_never_in_silence() -> None:
+    cpu = torch.device("cpu")
+    assert resolve("auto", cpu) == "fused"
+    assert resolve("auto", torch.device("meta")) == "loop"
+    assert resolve("loop", cpu) == "loop"
+    with pytest.raises(ConfigError, match="no form 'best'"):
+        resolve("best", cpu)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"needs Triton and a CUDA device, and .*; use 'auto'"):
+        resolve("triton", cpu)
+    with pytest.raises(ConfigError, match="no fused AdamW on meta"):
+        resolve("fused", torch.device("meta"))
+
+
+# -- batches
+
+
+def make_batch(sizes: list[int], dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    pairs = [split(random(size)) for size in sizes]
+    return Batch(
+        [weight for weight, _ in pairs],
+        [remainder for _, remainder in pairs],
+        [random(size).to(dtype) for size in sizes],
+        [0.1 * random(size) for size in sizes],
+        [0.1 * random(size).square() for size in sizes],
+        [torch.tensor(float(age), device=device) for age in range(len(sizes))],
+    )
+
+
+def fp32_of(batch: Batch) -> list[Tensor]:
+    assert batch.remainders is not None
+    return [join(weight, remainder) for weight, remainder in zip(batch.weights, batch.remainders)]
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    assert batch.remainders is not None
+    parts = (batch.weights, batch.remainders, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs, batch.steps)
+    return [tensor.clone() for part in parts for tensor in part]
+
+
+def test_pieces_and_packs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are cut and small ones joined; with pieces of 64 nearly every way of cutting occurs."""
+    sizes = [200, 64, 1, 63, 128, 5, 7, 65]
+    for form in ("fused", "loop"):
+        whole, cut = make_batch(sizes, torch.bfloat16), make_batch(sizes, torch.bfloat16)
+        adamw_(whole, HYPER, form=form)  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr("penstock.kernels.remainder_adamw._PIECE", {"cpu": 64})
+            adamw_(cut, HYPER, form=form)  # type: ignore[arg-type]
+        assert all(map(torch.equal, tensors_of(whole), tensors_of(cut)))
+        assert [step.item() for step in cut.steps] == [float(age + 1) for age in range(len(sizes))]
+
+
+def test_fused_temporaries_stay_small() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and "empty" in str(func):
+                largest = max(largest, out.numel())
+            return out
+
+    batch = make_batch([3 << 19], torch.bfloat16)
+    with Watch():
+        adamw_(batch, HYPER, form="fused")
+    assert 0 < largest <= 1 << 18
+
+
+def reference_step(batch: Batch, hyper: Hyper, scale: float | None) -> tuple[list[Tensor], ...]:
+    """AdamW in numpy's fp32, written anew: every operation rounded once, as Triton's kernel promises."""
+    import numpy as np
+
+    one = np.float32
+    values, firsts, seconds = [], [], []
+    for value_, gradient_, first_, second_, step in zip(
+        fp32_of(batch), batch.gradients, batch.exp_avgs, batch.exp_avg_sqs, batch.steps
+    ):
+        age = step.item() + 1
+        value, gradient = value_.cpu().numpy(), gradient_.float().cpu().numpy()
+        first, second = first_.cpu().numpy(), second_.cpu().numpy()
+        if scale is not None:
+            gradient = gradient / one(scale)
+        if hyper.maximize:
+            gradient = -gradient
+        value = value * one(1 - hyper.lr * hyper.weight_decay)
+        first = first + one(1 - hyper.beta1) * (gradient - first)
+        second = second * one(hyper.beta2) + one(1 - hyper.beta2) * gradient * gradient
+        root = one((1 - hyper.beta2**age) ** 0.5)
+        step_size = one(hyper.lr / (1 - hyper.beta1**age))
+        value = value - (step_size * first) / (np.sqrt(second) / root + one(hyper.eps))
+        values.append(torch.from_numpy(value))
+        firsts.append(torch.from_numpy(first))
+        seconds.append(torch.from_numpy(second))
+    return values, firsts, seconds
+
+
+def check_against_reference(
+    dtype: torch.dtype, device: str, *, scale: float | None, maximize: bool = False, beta1: float = 0.9
+) -> None:
+    hyper = Hyper(HYPER.lr, beta1, HYPER.beta2, HYPER.eps, HYPER.weight_decay, maximize)
+    sizes = [4096, 2050, 1, 16, 33, 2048]
+    batch = make_batch(sizes, dtype, device=device)
+    gradients = [gradient.clone() for gradient in batch.gradients]
+    expected = reference_step(batch, hyper, scale)
+    for found in (1.0, 0.0) if scale is not None else (None,):
+        before = tensors_of(batch)
+        adamw_(
+            batch,
+            hyper,
+            form="triton",
+            grad_scale=None if scale is None else torch.tensor(scale, device=device),
+            found_inf=None if found is None else torch.tensor(found, device=device),
+        )
+        if found:  # an overflow: nothing at all changes, counters included
+            assert all(map(torch.equal, before, tensors_of(batch)))
+    for mine, theirs in zip((fp32_of(batch), batch.exp_avgs, batch.exp_avg_sqs), expected):
+        for a, b in zip(mine, theirs):
+            assert torch.equal(bits_of(a.cpu()), bits_of(b))
+    assert all(map(torch.equal, gradients, batch.gradients))
+    assert [step.item() for step in batch.steps] == [float(age + 1) for age in range(len(sizes))]
+
+
+CASES = [
+    (torch.bfloat16, None, False, 0.9),
+    (torch.bfloat16, 1536.0, False, 0.9),
+    (torch.float32, 3.0, True, 0.9),
+    (torch.float16, None, False, 0.0),
+]
+
+
+def run_cases(device: str) -> None:
+    for dtype, scale, maximize, beta1 in CASES:
+        check_against_reference(dtype, device, scale=scale, maximize=maximize, beta1=beta1)
+    check_unaligned(device)
+    check_nan(device)
+    check_many_steps(device)
+
+
+def check_unaligned(device: str) -> None:
+    """Views that start anywhere, and sizes that no vector divides, are found and kept apart."""
+    batch, same = (
+        make_batch([64, 48], torch.bfloat16, device=device),
+        make_batch([64, 48], torch.bfloat16, device=device),
+    )
+    shifted = torch.empty(65, dtype=torch.bfloat16, device=device)[1:]
+    shifted.copy_(batch.gradients[0])
+    batch.gradients[0] = shifted
+    assert shifted.data_ptr() % 16 != 0
+    adamw_(batch, HYPER, form="triton")
+    adamw_(same, HYPER, form="triton")
+    assert all(map(torch.equal, tensors_of(batch), tensors_of(same)))
+
+
+def check_nan(device: str) -> None:
+    batch = make_batch([16], torch.float32, device=device)
+    batch.gradients[0][3] = float("nan")
+    adamw_(batch, HYPER, form="triton")
+    assert batch.weights[0].isnan().nonzero().flatten().tolist() == [3]
+
+
+def check_many_steps(device: str) -> None:
+    """Against torch's kernel, which contracts products and sums: last places differ, and do not run away."""
+    sizes = [2048, 17]
+    batch, other = (
+        make_batch(sizes, torch.bfloat16, device=device),
+        make_batch(sizes, torch.bfloat16, device=device),
+    )
+    for step in range(20):
+        for mine, theirs in zip(batch.gradients, other.gradients):
+            mine.copy_(torch.randn(mine.shape, generator=torch.Generator().manual_seed(step)))
+            theirs.copy_(mine)
+        adamw_(batch, HYPER, form="triton")
+        adamw_(other, HYPER, form="fused")
+    for mine, theirs in zip(fp32_of(batch), fp32_of(other)):
+        torch.testing.assert_close(mine, theirs)
+
+
+@needs_triton
+def test_triton_equals_the_reference_bit_by_bit_in_the_interpreter() -> None:
+    program = (
+        "import importlib.util, sys, torch\n"
+        "torch.set_num_threads(1)\n"
+        f"spec = importlib.util.spec_from_file_location('case', {str(Path(__file__))!r})\n"
+        "case = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['case'] = case\n"
+        "spec.loader.exec_module(case)\n"
+        "case.run_cases('cpu')\n"
+        "print('all equal')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "all equal"
+
+
+@needs_triton
+def test_triton_compiles_for_hopper_without_spilling_and_reads_in_vectors(tmp_path: Path) -> None:
+    program = """
+import json, re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from penstock.kernels.triton import remainder_adamw as module
+kernel = module.remainder_adamw_kernel
+pointers = {"table": "*i64", "gradients": "*i64", "blocks": "*i32", "grad_scale": "*fp32", "found_inf": "*fp32"}
+found = {}
+for kind in ("bf16", "fp16", "fp32"):
+    for aligned in (True, False):
+        constants = dict(GRADIENT=kind, HAS_SCALE=True, HAS_FOUND=True, MAXIMIZE=False, ALIGNED=aligned)
+        constants["BLOCK"] = module.BLOCK
+        types = {n: pointers.get(n) or ("constexpr" if n in constants else "fp32") for n in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs={})
+        options = dict(num_warps=module.WARPS, enable_fp_fusion=False)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        found[f"{kind} {aligned}"] = dict(shared=made.metadata.shared, cubin=len(made.asm["cubin"])) | {
+            name: len(re.findall(pattern, made.asm["ptx"]))
+            for name, pattern in dict(
+                vectors="ld[.]global[.]v4",
+                stored="st[.]global[.]v4",
+                narrow="(?:ld|st)[.]global[.]b16",
+                contracted="fma[.]rn[.]f32|div[.]full|approx[.]f",
+                local="[.]local",
+            ).items()
+        }
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    for (kind, aligned), facts in zip(
+        itertools.product(("bf16", "fp16", "fp32"), (True, False)), found.values()
+    ):
+        assert facts["cubin"] > 0
+        assert facts["shared"] <= 232_448
+        assert facts["contracted"] == facts["local"] == 0, (
+            f"{kind}: an operation is not rounded by itself, or spills"
+        )
+        if aligned:
+            # 16 elements a thread: weights, remainders and moments are 2 + 2 + 4 + 4 loads of 16 bytes.
+            assert facts["vectors"] >= 12
+            assert facts["stored"] == 12
+            assert facts["narrow"] == 0
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_triton_equals_the_reference_bit_by_bit_on_a_gpu() -> None:
+    run_cases("cuda")

@@ -1,0 +1,235 @@
+"""Checkpoints in other layouts, and their weights as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.commit import LATEST, remove
+from penstock.checkpoint.index import Chunk, Entry, chunk_key, file_name, to_json
+from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
+from penstock.checkpoint.pieces import LOCAL, Piece
+from penstock.checkpoint.storage import INDEX, ShardReader, read_pieces
+from penstock.checkpoint.stored import Stored, open_verified
+from penstock.checkpoint.tensorfile import Outgoing, Written, write_file, write_tensors
+from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
+
+SHARD_BYTES = 5_000_000_000
+"""Size from which Hugging Face splits a model's weights into several files."""
+
+
+def resolve(path: Path, *, step: int | None = None) -> Path:
+    """The checkpoint directory that `path` means: itself, the newest in a folder of them, or a run's newest.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.name.startswith("step-") and step is None and (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        found = sorted(int(p.name[5:]) for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit())
+        if step is not None and step in found:
+            return folder / f"step-{step}"
+        if step is None and found:
+            return folder / f"step-{found[-1]}"
+    what = "a checkpoint" if step is None else f"step-{step}"
+    raise ConfigError(
+        f"There is no {what} in {path}. Give a directory step-N, a folder of such, or the output folder of a run."
+    )
+
+
+def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
+    """Write the checkpoint directory `source`, of any format and layout, into the folder `target` as `ranks` would.
+
+    One rank gives one file per set, each tensor whole; more split every tensor along its first dimension as FSDP does.
+    Either can be read by any number of ranks, so this is for moving and sharing, and for speed where a rank shall read
+    one file. One tensor at a time is in memory. What was a rank's own (its random generators) is kept only where the
+    number of ranks stays.
+
+    Raises:
+        CheckpointError: `source` is refused. EnvironmentProblem: the disk has too little room or fails.
+        ConfigError: `ranks` is below 1, or the target is there already.
+    """
+    if ranks < 1:
+        raise ConfigError(f"A checkpoint cannot be laid out for {ranks} ranks; give 1 or more.")
+    stored = open_verified(source)
+    final, temporary = target / source.name, target / f"{source.name}.tmp"
+    if final.exists():
+        raise ConfigError(f"{final} is there already; give another folder, or remove it.")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target).free
+        if free < 1.05 * stored.manifest.bytes:
+            raise EnvironmentProblem(
+                f"{target} has {free / 1e6:.0f} MB free; {source} needs {1.05 * stored.manifest.bytes / 1e6:.0f} MB."
+            )
+        remove(temporary)
+        temporary.mkdir()
+        files = _rewritten(stored, temporary, ranks)
+        manifest = Manifest(stored.step, stored.plan, versions(), files, ranks)
+        write_file(temporary / MANIFEST, [manifest_text(manifest)])
+        temporary.rename(final)
+        write_file(target / LATEST, [f"{final.name}\n".encode()])
+    except OSError as problem:
+        remove(temporary)
+        raise EnvironmentProblem(
+            f"{final} could not be written: {problem}. {source} is untouched; free space, then convert again."
+        ) from problem
+    verify(final)
+    return final
+
+
+def _rewritten(stored: Stored, folder: Path, ranks: int) -> dict[str, Written]:
+    same = ranks == stored.world
+    index: dict[str, Entry] = {}
+    outgoing: dict[str, list[Outgoing]] = {}
+    for name, entry in stored.index.items():
+        group = name.partition("/")[0]
+        if group == LOCAL:
+            if not same:
+                continue
+            chunks: Sequence[Chunk] = entry.chunks
+        else:
+            chunks = tuple(_split(entry.shape, ranks))
+        index[name] = Entry(entry.dtype, entry.shape, tuple(chunks))
+        for chunk in chunks:
+            outgoing.setdefault(file_name(group, chunk.rank, ranks), []).append(
+                Outgoing(
+                    chunk_key(name, entry.shape, chunk.offsets, chunk.sizes),
+                    entry.torch_dtype,
+                    chunk.sizes,
+                    partial(_fetch, stored, name, chunk),
+                )
+            )
+    files = {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
+
+    def document(name: str, content: Any) -> None:
+        files[name] = write_file(folder / name, [json.dumps(content, separators=(",", ":")).encode()])
+
+    if same:
+        for rank in range(ranks):
+            name = file_name(LOCAL, rank, ranks, "json")
+            if name in stored.manifest.files:
+                document(name, json.loads((stored.path / name).read_bytes()))
+    document(INDEX, to_json(index))
+    document("state.json", stored.document)
+    document("config.json", stored.config)
+    return files
+
+
+def _split(shape: tuple[int, ...], ranks: int) -> Iterator[Chunk]:
+    """Boxes along the first dimension, as torch.chunk cuts; what cannot be cut is rank 0's."""
+    rows = shape[0] if shape and min(shape) > 0 else 0
+    if rows < 2 or ranks == 1:
+        yield Chunk(0, (0,) * len(shape), shape)
+        return
+    step = -(-rows // ranks)
+    for rank, start in enumerate(range(0, rows, step)):
+        yield Chunk(rank, (start, *(0,) * (len(shape) - 1)), (min(step, rows - start), *shape[1:]))
+
+
+def _fetch(stored: Stored, name: str, chunk: Chunk) -> Tensor:
+    entry = stored.index[name]
+    values = torch.empty(chunk.sizes, dtype=entry.torch_dtype)
+    piece = Piece(values, torch.Size(entry.shape), torch.Size(chunk.offsets))
+    read_pieces(ShardReader(stored.path, {name: entry}, stored.world), {name: piece})
+    return values
+
+
+def weight_sets(stored: Stored) -> list[str]:
+    """The sets of weights it holds: `weights`, and `ema` where there was an average."""
+    return list(stored.document["weights"])
+
+
+def read_weights(stored: Stored, which: str) -> dict[str, Tensor]:
+    """One set of weights, whole and on the CPU, by parameter name."""
+    names = _names(stored, which)
+    read = stored.read({f"{which}/{name}": None for name in names})
+    return {name: read[f"{which}/{name}"] for name in names}
+
+
+def export_plain(stored: Stored, folder: Path, which: str, *, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write one set of weights in its own names as Hugging Face lays files out: `model.safetensors`, or several
+    numbered ones of at most `shard_bytes` (but at least a tensor) and `model.safetensors.index.json`.
+
+    One tensor at a time is in memory. Raises ConfigError where there is no such set.
+    """
+    names = _names(stored, which)
+    shards: list[list[str]] = [[]]
+    sizes = {name: _bytes(stored.index[f"{which}/{name}"]) for name in names}
+    filled = 0
+    for name in names:
+        if shards[-1] and filled + sizes[name] > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += sizes[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    count = len(shards)
+    files = [
+        "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        for number in range(1, count + 1)
+    ]
+    for file, shard in zip(files, shards):
+        write_tensors(folder / file, _whole(stored, which, shard), {"format": "pt"})
+    if count > 1:
+        listed = {name: file for file, shard in zip(files, shards) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": listed}
+        text = json.dumps(index, indent=1).encode()
+        write_file(folder / "model.safetensors.index.json", [text])
+        files.append("model.safetensors.index.json")
+    return [folder / file for file in files]
+
+
+def export_model(stored: Stored, folder: Path, which: str) -> None:
+    """Write one set of weights, and the model's configuration, as a Hugging Face folder.
+
+    Raises:
+        ConfigError: no such set, or the checkpoint's model is of a family that has no such form here.
+    """
+    from penstock.config.load import from_dict
+    from penstock.config.run import RunConfig
+    from penstock.models import ViT, create
+    from penstock.models.convert import save_pretrained
+
+    config = from_dict(RunConfig, dict(stored.config), origin=f"the checkpoint {stored.path}")
+    with torch.device("meta"):
+        model = create(config.model)
+    if not isinstance(model, ViT):
+        raise ConfigError(
+            f"{stored.path} holds a {type(model).__name__}, for which there is no Hugging Face form here; "
+            f"export it with --names plain."
+        )
+    missing, unknown = model.load_state_dict(read_weights(stored, which), strict=False, assign=True)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{stored.path} does not fit its own configuration: missing {missing[:3]}, unknown {unknown[:3]}."
+        )
+    save_pretrained(model, folder)
+
+
+def _names(stored: Stored, which: str) -> list[str]:
+    sets: Mapping[str, list[str]] = stored.document["weights"]
+    if which not in sets:
+        raise ConfigError(f"{stored.path} has no weights '{which}'; it has {', '.join(sets)}.")
+    return list(sets[which])
+
+
+def _whole(stored: Stored, which: str, names: Sequence[str]) -> Iterator[Outgoing]:
+    for name in names:
+        entry = stored.index[f"{which}/{name}"]
+        chunk = Chunk(0, (0,) * len(entry.shape), entry.shape)
+        yield Outgoing(
+            name, entry.torch_dtype, entry.shape, partial(_fetch, stored, f"{which}/{name}", chunk)
+        )
+
+
+def _bytes(entry: Entry) -> int:
+    return torch.Size(entry.shape).numel() * entry.torch_dtype.itemsize

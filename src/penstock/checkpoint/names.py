@@ -1,0 +1,79 @@
+"""An optimizer's state by the names of the parameters, so that it outlives the order and layout it was made in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+_OWN = ("params", "param_names")
+
+
+def by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """An optimizer's `state_dict()` with names in place of torch's numbers.
+
+    The names are those in each group's `param_names` (`parameter_groups` puts them there, and torch keeps them); for an
+    optimizer without them, `names` lists all parameters in the optimizer's order. Entries beside `state` and
+    `param_groups` are kept as they are.
+
+    Raises:
+        ValueError: the names are missing, or not one for each parameter.
+    """
+    groups: list[dict[str, Any]] = []
+    called: dict[Any, str] = {}
+    left = iter(names or ())
+    for group in state_dict["param_groups"]:
+        numbers = group["params"]
+        own = group.get("param_names") or [name for _, name in zip(numbers, left)]
+        if len(own) != len(numbers):
+            raise ValueError(
+                f"A parameter group has {len(numbers)} parameters and {len(own)} names; build it with "
+                f"penstock.parameter_groups, or give the names of all parameters in the optimizer's order."
+            )
+        called |= dict(zip(numbers, own))
+        groups.append({**{k: v for k, v in group.items() if k not in _OWN}, "params": list(own)})
+    if len(set(called.values())) != len(called):
+        raise ValueError("Two parameters of the optimizer have one name.")
+    state = {called[number]: entry for number, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def by_index(
+    stored: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What `by_name` gave, for the `load_state_dict` of the optimizer whose `state_dict()` is now `current`.
+
+    State that is by number already (checkpoints of the first format) is given back as it is.
+
+    Raises:
+        CheckpointError: the stored state is of other parameters, or puts those of one group under different settings.
+    """
+    stored_groups = stored["param_groups"]
+    if all(isinstance(number, int) for group in stored_groups for number in group["params"]):
+        return dict(stored)
+    home = {name: group for group in stored_groups for name in group["params"]}
+    plain = by_name(current, names)
+    wanted = [name for group in plain["param_groups"] for name in group["params"]]
+    if set(wanted) != set(home):
+        unknown, missing = sorted(set(home) - set(wanted)), sorted(set(wanted) - set(home))
+        raise CheckpointError(
+            f"The stored optimizer state is of another model: it lacks {missing[:3] or 'nothing'} and knows "
+            f"{unknown[:3] or 'nothing'} besides. Give the model that it was saved with."
+        )
+    groups = []
+    for group, named in zip(current["param_groups"], plain["param_groups"]):
+        homes = [home[name] for name in named["params"]]
+        settings = [{k: v for k, v in h.items() if k != "params"} for h in homes]
+        if any(other != settings[0] for other in settings):
+            raise CheckpointError(
+                f"The stored optimizer groups parameters otherwise: {named['params'][0]} and others of its group were "
+                f"trained under different settings. Give the recipe that it was saved with."
+            )
+        own = {key: group[key] for key in _OWN if key in group}
+        groups.append({**(settings[0] if settings else group), **own})
+    number = {
+        name: i for g, n in zip(groups, plain["param_groups"]) for name, i in zip(n["params"], g["params"])
+    }
+    state = {number[name]: entry for name, entry in stored["state"].items()}
+    return {**stored, "state": state, "param_groups": groups}

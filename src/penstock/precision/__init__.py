@@ -10,6 +10,8 @@ from penstock.precision.accelerate import (
     scalers_of,
     unscale_,
 )
+from penstock.precision.histogram import GradientHistogram, Histogram, Recommendation, recommend
+from penstock.precision.inspect import PrecisionReport, gradient_histogram, report
 from penstock.precision.levels import autocast, cast_model, half_dtype
 from penstock.precision.master import MasterWeights
 from penstock.precision.matmul import matmul_precision
@@ -19,19 +21,26 @@ from penstock.precision.settings import Precision, resolve
 
 __all__ = [
     "Agree",
+    "GradientHistogram",
+    "Histogram",
     "LossScaler",
     "MasterWeights",
     "Overflow",
     "OverflowTrace",
     "Precision",
+    "PrecisionReport",
+    "Recommendation",
     "accelerate",
     "agree_over",
     "autocast",
     "cast_model",
     "clip_grad_norm_",
+    "gradient_histogram",
     "half_dtype",
     "master_parameters",
     "matmul_precision",
+    "recommend",
+    "report",
     "resolve",
     "scale_loss",
     "scalers_of",

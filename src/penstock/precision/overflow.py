@@ -1,14 +1,19 @@
-"""Where an overflow begins: the first module whose output, or whose output's gradient, is not finite."""
+"""Where an overflow begins: the first module that makes a value, or a gradient, that is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+from penstock.precision.owners import Owners, tensors_of
+
+Where = Literal["output", "backward pass", "gradient of the output", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,25 +21,27 @@ class Overflow:
     """The first value that left the finite numbers."""
 
     layer: str
-    """Qualified name of the module, or of the parameter where hooks saw nothing (inside compiled code)."""
-    where: str
-    """`output`, `gradient of its output` or `gradient`."""
+    """Qualified name of the module, or of the parameter where nothing else was seen."""
+    where: Where
+    """Made in its forward pass (`output`) or its backward pass, or come to it from the loss (`gradient of the output`);
+    `gradient` is that of a parameter."""
 
     def __str__(self) -> str:
         return f"the {self.where} of {self.layer}"
 
 
 class OverflowTrace:
-    """While attached, notes on the device which modules' outputs and output gradients are not finite.
+    """While attached, notes on the device which modules make values and gradients that are not finite.
 
-    `first` then says which came first in time. Hooks added to a compiled model are not seen by its compiled code: what
-    is left there are the gradients of the parameters.
+    `first` then says which came first in time. Compiled parts run eagerly meanwhile, for their code calls no hooks.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
-        self._notes: list[tuple[str, str, Tensor]] = []
+        self._notes: list[tuple[str, Where, Tensor]] = []
         self._handles: list[RemovableHandle] = []
+        self._owners = Owners(self._models, self._watch)
+        self._eager: Any = None
 
     def attach(self) -> OverflowTrace:
         """Begin to look; forget what was seen before."""
@@ -42,7 +49,12 @@ class OverflowTrace:
         self._notes = []
         for model in self._models:
             for name, module in model.named_modules():
-                self._handles.append(module.register_forward_hook(self._hook(name or type(model).__name__)))
+                self._handles.append(
+                    module.register_forward_hook(self._forward(name or type(model).__name__))
+                )
+        self._owners.attach()
+        if any(_compiled(module) for model in self._models for module in model.modules()):
+            self._eager = torch.compiler.set_stance("force_eager")
         return self
 
     def detach(self) -> None:
@@ -50,6 +62,10 @@ class OverflowTrace:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._owners.detach()
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
 
     def __enter__(self) -> OverflowTrace:
         return self.attach()
@@ -57,31 +73,38 @@ class OverflowTrace:
     def __exit__(self, *_: Any) -> None:
         self.detach()
 
-    def _hook(self, name: str) -> Any:
+    def _forward(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for tensor in _tensors(output):
-                self._note(name, "output", tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(  # type: ignore[no-untyped-call]
-                        lambda g: self._note(name, "gradient of its output", g)
-                    )
+            self._note(name, "output", tensors_of(output))
 
         return hook
 
-    def _note(self, name: str, where: str, value: Tensor) -> None:
-        if self._handles:
-            self._notes.append((name, where, ~value.detach().isfinite().all()))
+    def _watch(self, node: Node, layer: str) -> list[RemovableHandle]:
+        def hook(made: Any, given: Any) -> None:
+            self._note(layer, "gradient of the output", tensors_of(given))
+            self._note(layer, "backward pass", tensors_of(made))
+
+        return [node.register_hook(hook)]
+
+    @torch.no_grad()
+    def _note(self, name: str, where: Where, values: list[Tensor]) -> None:
+        for value in values:
+            inside = value.coalesce().values() if value.is_sparse else value
+            self._notes.append((name, where, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
-        """The first non-finite value in time; `gradients` are those of the parameters, by name, in model order.
-
-        Waits for the device.
+        """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked
+        where no backward pass was seen. Waits for the device.
         """
         if self._notes:
             seen = torch.stack([bad.to("cpu") for _, _, bad in self._notes]).tolist()
             for (name, where, _), bad in zip(self._notes, seen):
                 if bad:
                     return Overflow(name, where)
+        if any(where == "backward pass" for _, where, _ in self._notes):
+            return (
+                None  # gradients that ranks have averaged since may not be finite, but did not become so here
+            )
         # The backward pass runs from the last layers to the first.
         for name, gradient in reversed(list(gradients)):
             if gradient is not None and not bool(gradient.isfinite().all()):
@@ -89,11 +112,5 @@ class OverflowTrace:
         return None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+def _compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules

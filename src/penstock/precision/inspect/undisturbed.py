@@ -1,0 +1,167 @@
+"""Passes through a model that leave nothing behind, in the precision it trains in or in fp32 for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from penstock.errors import ConfigError
+from penstock.precision.levels import _InputCast
+from penstock.precision.settings import resolve
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Runs the model on a batch and returns a 0-d loss."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first parameter is."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on the device."""
+    if hasattr(batch, "images") and hasattr(batch, "targets"):  # a loader's, which is no tree of tensors
+        return (batch.images.to(device), batch.targets.to(device))
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and random generators are as they were; compiled parts run eagerly, so that hooks are called.
+
+    Gradients are the caller's to leave alone: `gradients` does.
+    """
+    accelerators = {p.device for p in model.parameters() if p.device.type != "cpu"}
+    kind = next((device.type for device in accelerators), "cuda")
+    buffers = [
+        (module, key, value, value.detach().clone())
+        for module in model.modules()
+        for key, value in module._buffers.items()
+        if value is not None
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=list(accelerators), device_type=kind))
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, key, value, kept in buffers:
+                    module._buffers[key] = value
+                    value.copy_(kept)
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes in fp32 throughout, whatever it was accelerated or cast to.
+
+    Half weights are those of the forward pass, widened: where there are master weights, these are not looked at.
+    Parameters keep their identity, so nobody who holds one notices.
+    """
+    kept: list[tuple[nn.Module, str, Parameter]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    hooks: list[tuple[nn.Module, int, Any]] = []
+    wide: dict[int, Parameter] = {}
+    precisions = [(m, m.__dict__["_penstock_precision"]) for m in model.modules() if _accelerated(m)]
+    for module, _ in precisions:
+        module.__dict__["_penstock_precision"] = resolve("O0")
+    try:
+        for module in model.modules():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.dtype in _HALVES:
+                    if id(parameter) not in wide:
+                        wide[id(parameter)] = Parameter(
+                            parameter.detach().float(), requires_grad=parameter.requires_grad
+                        )
+                    kept.append((module, key, parameter))
+                    setattr(module, key, wide[id(parameter)])  # recurrent layers keep a second list
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype in _HALVES:
+                    buffers.append((module, key, buffer))
+                    module._buffers[key] = buffer.float()
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, _InputCast):
+                    hooks.append((module, number, hook))
+                    module._forward_pre_hooks[number] = _unchanged
+        with torch.autocast(device_of(model).type, enabled=False):
+            yield
+    finally:
+        for module, precision in precisions:
+            module.__dict__["_penstock_precision"] = precision
+        for module, key, parameter in kept:
+            setattr(module, key, parameter)
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+        for module, number, hook in hooks:
+            module._forward_pre_hooks[number] = hook
+
+
+def _accelerated(module: nn.Module) -> bool:
+    return "_penstock_precision" in module.__dict__
+
+
+def _unchanged(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[tuple[str, Tensor | None]]:
+    """The gradient of each trained parameter by name. No `.grad` changes, and no hook that steps an optimizer runs."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained or not loss.requires_grad:
+        raise ConfigError(
+            "No gradient flows from this loss to a parameter: all are frozen, or the loss was computed without "
+            "gradients. Give a model with parameters that require gradients, and a loss that depends on them."
+        )
+    found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+    return [(name, gradient) for (name, _), gradient in zip(trained, found)]
+
+
+def checked(loss: Any) -> Tensor:
+    """The loss as a 0-d tensor. Raises ConfigError for anything else."""
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"loss(model, batch) returned {what}, but must return a scalar tensor.")
+    return loss
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The model's own loss where it returns one, else mean cross entropy of (inputs, targets) with class targets.
+
+    A mapping holds the model's keyword arguments, a pair its inputs and the targets; anything else is its one argument.
+
+    Raises:
+        ConfigError: neither is there; give `loss=`.
+    """
+    targets: Any = None
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, Sequence) and len(batch) == 2:
+        inputs, targets = batch
+        output = model(inputs)
+    else:
+        output = model(batch)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    if isinstance(output, Tensor) and output.ndim == 0:
+        return output
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    classes = isinstance(targets, Tensor) and not targets.is_floating_point()
+    if isinstance(logits, Tensor) and classes and targets.shape == logits.shape[:-1]:
+        return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1).long())
+    raise ConfigError(
+        f"The model returned {type(output).__name__}, from which no loss follows; give loss=, a function "
+        "loss(model, batch) that returns a scalar tensor, such as "
+        "`lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])`."
+    )

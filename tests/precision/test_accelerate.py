@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 from penstock.optim import contiguous
 from penstock.precision import master_parameters, scalers_of, unscale_
 from penstock.precision.accelerate import gradients_beside
+from penstock.precision.lists import default_lists
 
 backward: Any = Tensor.backward
 
@@ -563,6 +564,41 @@ def test_sparse_gradients_are_unscaled() -> None:
     assert gradient.is_sparse
     assert torch.equal(gradient.to_dense()[:, 0], torch.tensor([0.0, 2, 0, 1, 0, 0, 0, 0, 0, 0]))
     opt.step()
+
+
+def test_weights_of_sixteen_bits_more_are_the_masters_bit_for_bit() -> None:
+    model, opt = made("O2", "bf16")
+    other, replaced = made("O2", "bf16", master="remainder")
+    assert train(model, opt, 6) == train(other, replaced, 6)
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values()):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b), name
+    for (name, c), d in zip(
+        master_parameters(model, opt).items(), master_parameters(other, replaced).values()
+    ):
+        assert torch.equal(c, d), name
+    assert other.get_parameter("first.weight").dtype == torch.bfloat16
+    third, resumed = made("O2", "bf16", master="remainder", seed=5)
+    third.load_state_dict(other.state_dict())
+    resumed.load_state_dict(replaced.state_dict())
+    assert train(third, resumed, 3) == train(other, replaced, 3)
+    copied = copy.deepcopy(other)
+    assert torch.equal(copied(batch()[0]), other(batch()[0]))
+
+
+# -- op lists
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lists_decide_what_runs_in_which_type(level: str) -> None:
+    lists = default_lists(torch.bfloat16).with_(fp32=["torch.nn.functional.gelu"], fp32_modules=("head",))
+    model, opt = made(level, "bf16", lists=lists)
+    seen: dict[str, torch.dtype] = {}
+    model.get_submodule("tied").register_forward_pre_hook(lambda m, a: seen.update(gelu=a[0].dtype))
+    model.get_submodule("head").register_forward_hook(lambda m, a, out: seen.update(head=out.dtype))
+    losses = train(model, opt, 3)
+    assert seen == {"gelu": torch.float32, "head": torch.float32}
+    assert losses == pytest.approx(train(*made(level, "bf16"), 3), rel=0.02)
 
 
 # -- errors

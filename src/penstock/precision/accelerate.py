@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -20,9 +21,11 @@ from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError, NumericError
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.remainder import RemainderAdamW, from_adamw
 from penstock.precision import scaling
 from penstock.precision.forward import unwrapped, wrap_forward
-from penstock.precision.master import MasterWeights
+from penstock.precision.lists import apply_modules, default_lists, fp32_modules_of
+from penstock.precision.master import MasterWeights, is_norm
 from penstock.precision.overflow import OverflowTrace
 from penstock.precision.scaler import PATIENCE, Agree, LossScaler, agree_over
 from penstock.precision.scaling import Gradients, Skip
@@ -56,7 +59,9 @@ class Session:
         if precision.weights == "half":
             assert precision.dtype is not None
             if precision.master == "copy":
-                self.masters = MasterWeights(models, optimizers, precision.dtype, norms=precision.norms)
+                self.masters = MasterWeights(
+                    models, optimizers, precision.dtype, norms=precision.norms, lists=precision.lists
+                )
         device = _device_of(models)
         self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
         self._noted: dict[int, Tensor] = {}
@@ -182,7 +187,7 @@ def accelerate(
     bare = [unwrapped(m) for m in models]
     _check(properties, models, bare, optimizers, losses)
     if properties.master == "remainder":
-        optimizers = [_with_remainder(o, bare) for o in optimizers]
+        optimizers = _with_remainder(optimizers, bare, properties)
         optimizer = optimizers[0] if isinstance(optimizer, Optimizer) else type(optimizer)(optimizers)
     session = Session(
         properties,
@@ -195,6 +200,11 @@ def accelerate(
     )
     if properties.weights == "half" and properties.master == "none":
         _cast_in_place(bare, optimizers, properties)
+    if properties.autocast and properties.dtype is not None:
+        lists = properties.lists or default_lists(properties.dtype, _device_of(models).type)
+        properties = replace(properties, lists=lists)
+        for module in bare:
+            apply_modules(module, lists)
     if properties.dtype is not None:
         for module in bare:
             wrap_forward(module, properties)
@@ -286,9 +296,16 @@ def scalers_of(optimizer: Optimizer) -> list[LossScaler]:
 
 
 def master_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The fp32 weights of an accelerated model by name: masters where there are any."""
+    """The fp32 weights of an accelerated model by name: masters where there are any; those of the remainder form are
+    made for the occasion, so that writing to them changes nothing.
+    """
     masters = gradients_beside(optimizer).session.masters
     inner = unwrapped(model)
+    if isinstance(optimizer, RemainderAdamW):
+        return {
+            name: optimizer.fp32_weight(p) if optimizer.completes(p) else p
+            for name, p in inner.named_parameters()
+        }
     return dict(inner.named_parameters()) if masters is None else masters.named(inner)
 
 
@@ -368,7 +385,7 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
     dtype = properties.dtype
     assert dtype is not None
     # Without an optimizer to keep them, MasterWeights casts and sees to state dicts.
-    MasterWeights.cast(models, dtype, norms=properties.norms)
+    MasterWeights.cast(models, dtype, norms=properties.norms, lists=properties.lists)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -378,8 +395,25 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
             optimizer.lay_out_again()
 
 
-def _with_remainder(optimizer: Optimizer, models: list[nn.Module]) -> Optimizer:
-    raise ConfigError("master='remainder' is not available in this version; use master='copy'.")
+def _with_remainder(
+    optimizers: list[Optimizer], models: list[nn.Module], properties: Precision
+) -> list[Optimizer]:
+    """Replace each AdamW by one that keeps 16 more bits to each bf16 weight."""
+    norms = (
+        [m for model in models for m in model.modules() if is_norm(m)] if properties.norms == "fp32" else []
+    )
+    wide = {module for model in models for module in fp32_modules_of(model, properties.lists)}
+    kept = [parameter for module in {*norms, *wide} for parameter in module.parameters(recurse=False)]
+    replaced = [from_adamw(optimizer, keep_fp32=kept) for optimizer in optimizers]
+    MasterWeights.cast(
+        models,
+        torch.bfloat16,
+        norms=properties.norms,
+        buffers=False,
+        lists=properties.lists,
+        remainders=replaced,
+    )
+    return list(replaced)
 
 
 # -- the optimizer's own methods

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.precision.lists import region
 from penstock.precision.settings import Precision
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -68,7 +69,12 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
             args = tuple(_to(precision.dtype, value) for value in args)
             kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
         if precision.autocast:
-            with torch.autocast(_device_type(self, args, kwargs), dtype=precision.dtype):
+            assert precision.dtype is not None
+            place = _device_type(self, args, kwargs)
+            with (
+                torch.autocast(place, dtype=precision.dtype),
+                region(precision.lists, place, precision.dtype),
+            ):
                 output = original(self, *args, **kwargs)
         else:
             output = original(self, *args, **kwargs)

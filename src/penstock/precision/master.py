@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.remainder import RemainderAdamW
+from penstock.precision.lists import OpLists, fp32_modules_of
 
 _log = logging.getLogger(__name__)
 _NORMS = (
@@ -45,7 +48,8 @@ class MasterWeights:
 
     Per step: `collect` adds the half gradients to the fp32 ones, the optimizer steps, `publish` rounds its weights into
     the model. The model's state dict holds the fp32 values under its plain names, and loading fills them, so that no
-    bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32.
+    bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32; so do the
+    modules that `lists` name for fp32.
 
     Weights that are written in place between steps (clipped, tied, re-initialised) are taken over; what swaps storage
     (`p.data = …`) is not seen and lost at the next step: change `master_of` of the weight instead.
@@ -58,10 +62,9 @@ class MasterWeights:
         dtype: torch.dtype,
         *,
         norms: str = "fp32",
-        keep: bool = True,
+        lists: OpLists | None = None,
     ) -> None:
         self.dtype = dtype
-        self._keep = keep
         trained = {
             id(p): (optimizer, p)
             for optimizer in optimizers
@@ -75,12 +78,15 @@ class MasterWeights:
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
         for model in models:
+            wide = fp32_modules_of(model, lists)
             for name, module in model.named_modules():
+                if module in wide:
+                    continue
                 if norms == "fp32" and is_norm(module):
                     _compute_in_fp32(module)
                     continue
                 self._halve(name, module, trained, swapped, frozen)
-        if keep and frozen:
+        if frozen:
             _log.info(
                 "%d weights that no optimizer trains are kept in half precision alone, %s among them.",
                 len(frozen), frozen[0],
@@ -89,24 +95,37 @@ class MasterWeights:
         self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
 
     @classmethod
-    def cast(cls, models: Iterable[nn.Module], dtype: torch.dtype, *, norms: str = "half") -> None:
+    def cast(
+        cls,
+        models: Iterable[nn.Module],
+        dtype: torch.dtype,
+        *,
+        norms: str = "half",
+        buffers: bool = True,
+        lists: OpLists | None = None,
+        remainders: Sequence[RemainderAdamW] = (),
+    ) -> None:
         """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast
-        too; floating buffers follow, those of fp32 norms excepted. The state dict holds the values in fp32.
+        too; floating buffers follow if `buffers`, those of fp32 norms excepted. The state dict holds the values in
+        fp32: exactly so for weights that optimizers in `remainders` complete.
         """
         for model in models:
+            wide = fp32_modules_of(model, lists)
             for module in model.modules():
+                if module in wide:
+                    continue
                 if norms == "fp32" and is_norm(module):
                     _compute_in_fp32(module)
                     continue
                 for parameter in module._parameters.values():
-                    if parameter is not None and parameter.is_floating_point():
+                    if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                         parameter.data = parameter.data.to(dtype)
                         parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
                 for key, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
+                    if buffers and buffer is not None and buffer.is_floating_point():
                         module._buffers[key] = buffer.to(dtype)
                 if module._parameters or module._buffers:
-                    _Stored(dtype).attach(module)
+                    _Stored(dtype, remainders).attach(module)
 
     def _halve(
         self,
@@ -127,7 +146,7 @@ class MasterWeights:
                 half = Parameter(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
                 half.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
                 swapped[id(parameter)] = half
-                if self._keep and id(parameter) in trained:
+                if id(parameter) in trained:
                     self._masters[half] = parameter
                     self._owner[half] = trained[id(parameter)][0]
                     _mark(half)
@@ -227,11 +246,51 @@ class MasterWeights:
 class _Stored:
     """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, remainders: Sequence[RemainderAdamW] = ()) -> None:
         self.dtype = dtype
+        # Not to be copied or pickled with the module: a copy is what its bf16 weights say.
+        self._remainders = [weakref.ref(optimizer) for optimizer in remainders]
         self.masters: dict[Parameter, Parameter] = {}
         self.wide: dict[Parameter, Tensor] = {}
         """What is being loaded, between the two hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_remainders": []}
+
+    def completing(self, weight: Tensor) -> RemainderAdamW | None:
+        """The optimizer that knows the rest of a bf16 weight's bits."""
+        for reference in self._remainders:
+            optimizer = reference()
+            if optimizer is not None and optimizer.completes(weight):
+                return optimizer
+        return None
+
+    def fp32(self, weight: Tensor) -> Tensor:
+        """The exact value of a half weight or buffer."""
+        master = self.masters.get(weight) if isinstance(weight, Parameter) else None
+        if master is not None:
+            _adopt(weight, master)
+            return master.detach()
+        optimizer = self.completing(weight)
+        return weight.detach().float() if optimizer is None else optimizer.fp32_weight(weight)
+
+    @torch.no_grad()
+    def take(self, weight: Parameter, value: Tensor) -> None:
+        """Give a half weight its exact value."""
+        master = self.masters.get(weight)
+        if master is not None:
+            master.copy_(value)
+            _publish([weight], [master])
+            return
+        optimizer = self.completing(weight)
+        assert optimizer is not None
+        optimizer.set_fp32_weight(weight, value.to(device=weight.device, dtype=torch.float32))
+
+    def knows(self, weight: Any) -> bool:
+        """Whether there is more to a weight than its half value."""
+        return isinstance(weight, Parameter) and (
+            weight in self.masters or self.completing(weight) is not None
+        )
 
     def attach(self, module: nn.Module) -> None:
         module.register_state_dict_post_hook(_Saving(self))  # type: ignore[no-untyped-call]
@@ -250,10 +309,7 @@ class _Saving(_Hook):
             name = prefix + key
             if value is None or name not in state or value.dtype != self.stored.dtype:
                 continue
-            master = self.stored.masters.get(value) if isinstance(value, Parameter) else None
-            if master is not None:
-                _adopt(value, master)
-            state[name] = value.detach().float() if master is None else master.detach()
+            state[name] = self.stored.fp32(value)
 
 
 class _Loading(_Hook):
@@ -268,18 +324,16 @@ class _Loading(_Hook):
         self.stored.wide = {}
         for key, parameter in module._parameters.items():
             value = state.get(prefix + key)
-            if parameter not in self.stored.masters or not isinstance(value, Tensor):
+            if parameter is None or not isinstance(value, Tensor) or not self.stored.knows(parameter):
                 continue
             if value.shape == parameter.shape:  # else torch reports it
                 self.stored.wide[parameter] = value
 
 
 class _Loaded(_Hook):
-    @torch.no_grad()
     def __call__(self, module: nn.Module, _: Any) -> None:
         for parameter, value in self.stored.wide.items():
-            self.stored.masters[parameter].copy_(value)
-            _publish([parameter], [self.stored.masters[parameter]])
+            self.stored.take(parameter, value)
         self.stored.wide = {}
 
 

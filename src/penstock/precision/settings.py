@@ -15,6 +15,7 @@ import torch
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
+from penstock.precision.lists import OpLists
 
 Level = Literal["O0", "O1", "O2", "O3"]
 Width = Literal["fp32", "half"]
@@ -57,7 +58,7 @@ class Precision:
     """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
     fp8: Fp8
     """How matrix products of linear layers are scaled into fp8, if they are."""
-    lists: Any = None
+    lists: OpLists | None = None
     """An `OpLists`; None for the default of the dtype."""
 
     @property

@@ -16,7 +16,7 @@ from penstock.precision.lists.functions import (
     register_promote_function,
 )
 from penstock.precision.lists.mode import region
-from penstock.precision.lists.modules import apply_modules, restore_modules
+from penstock.precision.lists.modules import apply_modules, fp32_modules_of, restore_modules
 from penstock.precision.lists.op_lists import OpLists, autocast_policy, default_lists, differences
 from penstock.precision.lists.table import Policy
 
@@ -29,6 +29,7 @@ __all__ = [
     "default_lists",
     "differences",
     "fp32_function",
+    "fp32_modules_of",
     "half_function",
     "promote_function",
     "region",

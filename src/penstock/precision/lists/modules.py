@@ -72,6 +72,13 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
             _treat(module, treatment)
 
 
+def fp32_modules_of(model: nn.Module, lists: OpLists | None) -> set[nn.Module]:
+    """The modules that `lists` run in fp32, with all that is in them: their weights have to be fp32 too."""
+    modules = dict(model.named_modules())
+    named = {name for choice in (lists.fp32_modules if lists else ()) for name in _matching(modules, choice)}
+    return {inner for name in named for inner in modules[name].modules()}
+
+
 def restore_modules(model: nn.Module) -> None:
     """Undo `apply_modules`."""
     for module in model.modules():

@@ -1,0 +1,45 @@
+"""The end of a run whose fp16 gradients overflow at every loss scale: it names the layer where they begin to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.errors import NumericError
+from penstock.precision import LossScaler
+from penstock.precision.scaler import PATIENCE
+from penstock.train.step import TrainStep
+
+
+def require_scale(scaler: LossScaler | None, step: int) -> None:
+    """Waits for the device.
+
+    Raises:
+        NumericError: the latest steps have all overflowed at the lowest loss scale, and nothing is learned any more.
+    """
+    if scaler is not None and scaler.lost.item() >= PATIENCE:
+        raise NumericError(
+            f"At step {step} the loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in fp16, "
+            "so that every step is skipped. Compute in a wider type (plan dtype=bf16, or precision=O0), or lower recipe.lr."
+        )
+
+
+@contextmanager
+def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[None]:
+    """Inside, a NumericError of a run with a loss scale is told together with the layer where an overflow begins.
+
+    Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again.
+    Ranks that share steps must raise alike.
+    """
+    try:
+        yield
+    except NumericError as error:
+        if step.scaler is None:
+            raise
+        first = step.first_overflow(micro_batches)
+        if first is not None:
+            told = f"{error} In the latest batch the overflow begins in {first}."
+        else:
+            told = f"{error} In the latest batch of this rank nothing overflows."
+        raise NumericError(told) from error

@@ -20,8 +20,9 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
     """
     if scaler is not None and scaler.lost.item() >= PATIENCE:
         raise NumericError(
-            f"At step {step} the loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in fp16, "
-            "so that every step is skipped. Compute in a wider type (plan dtype=bf16, or precision=O0), or lower recipe.lr."
+            f"At step {step} the loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
+            "fp16, so that every step is skipped. Compute in a wider type (plan dtype=bf16, or precision=O0), or lower "
+            "recipe.lr."
         )
 
 

@@ -81,6 +81,8 @@ def _canonical(name: str) -> str:
 
 def _aliases(name: str) -> tuple[str, ...]:
     place, _, last = name.rpartition(".")
+    if place == "torch.functional":  # where torch itself keeps some of what it shows as torch.einsum
+        place = "torch"
     if place not in _ALIKE:
         return (name,)
     for operation, operators in _OPERATORS.items():

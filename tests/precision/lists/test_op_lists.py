@@ -1,0 +1,573 @@
+"""Op lists as data, and what follows from them: casts, promotion, bans, nesting, compilation, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ConfigError
+from penstock.precision.lists import (
+    OpLists,
+    apply_modules,
+    autocast_policy,
+    default_lists,
+    differences,
+    region,
+    restore_modules,
+)
+from penstock.precision.lists.names import functions_of, name_of
+from penstock.precision.lists.op_lists import watched
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@contextmanager
+def accelerated(
+    lists: OpLists | None, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> Iterator[None]:
+    with torch.autocast(device, dtype=dtype), region(lists, device, dtype):
+        yield
+
+
+class TestData:
+    def test_one_name_stands_for_every_function_of_an_operation(self) -> None:
+        assert name_of(torch.softmax) == name_of(F.softmax) == name_of("torch.Tensor.softmax")
+        assert name_of(torch.Tensor.__matmul__) == name_of("torch.matmul") == "torch.matmul"
+        assert {torch.matmul, torch.Tensor.matmul, torch.Tensor.__rmatmul__} <= functions_of("torch.matmul")
+        assert name_of(torch.ops.aten.exp) == "torch.ops.aten.exp"
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ("torch.sofmax", "Did you mean 'torch.nn.functional.softmax'|Did you mean 'torch.softmax'"),
+            ("softmax", "Did you mean torch.Tensor.softmax or torch.nn.functional.softmax"),
+            ("numpy.exp", "register_half_function"),
+            (copy.copy, "register_half_function"),
+        ],
+    )
+    def test_an_unknown_operation_is_refused_with_a_remedy(self, wrong: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            OpLists().with_(half=[wrong])
+
+    def test_adding_moves_an_operation_from_the_list_it_was_in(self) -> None:
+        lists = default_lists(torch.float16).with_(half=[F.softmax], banned={"torch.cdist": "use mine"})
+        assert "torch.nn.functional.softmax" in lists.half
+        assert "torch.nn.functional.softmax" not in lists.fp32
+        assert dict(lists.banned)["torch.cdist"] == "use mine"
+        assert "torch.cdist" not in lists.without(torch.cdist).policies()
+        assert default_lists(torch.float16).policies()["torch.nn.functional.softmax"] == "fp32", "unchanged"
+
+    def test_an_operation_has_one_place(self) -> None:
+        with pytest.raises(ConfigError, match="in the lists half and fp32"):
+            OpLists().with_(half=["torch.exp"], fp32=[torch.Tensor.exp])
+        with pytest.raises(ConfigError, match="a module has one place"):
+            OpLists(half_modules=("head",), fp32_modules=("head",))
+
+    def test_lists_are_values(self) -> None:
+        lists = default_lists(torch.bfloat16).with_(fp32=["torch.exp"], fp32_modules=(nn.Linear,))
+        with accelerated(lists):
+            pass
+        assert copy.deepcopy(lists) is lists
+        assert pickle.loads(pickle.dumps(lists)) == lists
+        assert hash(lists) == hash(pickle.loads(pickle.dumps(lists)))
+
+    def test_there_are_none_for_fp32(self) -> None:
+        with pytest.raises(ConfigError, match=r"none for torch\.float32"):
+            default_lists(torch.float32)
+
+    def test_what_autocast_does_itself_is_no_difference(self) -> None:
+        assert autocast_policy(torch.exp, "cuda") == "fp32"
+        assert autocast_policy(torch.exp, "cpu") is None
+        lists = OpLists(fp32=("torch.exp",), half=("torch.matmul",))
+        assert differences(lists, "cuda") == {}
+        assert differences(lists, "cpu") == {"torch.exp": "fp32"}
+
+    @pytest.mark.parametrize(
+        ("dtype", "device"),
+        [(torch.bfloat16, "cpu"), (torch.bfloat16, "cuda"), (torch.float16, "cuda")],
+    )
+    def test_the_defaults_watch_no_calls(self, dtype: torch.dtype, device: str) -> None:
+        lists = default_lists(dtype, device)
+        assert watched(lists, device) == {}
+        with region(lists, device, dtype):
+            assert _get_current_function_mode_stack() == []
+
+    def test_fp16_on_a_cpu_is_made_as_careful_as_on_cuda(self) -> None:
+        """It serves to study numerics only, so the cost of watching does not matter there."""
+        cpu, cuda = (default_lists(torch.float16, device) for device in ("cpu", "cuda"))
+        assert set(cpu.fp32) == set(cuda.fp32)
+        x = torch.full((4,), 12.0, dtype=torch.float16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert x.exp().isinf().all()
+            with region(cpu, "cpu", torch.float16):
+                assert x.exp().isfinite().all()
+
+
+HALF_CALLS: dict[str, Callable[[], Tensor]] = {
+    "linear": lambda: F.linear(torch.ones(2, 4), torch.ones(4, 4)),
+    "conv": lambda: F.conv2d(torch.ones(1, 2, 4, 4), torch.ones(2, 2, 1, 1)),
+    "bmm": lambda: torch.bmm(torch.ones(2, 4, 4), torch.ones(2, 4, 4)),
+    "@": lambda: torch.ones(4, 4) @ torch.ones(4, 4),
+    "mm method": lambda: torch.ones(4, 4).mm(torch.ones(4, 4)),
+    "module": lambda: nn.Linear(4, 4)(torch.ones(2, 4)),
+    "lstm cell": lambda: nn.LSTMCell(4, 4)(torch.ones(2, 4))[0],
+    "gru cell": lambda: nn.GRUCell(4, 4)(torch.ones(2, 4)),
+    "rnn cell": lambda: nn.RNNCell(4, 4)(torch.ones(2, 4)),
+}
+
+
+class TestCasts:
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize("name", [name for name in HALF_CALLS if "cell" not in name])
+    def test_products_run_in_the_half_type(self, name: str, dtype: torch.dtype) -> None:
+        with accelerated(default_lists(dtype, "cpu"), dtype):
+            assert HALF_CALLS[name]().dtype == dtype
+
+    @pytest.mark.parametrize("name", [name for name in HALF_CALLS if "cell" in name])
+    def test_recurrent_cells_run_in_the_half_type_once_listed(self, name: str) -> None:
+        """A CPU's cells are half products with an fp32 state added, whose sum is fp32 unless the cell is listed."""
+        cells = ("torch.lstm_cell", "torch.gru_cell", "torch.rnn_tanh_cell")
+        with accelerated(default_lists(torch.bfloat16, "cpu").with_(half=cells)):
+            assert HALF_CALLS[name]().dtype == torch.bfloat16
+
+    def test_a_whole_recurrent_layer_can_be_kept_in_fp32(self) -> None:
+        """Which a CPU without bf16 units needs: its kernel refuses the half type that autocast casts to."""
+        layer = nn.LSTM(4, 4)
+        with accelerated(default_lists(torch.bfloat16, "cpu").with_(fp32=["torch.lstm"])):
+            y, _ = layer(torch.ones(2, 1, 4, dtype=torch.bfloat16))
+        assert y.dtype == torch.float32
+        y.sum().backward()
+        assert layer.weight_ih_l0.grad is not None
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_a_whole_recurrent_layer_runs_in_the_half_type(self, dtype: torch.dtype) -> None:
+        layer = nn.LSTM(4, 4).cuda()
+        with accelerated(default_lists(dtype), dtype, "cuda"):
+            assert layer(torch.ones(2, 1, 4, device="cuda"))[0].dtype == dtype
+
+    @pytest.mark.parametrize("name", default_lists(torch.float16).fp32)
+    def test_the_fp32_list_gives_fp32(self, name: str) -> None:
+        from penstock.testing.op_samples import Make, call
+
+        with accelerated(default_lists(torch.float16, "cpu"), torch.float16):
+            assert call(name, Make("cpu", torch.float16)).dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        "call",
+        [torch.exp, Tensor.exp, lambda x: x**2, lambda x: 2**x, lambda x: x.pow(2), lambda x: x.softmax(-1)],
+    )
+    def test_however_it_is_called(self, call: Callable[[Tensor], Tensor]) -> None:
+        x = torch.ones(4, 4, dtype=torch.bfloat16)
+        with accelerated(default_lists(torch.bfloat16, "cpu")):
+            assert call(x).dtype == torch.bfloat16
+        with accelerated(OpLists(fp32=("torch.exp", "torch.pow", "torch.softmax"))):
+            assert call(x).dtype == torch.float32
+
+    def test_a_listed_function_casts_both_ways(self) -> None:
+        lists = OpLists().with_(half=[F.gelu], fp32=[torch.bmm, "torch.ops.aten.sigmoid"])
+        with accelerated(lists):
+            assert F.gelu(torch.ones(4)).dtype == torch.bfloat16
+            assert torch.bmm(*[torch.ones(1, 4, 4, dtype=torch.bfloat16)] * 2).dtype == torch.float32
+            assert torch.ops.aten.sigmoid(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32
+            assert torch.ops.aten.sigmoid.default(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+    def test_gradients_flow_through_the_casts(self) -> None:
+        x = torch.full((4,), 0.3, requires_grad=True)
+        with accelerated(OpLists(half=("torch.exp",))):
+            x.exp().sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+        torch.testing.assert_close(x.grad, x.detach().exp(), rtol=2.0**-7, atol=0.0)
+
+    def test_the_callers_own_type_and_fp64_stay(self) -> None:
+        with accelerated(OpLists(half=("torch.exp",), fp32=("torch.softmax",))):
+            assert torch.ones(4, dtype=torch.float64).exp().dtype == torch.float64
+            assert torch.ones(4).softmax(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
+            assert torch.ones(4, dtype=torch.int64).sum().dtype == torch.int64
+
+    def test_where_autocast_is_off_nothing_is_cast(self) -> None:
+        with accelerated(OpLists(half=("torch.exp",))), torch.autocast("cpu", enabled=False):
+            assert torch.ones(4).exp().dtype == torch.float32
+
+    def test_only_tensors_of_the_device_are_cast(self) -> None:
+        with FakeTensorMode(), accelerated(OpLists(half=("torch.exp",))):
+            assert torch.ones(4).exp().dtype == torch.bfloat16
+            assert torch.ones(4, device="cuda").exp().dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_a_banned_function_says_what_to_use(self, dtype: torch.dtype) -> None:
+        lists = default_lists(dtype, "cpu").with_(banned=dict(default_lists(torch.float16).banned))
+        probabilities = torch.full((4,), 0.5)
+        with accelerated(lists, dtype):
+            with pytest.raises(ConfigError, match="BCEWithLogitsLoss"):
+                nn.BCELoss()(probabilities.to(dtype), probabilities)
+            F.binary_cross_entropy(probabilities, probabilities)
+            F.binary_cross_entropy_with_logits(probabilities.to(dtype), probabilities)
+        F.binary_cross_entropy(probabilities, probabilities)
+
+
+WIDEST: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.atan2,
+    lambda a, b: a + b, lambda a, b: a * b, lambda a, b: a / b,
+    lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack((a, b)), torch.where,
+]  # fmt: skip
+
+
+class TestPromotion:
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize("op", range(len(WIDEST)))
+    def test_mixed_types_give_the_wider(self, op: int, dtype: torch.dtype) -> None:
+        call = WIDEST[op]
+        if call is torch.where:
+            call = lambda a, b: torch.where(torch.ones(4, dtype=torch.bool), a, b)  # noqa: E731
+        lists = default_lists(dtype, "cpu").with_(promote=["torch.atan2", "torch.maximum"])
+        half, single = torch.ones(4, dtype=dtype), torch.ones(4)
+        with accelerated(lists, dtype):
+            assert call(half, half).dtype == dtype
+            assert call(half, single).dtype == torch.float32
+            assert call(single, half).dtype == torch.float32
+
+    def test_two_half_types_give_fp32(self) -> None:
+        with accelerated(OpLists(promote=("torch.dot",))):
+            mixed = torch.dot(torch.ones(4, dtype=torch.float16), torch.ones(4, dtype=torch.bfloat16))
+        assert mixed.dtype == torch.float32
+
+    def test_what_takes_one_type_only_takes_mixed_ones(self) -> None:
+        half, single = torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError):
+            torch.dot(half, single)
+        with accelerated(OpLists(promote=("torch.dot",))):
+            assert torch.dot(half, single).dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_in_place_operations_keep_their_own_type(self, dtype: torch.dtype) -> None:
+        lists = default_lists(dtype, "cpu").with_(promote=[torch.add, torch.mul], fp32=[torch.exp])
+        with accelerated(lists, dtype):
+            for mine, other in ((dtype, torch.float32), (torch.float32, dtype)):
+                x = torch.ones(4, dtype=mine)
+                x += torch.ones(4, dtype=other)
+                x.mul_(torch.ones(4, dtype=other)).exp_()
+                assert x.dtype == mine
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(self.norm(x))).exp()
+
+
+class Model(nn.Module):
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 4)
+        self.how = how
+        self.types: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = (
+                block(x)
+                if self.how == "plain"
+                else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            )
+            x = x / x.sum()
+        return self.head(x)
+
+
+GELU_FP32 = default_lists(torch.bfloat16, "cpu").with_(fp32=[F.gelu, torch.exp])
+
+
+def gradients(model: Model, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()  # reentrant checkpointing needs one
+    with accelerated(GELU_FP32):
+        y = (model if forward is None else forward)(x)
+    y.float().square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+class TestWhereItRuns:
+    def reference(self) -> tuple[Model, Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        model, x = Model(), torch.randn(3, 8)
+        expected = gradients(model, x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.zero_grad()
+            model(x).float().square().sum().backward()
+        plain = [p.grad for p in model.parameters()]
+        assert any(not torch.equal(a, b) for a, b in zip(expected, plain)), "the lists matter here"
+        return model, x, expected
+
+    def like(self, model: Model, how: str) -> Model:
+        other = Model(how)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    def test_compiled_whole(self) -> None:
+        model, x, expected = self.reference()
+
+        def forward(x: Tensor) -> Tensor:
+            with accelerated(GELU_FP32):
+                return model(x)
+
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+        apply_modules(model, GELU_FP32)
+        for found, wanted in zip(gradients(model, x, compiled), expected):
+            torch.testing.assert_close(found, wanted)
+
+    def test_compiled_blocks(self) -> None:
+        model, x, expected = self.reference()
+        other = self.like(model, "plain")
+        apply_modules(other, GELU_FP32)
+        for block in other.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(gradients(other, x), expected):
+            torch.testing.assert_close(found, wanted)
+
+    @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_checkpointed(self, how: str, compiled: bool) -> None:
+        model, x, expected = self.reference()
+        other = self.like(model, how)
+        apply_modules(other, GELU_FP32)
+        if compiled:
+            for block in other.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(gradients(other, x), expected):
+            torch.testing.assert_close(found, wanted)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks when it resumes
+    def test_a_checkpoint_inside_compiled_code_breaks_the_graph_or_is_refused(self) -> None:
+        model, x, expected = self.reference()
+        other = self.like(model, "not reentrant")
+        apply_modules(other, GELU_FP32)
+        for found, wanted in zip(gradients(other, x, torch.compile(other, backend="aot_eager")), expected):
+            torch.testing.assert_close(found, wanted)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Compile the modules inside the checkpoint"):
+            gradients(other, x, torch.compile(other, fullgraph=True, backend="aot_eager"))
+
+    def test_nested_forwards(self) -> None:
+        lists = OpLists(fp32=("torch.exp",))
+        half = torch.ones(4, dtype=torch.bfloat16)
+        with accelerated(lists):
+            with accelerated(lists):
+                assert half.exp().dtype == torch.float32
+                assert len(_get_current_function_mode_stack()) == 1
+            assert half.exp().dtype == torch.float32
+        assert half.exp().dtype == torch.bfloat16
+        with accelerated(lists), pytest.raises(ConfigError, match="only the outer"):
+            region(OpLists(half=("torch.exp",)), "cpu", torch.bfloat16)
+
+    def test_no_lists_are_no_region(self) -> None:
+        with region(None, "cpu", torch.bfloat16):
+            assert _get_current_function_mode_stack() == []
+
+
+class TestCachedWeights:
+    """Within one forward pass autocast casts a weight once; nothing of it may outlive the pass."""
+
+    @pytest.mark.parametrize(
+        "lists", [default_lists(torch.bfloat16, "cpu"), GELU_FP32], ids=["default", "own"]
+    )
+    def test_a_step_is_seen_by_the_next_pass(self, lists: OpLists) -> None:
+        linear = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+        x = torch.eye(4)
+
+        def forward() -> Tensor:
+            with accelerated(lists):
+                return linear(x) + linear(x)
+
+        for _ in range(2):
+            forward().float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(forward().float(), 2 * linear.weight.T.bfloat16().float())
+
+    def test_a_pass_without_gradients_leaves_no_weight_behind(self) -> None:
+        """A weight cached under no_grad knows no gradient: the next training pass must cast it anew."""
+        linear = nn.Linear(4, 4)
+        for _ in range(2):
+            with torch.no_grad(), accelerated(GELU_FP32):
+                linear(torch.ones(1, 4))
+            with accelerated(GELU_FP32):
+                linear(torch.ones(1, 4)).sum().backward()
+            assert linear.weight.grad is not None
+            linear.zero_grad()
+
+    def test_a_weight_is_cast_once_per_pass(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Count(TorchDispatchMode):
+            casts = 0
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.casts += func is torch.ops.aten._to_copy.default and args[0].shape == (8, 8)
+                return func(*args, **(kwargs or {}))
+
+        linear = nn.Linear(8, 8, bias=False)
+        x = torch.randn(3, 8, dtype=torch.bfloat16)
+        for _ in range(2):
+            with Count() as count, accelerated(GELU_FP32):
+                linear(linear(x))
+            assert count.casts == 1
+
+
+class TestModules:
+    def types(self, model: nn.Module, lists: OpLists) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+        """Input and output type of each module in an accelerated pass."""
+        seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        handles = []
+        for name, module in model.named_modules():
+
+            def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+                seen[name] = (args[0].dtype, output.dtype)
+
+            handles.append(module.register_forward_hook(note))
+        with accelerated(lists):
+            model(torch.randn(3, 8))
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def test_by_name_pattern_and_class(self) -> None:
+        model = Model()
+        names = list(model.state_dict())
+        plain = self.types(model, default_lists(torch.bfloat16, "cpu"))
+        assert plain["head"][1] == plain["blocks.0.linear"][1] == torch.bfloat16
+        lists = default_lists(torch.bfloat16, "cpu").with_(
+            fp32_modules=("head", "blocks.1.*"), half_modules=(nn.LayerNorm,)
+        )
+        with pytest.raises(ConfigError, match="one place"):
+            lists.with_(half_modules=("head",))
+        apply_modules(model, lists)
+        found = self.types(model, lists)
+        assert found["head"][1] == found["blocks.1.linear"][1] == torch.float32
+        assert found["blocks.0.linear"][1] == torch.bfloat16
+        assert list(model.state_dict()) == names
+        assert type(model.head).__name__ == "Linear"
+        assert isinstance(model.head, nn.Linear)
+        restore_modules(model)
+        assert type(model.head) is nn.Linear
+        assert self.types(model, default_lists(torch.bfloat16, "cpu")) == plain
+
+    def test_half_modules_get_half_inputs(self) -> None:
+        model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
+        lists = OpLists(half_modules=("1",))
+        apply_modules(model, lists)
+        with accelerated(lists):
+            assert model(torch.randn(2, 8)).dtype == torch.bfloat16
+        assert model(torch.randn(2, 8)).dtype == torch.float32, "outside, it is as it was"
+
+    def test_an_fp32_module_is_fp32_throughout(self) -> None:
+        model = Model()
+        lists = OpLists(fp32_modules=("blocks.0",), half_modules=("blocks.0.linear",))
+        apply_modules(model, lists)
+        assert self.types(model, lists)["blocks.0.linear"][1] == torch.float32
+
+    @pytest.mark.parametrize("choice", ["haed", nn.Conv2d])
+    def test_what_fits_no_module_is_refused(self, choice: Any) -> None:
+        with pytest.raises(ConfigError, match=r"Did you mean 'head'|no module"):
+            apply_modules(Model(), OpLists(fp32_modules=(choice,)))
+
+    def test_a_replaced_forward_is_refused(self) -> None:
+        model = Model()
+        model.head.forward = lambda x: x  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="replaced on the instance"):
+            apply_modules(model, OpLists(fp32_modules=("head",)))
+
+    def test_copies_and_pickles(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        lists = OpLists(fp32_modules=("1",))
+        apply_modules(model, lists)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with accelerated(lists):
+                assert other(torch.randn(2, 8)).dtype == torch.float32
+
+    def test_compiles(self) -> None:
+        model = Model()
+        lists = OpLists(fp32_modules=("head",))
+        apply_modules(model, lists)
+
+        def forward(x: Tensor) -> Tensor:
+            with accelerated(lists):
+                return model(x)
+
+        x = torch.randn(3, 8)
+        found = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, forward(x))
+
+
+class TestKept:
+    def test_norms_and_softmax_stay_half_on_cuda(self) -> None:
+        """Seen with fake tensors: what a GPU would do, without one."""
+        lists = default_lists(torch.bfloat16, "cuda")
+        with FakeTensorMode(), torch.no_grad():
+            model = nn.Sequential(
+                nn.LayerNorm(8, device="cuda"),
+                nn.RMSNorm(8, device="cuda"),
+                nn.GroupNorm(2, 8, device="cuda"),
+                nn.Softmax(-1),
+            )
+            x = torch.randn(3, 8, device="cuda", dtype=torch.bfloat16)
+            found = {}
+            for treated in (False, True):
+                apply_modules(model, lists if treated else None)
+                torch.set_autocast_enabled("cuda", True)
+                torch.set_autocast_dtype("cuda", torch.bfloat16)
+                found[treated] = [module(x).dtype for module in model]
+                assert model[0](x.float()).dtype == torch.float32, "an fp32 stream stays fp32"
+                torch.set_autocast_enabled("cuda", False)
+        assert found == {False: [torch.float32] * 4, True: [torch.bfloat16] * 4}
+        assert model[0].weight.dtype == torch.float32
+
+    def test_on_a_cpu_they_are_left_alone(self) -> None:
+        model = nn.Sequential(nn.LayerNorm(8))
+        apply_modules(model, default_lists(torch.bfloat16, "cpu"))
+        assert type(model[0]) is nn.LayerNorm
+
+    @pytest.mark.gpu
+    def test_keeping_pays(self) -> None:
+        """A norm over half activations, forward and backward: no copies in fp32, so less memory and less time."""
+        lists = default_lists(torch.bfloat16, "cuda")
+        norm = nn.Sequential(nn.LayerNorm(4096)).cuda()
+        x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        found = {}
+        for treated in (False, True, False, True):
+            apply_modules(norm, lists if treated else None)
+            for _ in range(3):  # the last is measured
+                torch.cuda.reset_peak_memory_stats()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                with torch.autocast("cuda", dtype=torch.bfloat16), region(lists, "cuda", torch.bfloat16):
+                    y = norm(x)
+                # What the next product is given; half, whoever makes it so.
+                y.to(torch.bfloat16).backward(torch.ones_like(x))
+                end.record()
+                torch.cuda.synchronize()
+                found[treated] = (start.elapsed_time(end), torch.cuda.max_memory_allocated(), y.detach())
+                x.grad = norm[0].weight.grad = norm[0].bias.grad = None
+        (slow, much, wide), (fast, little, narrow) = found[False], found[True]
+        assert narrow.dtype == torch.bfloat16
+        torch.testing.assert_close(narrow, wide.bfloat16())
+        assert fast < 0.8 * slow
+        assert little < 0.8 * much

@@ -286,16 +286,20 @@ class RemainderAdamW(Optimizer):
         return {**super().__getstate__(), "form": self.form}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = self.__dict__.get("state", {})
+        given = state.get("state", {})
+        for key, value in given.items():
+            if isinstance(
+                value, _Kept
+            ):  # from load_state_dict; what is refused must not have changed anything
+                before = self.state.get(key, {})
+                given[key] = (
+                    self._restored(key, value.value, before) if isinstance(key, Tensor) else value.value
+                )
         super().__setstate__(state)
         self._step_supports_amp_scaling = self.form != "loop"
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            for parameter in group["params"]:
-                given = self.state.get(parameter)
-                if isinstance(given, _Kept):
-                    self.state[parameter] = self._restored(parameter, given.value, kept.get(parameter, {}))
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
 
     def _restored(
         self, parameter: Parameter, given: dict[str, Any], before: dict[str, Any]
@@ -346,8 +350,8 @@ def from_adamw(
     are the same dictionaries, so that a scheduler of the old optimizer goes on setting the rates; the old optimizer
     gives up its state and refuses to step. Parameters in `keep_fp32` (norms, say) stay fp32.
 
-    Raises ConfigError for another optimizer, Parameters that are not fp32, and what RemainderAdamW refuses; then
-    nothing has changed.
+    Raises ConfigError for another optimizer, Parameters that are not fp32 or sharded already, and what RemainderAdamW
+    refuses; then nothing has changed.
     """
     check_convertible(optimizer)
     resolved = [p for group in optimizer.param_groups for p in group["params"]]
@@ -384,12 +388,10 @@ def _to_bf16(parameter: Parameter) -> Tensor:
     """Round a Parameter to bf16 in place, its gradient too; returns the remainder."""
     gradient = parameter.grad
     parameter.grad = None
-    weight, remainder = split(layout.local(parameter))
-    whole_remainder = layout.whole(parameter, remainder)
-    parameter.data = layout.whole(parameter, weight)
+    parameter.data, remainder = split(parameter.detach())
     if gradient is not None:
         parameter.grad = gradient.to(torch.bfloat16)
-    return whole_remainder
+    return remainder
 
 
 def _refuse_step(*_: Any) -> None:

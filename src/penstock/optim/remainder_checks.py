@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
@@ -23,6 +22,12 @@ def check_convertible(optimizer: Optimizer) -> None:
         check_group(group)
         for parameter in group["params"]:
             check_parameter(parameter)
+            if hasattr(parameter.detach(), "to_local"):
+                raise ConfigError(
+                    f"A Parameter of shape {tuple(parameter.shape)} is sharded already and cannot be turned to bf16 in "
+                    "place; shard the bf16 model, build RemainderAdamW over it, and bring the fp32 weights with "
+                    "set_fp32_weight."
+                )
             if parameter.dtype != torch.float32:
                 raise ConfigError(
                     f"A Parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, but its exact fp32 weight "
@@ -69,7 +74,7 @@ def check_parameter(parameter: Tensor) -> None:
         )
 
 
-def stored(parameter: Parameter, name: str, value: Any, dtype: torch.dtype) -> Tensor:
+def stored(parameter: Tensor, name: str, value: Any, dtype: torch.dtype) -> Tensor:
     """An own copy of a stored tensor, laid out like the Parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -98,6 +98,7 @@ format: $(VENV)/.check
 
 reference: $(VENV)/.core
 	$(PY) tools/reference.py
+	$(PY) tools/op_lists.py
 
 relock: install-all
 	$(PY) tools/relock.py

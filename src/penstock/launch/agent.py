@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ExitCode
@@ -46,9 +47,11 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
             outcome = _live(program, settings, Path(folder), layout, requests, nodes, tell)
             spent = restarts >= settings.max_restarts
             if spent and not outcome.regroup:
-                outcome = Outcome(outcome.code, outcome.failures, final=True)
+                outcome = replace(outcome, final=True)
             if outcome.code != ExitCode.DONE:
-                nodes.report(outcome)
+                # A node that leaves an elastic run does not end it for those that can go on without.
+                enough = requests.signal is not None and layout.nodes > settings.nodes[0]
+                nodes.report(replace(outcome, final=outcome.final and not enough))
             for line in [] if outcome.regroup else lines_of(outcome.failures):
                 tell(line)
             if outcome.final:

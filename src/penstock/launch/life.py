@@ -98,19 +98,22 @@ class Life:
         if self.requests.signal is signal.SIGINT:
             return Outcome(130, ())
         mine = judge(failures, stopping=self.requests.signal is not None)
+        if mine.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
+            again = self._regrouping or self._goes_on_elsewhere()
+            return replace(mine, regroup=again, final=not again)
         if self.layout.nodes == 1:
             return mine
-        if mine.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
-            # Ranks of all nodes stop at one step, whichever node was asked.
-            heard = self._hear(lambda outcome: True)
-            elsewhere = heard is not None and (heard.regroup or not heard.final)
-            return replace(
-                mine, regroup=self._regrouping or elsewhere, final=not (self._regrouping or elsewhere)
-            )
         if failures and all(failure.consequence for failure in failures):
             heard = self._hear(lambda outcome: not outcome.regroup)
             return heard or mine
         return mine
+
+    def _goes_on_elsewhere(self) -> bool:
+        """Ranks of all nodes stop at one step whichever node was asked; is this node to go on all the same?"""
+        if self.layout.nodes == 1:
+            return False
+        heard = self._hear(lambda outcome: True)
+        return heard is not None and not heard.final
 
     def _hear(self, wanted: Callable[[Outcome], bool]) -> Outcome | None:
         deadline = time.monotonic() + _CAUSE
@@ -173,14 +176,15 @@ class Life:
     def _tell_hang(self, hung: Sequence[Rank]) -> Outcome:
         """All ranks fall silent when one does, for they wait for it: name the one that others wait for."""
         alive = [rank for rank in self.ranks if not rank.poll()]
-        stopped = {rank.number for rank in alive if rank.ask_for_stack()}
-        time.sleep(_STACKS)
         beats = {rank.number: rank.heartbeat.read() for rank in alive}
+        stopped = {rank.number for rank in alive if rank.ask_for_stack()}
+        seen = time.monotonic()
+        time.sleep(_STACKS)
         suspects = sorted(
             hung, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
         first = suspects[0] if suspects else alive[0]
-        silent = time.monotonic() - beats[first.number].seconds
+        silent = seen - beats[first.number].seconds
         where = (
             f"after step {beats[first.number].step}"
             if beats[first.number].stepping

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -58,9 +59,14 @@ class Meeting:
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
         self._waiting = False
+        self._goes_on = False
+        """Whether the others will have another life."""
 
     def __enter__(self) -> Self:
         # Else the handler would serve one store for all lives of the ranks; see the first lines of this file.
+        logging.getLogger("torch.distributed.elastic").setLevel(
+            logging.ERROR
+        )  # the agent tells what it means
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         settings = self._settings
         alive = max(1, round(settings.lost_seconds / 3))
@@ -87,6 +93,8 @@ class Meeting:
     ) -> None:
         if self._port is not None:
             self._port.close()
+        if self._goes_on or error is not None:
+            return  # without this node, whose silence tells the others that it is gone
         # The end is told already; what cannot be said any more does not change it.
         with contextlib.suppress(DistError, RendezvousError, EnvironmentProblem):
             if self._handler is not None:
@@ -97,7 +105,7 @@ class Meeting:
         """Wait for the others. Raises EnvironmentProblem when too few come, or the run ended elsewhere."""
         assert self._handler is not None
         self._round += 1
-        self._heard, self._waiting, self._seen = None, False, {}
+        self._heard, self._waiting, self._goes_on, self._seen = None, False, False, {}
         if self._port is not None:
             self._port.close()
         with self._explained():
@@ -123,6 +131,7 @@ class Meeting:
         """Tell the others how this life ended here."""
         if self._store is None:
             return
+        self._goes_on = not outcome.final
         with self._explained():
             number = self._store.add("reports", 1)
             self._store.set(f"report/{number}", json.dumps({"node": self._node, **asdict(outcome)}))

@@ -1,0 +1,130 @@
+"""Ranks that fail, hang or are asked to stop; agents that do. The program is a toy whose checkpoint is a number."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.testing.agents import Agent, alive, no_orphans
+
+TOY = ("-m", "penstock.testing.toy_run")
+
+
+def steps(folder: Path) -> list[list[int]]:
+    """Step, world and life of every step that was taken, in order."""
+    return [[int(word) for word in line.split()] for line in (folder / "steps").read_text().splitlines()]
+
+
+def toy(folder: Path, *faults: str, total: int = 12, options: tuple[str, ...] = ()) -> Agent:
+    return Agent("--procs", "2", *options, "--", *TOY, str(folder), str(total), *faults, log=folder / "log")
+
+
+def test_all_ranks_go_on_from_the_checkpoint_after_one_is_killed(tmp_path: Path) -> None:
+    with toy(tmp_path, "kill:1:7") as agent:
+        assert agent.wait() == 0, agent.said
+    assert steps(tmp_path) == [[n, 2, 0] for n in range(1, 8)] + [[n, 2, 1] for n in range(6, 13)]
+    assert "rank 1 was killed by SIGKILL." in agent.said
+    assert "restart 1 of at most 3" in agent.said
+    no_orphans(tmp_path)
+
+
+def test_the_first_failing_rank_is_told_first_and_the_budget_is_kept(tmp_path: Path) -> None:
+    with toy(tmp_path, "raise:1:3", "raise:1:3", options=("--max-restarts", "1")) as agent:
+        assert agent.wait() == 1
+    first = agent.said.index("rank 1 ended with code 1:\nTraceback")
+    assert first < agent.said.index("ValueError: only on rank 1") < agent.said.index("rank 0 then lost it.")
+    assert agent.said.count("ValueError: only on rank 1") == 2
+    assert "worker.py" not in agent.said
+    assert "runpy" not in agent.said
+    assert steps(tmp_path)[-1] == [3, 2, 1]
+    no_orphans(tmp_path)
+
+
+def test_what_would_fail_again_is_not_tried_again_and_keeps_its_code(tmp_path: Path) -> None:
+    with toy(tmp_path, "code:1:3:6") as agent:
+        assert agent.wait() == 6
+    assert "started again" not in agent.said
+    no_orphans(tmp_path)
+
+
+def test_a_signal_is_told_as_a_shell_does(tmp_path: Path) -> None:
+    with toy(tmp_path, "kill:0:2", options=("--max-restarts", "0")) as agent:
+        assert agent.wait() == 128 + signal.SIGKILL
+    assert "rank 0 was killed by SIGKILL." in agent.said
+    no_orphans(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_all_ranks_save_the_same_step_when_the_agent_is_asked_to_stop(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with toy(tmp_path, "slow:20", total=100_000) as agent:
+        agent.until(lambda: (tmp_path / "checkpoint").exists())
+        agent.send(number)
+        asked = time.monotonic()
+        assert agent.wait() == 75
+    assert time.monotonic() - asked < 10
+    assert (tmp_path / "checkpoint").read_text() == str(steps(tmp_path)[-1][0])
+    assert f"{number.name} came" in agent.said
+    no_orphans(tmp_path)
+
+
+def test_being_asked_before_there_is_anything_to_save_asks_for_a_requeue(tmp_path: Path) -> None:
+    with toy(tmp_path) as agent:
+        time.sleep(0.6)  # the ranks still import torch
+        agent.send(signal.SIGTERM)
+        assert agent.wait() == 75
+
+
+def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path) -> None:
+    options = ("--hang-seconds", "2", "--max-restarts", "0")
+    with toy(tmp_path, "stop:1:7", options=options) as agent:
+        agent.until(lambda: (tmp_path / "struck.0").exists())
+        struck = time.monotonic()
+        assert agent.wait() == 8
+    assert time.monotonic() - struck < 12
+    assert "rank 1 hangs:\nIt has been silent for" in agent.said
+    assert "after step 7; the process was stopped" in agent.said
+    assert agent.said.index("in _strike") < agent.said.index("Stack of rank 0, step 7:")
+    no_orphans(tmp_path)
+
+
+def test_a_hang_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
+    with toy(tmp_path, "stop:0:7", options=("--hang-seconds", "2")) as agent:
+        assert agent.wait() == 0
+    assert steps(tmp_path)[-1] == [12, 2, 1]
+    no_orphans(tmp_path)
+
+
+def test_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
+    with toy(tmp_path, "slow:20", total=100_000) as agent:
+        agent.until(lambda: (tmp_path / "steps").exists())
+        assert len(alive(tmp_path)) == 2
+        agent.send(signal.SIGKILL)
+        assert agent.wait() == -9
+    no_orphans(tmp_path)
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    with toy(tmp_path, "slow:20", total=100_000) as agent:
+        agent.until(lambda: (tmp_path / "steps").exists())
+        agent.send(signal.SIGINT)
+        assert agent.wait() == 130
+    no_orphans(tmp_path)
+
+
+def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "from pathlib import Path\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "Path(sys.argv[1], f'pid.{child.pid}').touch()\n"
+        "raise SystemExit(4)\n"
+    )
+    with Agent("--procs", "1", "--", str(script), str(tmp_path), log=tmp_path / "log") as agent:
+        assert agent.wait() == 4
+    no_orphans(tmp_path, timeout=1)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -34,6 +35,8 @@ from penstock.precision.settings import Precision, resolve
 M = TypeVar("M", nn.Module, Sequence[nn.Module])
 O = TypeVar("O", Optimizer, Sequence[Optimizer])  # noqa: E741
 _KEY = "penstock"
+_LATE = 4
+"""Steps."""
 _log = logging.getLogger(__name__)
 _CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
 
@@ -66,7 +69,7 @@ class Session:
         self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
         self._noted: dict[int, Tensor] = {}
         self._polls = [_Poll() for _ in self.scalers]
-        self._trace: OverflowTrace | None = None
+        self._search: _Search | None = None
         self.gradients = [Gradients(optimizer, self, skip=skip) for optimizer in optimizers]
 
     def note(self, scaler: LossScaler, found_inf: Tensor) -> None:
@@ -84,21 +87,23 @@ class Session:
         if found_inf is None:
             return
         scaler.update(found_inf.to(scaler.scale.device, non_blocking=True))
-        if self._trace is not None:
-            self._end(scaler)
-        else:
+        if self._search is None:
             lost = self._polls[self.scalers.index(scaler)].look(scaler.lost)
             if lost is not None and lost >= PATIENCE:
-                # The run is lost. The next step looks where the overflow begins, and then ends it.
-                self._trace = OverflowTrace(self.models).attach()
+                # The run is lost. The next whole step shows where; of the present one the forward pass is over.
+                self._search = _Search(scaler, OverflowTrace(self.models).attach())
+        elif self._search.scaler is scaler:
+            self._search.turns += 1
+            if self._search.turns == 2:
+                self._end(self._search)
 
-    def _end(self, scaler: LossScaler) -> None:
-        assert self._trace is not None
-        trace, self._trace = self._trace, None
-        trace.detach()
+    def _end(self, search: _Search) -> None:
+        self._search = None
+        search.trace.detach()
+        scaler = search.scaler
         if scaler.lost.item() < PATIENCE:
             return
-        first = trace.first(self._named_gradients())
+        first = search.trace.first(self._named_gradients())
         where = f"it begins in {first}" if first else "it begins on another rank"
         raise NumericError(
             f"The loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
@@ -118,27 +123,38 @@ class Session:
             self.settle(scaler)
 
 
+@dataclass(slots=True)
+class _Search:
+    """A lost run's look for the layer where gradients overflow."""
+
+    scaler: LossScaler
+    trace: OverflowTrace
+    turns: int = 0
+    """How often the scale has moved since it began."""
+
+
 class _Poll:
-    """Reads a number off the device some steps late, without ever waiting for it."""
+    """Reads a number off the device `_LATE` steps late, when it is there: the host does not wait. All ranks read the
+    number of the same step, for they must act in the same step too.
+    """
 
     def __init__(self) -> None:
-        self._host: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def look(self, value: Tensor) -> float | None:
         if value.device.type != "cuda":
             return float(value)
         seen = None
-        if self._event is not None and self._host is not None:
-            if not self._event.query():  # type: ignore[no-untyped-call]
-                return None
-            seen = float(self._host)
-        if self._host is None:
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        assert self._event is not None
-        self._host.copy_(value, non_blocking=True)
-        self._event.record()
+        if len(self._under_way) == _LATE:
+            host, event = self._under_way.popleft()
+            event.synchronize()
+            seen = float(host)
+        else:
+            host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host.copy_(value, non_blocking=True)
+        event.record()
+        self._under_way.append((host, event))
         return seen
 
 

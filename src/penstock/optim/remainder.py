@@ -288,22 +288,18 @@ class RemainderAdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         given = state.get("state", {})
         for key, value in given.items():
-            if isinstance(
-                value, _Kept
-            ):  # from load_state_dict; what is refused must not have changed anything
-                before = self.state.get(key, {})
-                given[key] = (
-                    self._restored(key, value.value, before) if isinstance(key, Tensor) else value.value
-                )
+            # From load_state_dict. What is refused must not have changed anything, so before all else.
+            if isinstance(value, _Kept) and isinstance(key, Tensor):
+                given[key] = self._restored(key, value.value, self.state.get(key, {}))
+            elif isinstance(value, _Kept):
+                given[key] = value.value
         super().__setstate__(state)
         self._step_supports_amp_scaling = self.form != "loop"
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
 
-    def _restored(
-        self, parameter: Parameter, given: dict[str, Any], before: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _restored(self, parameter: Tensor, given: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         """Own copies of a stored state, in the types and at the places that a step expects."""
         strange = set(given) - set(_STATE)
         missing = {"step", "exp_avg", "exp_avg_sq"} - set(given)

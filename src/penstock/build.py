@@ -20,6 +20,8 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
+from penstock.optim.clip import gradients_of
+from penstock.parallel import DataParallel, World, replicate, world_of
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.train.step import Loss, TrainStep, classification_loss
 
@@ -47,6 +49,8 @@ class Built:
     loss: Loss
     scaler: LossScaler | None
     ema: EMA | None
+    replicas: DataParallel | None = None
+    """How other ranks take part; None where this process trains alone."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -70,13 +74,15 @@ def build(
     loss: Loss | None = None,
     seed: int = 0,
     machine: Machine | None = None,
+    world: World | None = None,
 ) -> Built:
     """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place.
 
     `seed` decides the weights of a configuration, the same on every device and under every Plan; the global generator
     is left untouched. `loss(model, batch)` defaults to classification. Names in the state dict are the same under
-    every Plan. With a `machine`, the Plan is validated against it first. Raises ConfigError when the Plan contradicts
-    model or machine.
+    every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is built on each of
+    them, in the process group that stands; `world` says who they are where that is known. Raises ConfigError when the
+    Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
     device = torch.device(device)
@@ -84,12 +90,14 @@ def build(
     plan.refuse_unrunnable()
     if config is not None and machine is not None:
         plan.validate(config, machine)
+    if world is None and plan.gpus > 1:
+        world = world_of(plan, device)
 
     # Weights are drawn on the host: the same seed gives the same model on every device.
     module = model if isinstance(model, nn.Module) else _created(model, seed)
 
     # Cast on the way to the device, and before anything keeps a reference to a parameter.
-    module = cast_model(module, plan).to(device)
+    module = cast_model(module, plan, device).to(device)
     module.train()
 
     # What the blocks compute with is settled before they are compiled. What is left at its default is left alone, so
@@ -116,9 +124,12 @@ def build(
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
     masters = _masters(module, optimizer, plan)
 
+    # Replicas watch the parameters that gradients come to, so these must be the last ones.
+    replicas = None if world is None or world.alone else _replicas(module, optimizer, plan, world, device)
+
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
-    scaler = _scaler(plan, device)
+    scaler = _scaler(plan, device, replicas)
     loss = loss or classification_loss
     step = TrainStep(
         module,
@@ -130,10 +141,11 @@ def build(
         scaler=scaler,
         ema=ema,
         masters=masters,
+        replicas=replicas,
     )
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
-        loss=loss, scaler=scaler, ema=ema,
+        loss=loss, scaler=scaler, ema=ema, replicas=replicas,
     )  # fmt: skip
 
 
@@ -156,7 +168,15 @@ def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: Ma
     return EMA(module, decay, optimizer, weights=masters.named(module), publish=masters.publish)
 
 
-def _scaler(plan: Plan, device: torch.device) -> LossScaler | None:
+def _replicas(
+    module: nn.Module, optimizer: Optimizer, plan: Plan, world: World, device: torch.device
+) -> DataParallel:
+    # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
+    late = plan.precision == "O2" and plan.accumulate > 1
+    return replicate(module, world, device, late=(lambda: gradients_of(optimizer)) if late else None)
+
+
+def _scaler(plan: Plan, device: torch.device, replicas: DataParallel | None) -> LossScaler | None:
     if plan.precision == "O0" or plan.dtype != "fp16":
         return None
     if plan.optimizer not in ("fused", "contiguous"):
@@ -164,7 +184,7 @@ def _scaler(plan: Plan, device: torch.device) -> LossScaler | None:
             f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed step "
             "without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
         )
-    return LossScaler(device)
+    return LossScaler(device, agree=replicas.agree if replicas else None)
 
 
 def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:

@@ -147,7 +147,6 @@ def test_sound_plans_pass(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "dp=8 sharding=fsdp",
         "tp=8 sp=true",
         "pp=4 schedule=interleaved virtual=2",
         "recompute=full",

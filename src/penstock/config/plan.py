@@ -39,7 +39,7 @@ _COUNTS = (
 )  # fmt: skip
 # What the planner predicts and the runtime cannot run yet: each with the one value that it runs.
 _RUNS_ONLY: dict[str, Any] = {
-    "dp": 1, "sharding": "ddp", "shard": 1, "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1,
+    "sharding": "ddp", "shard": 1, "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1,
     "ep": 1, "recompute": "none", "recompute_every": 1, "fp8": False, "algorithm": "adamw", "gradients": "weights",
     "offload": "none", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip

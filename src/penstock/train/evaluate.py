@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.parallel import ALONE, World
+from penstock.parallel.agree import add_up
+
 
 class Labelled(Protocol):
     """What evaluation needs of a batch."""
@@ -32,18 +35,28 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Labelled]) -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Labelled],
+    *,
+    world: World = ALONE,
+    rounds: int = 0,
+    blank: Tensor | None = None,
+) -> Evaluation:
     """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
 
     Targets are class numbers, (B,) int64. Draws no random number, so training goes on as if nothing had been.
-    With fewer than five classes, top-5 counts as many as there are.
+    With fewer than five classes, top-5 counts as many as there are. The ranks of `world` evaluate each their batches,
+    and all get the result of all. A sharded model can only run on all ranks at once: a rank whose batches end before
+    `rounds` runs it on `blank`, one image, and throws the output away.
     """
     training = model.training
     model.eval()
-    samples = 0
+    samples = seen = 0
     totals: Tensor | None = None
     try:
         for batch in batches:
+            seen += 1
             logits = model(batch.images).float()  # (B, classes)
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
             hits = best == batch.targets[:, None]
@@ -52,9 +65,15 @@ def evaluate(model: nn.Module, batches: Iterable[Labelled]) -> Evaluation:
             sums = torch.cat([sums, loss.double()[None]])
             totals = sums if totals is None else totals + sums
             samples += len(batch.targets)
+        for _ in range(rounds - seen):
+            model(blank)
     finally:
         model.train(training)
-    if totals is None:
+    device = totals.device if totals is not None else blank.device if blank is not None else "cpu"
+    counted = torch.tensor([samples], dtype=torch.float64, device=device)  # exact to 2^53
+    own = torch.zeros(3, dtype=torch.float64, device=device) if totals is None else totals
+    top1, top5, loss_sum, every = add_up(torch.cat([own, counted]), world).tolist()
+    samples = int(every)
+    if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")
-    top1, top5, loss_sum = totals.tolist()
     return Evaluation(samples, top1 / samples, top5 / samples, loss_sum / samples)

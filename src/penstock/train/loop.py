@@ -11,10 +11,11 @@ import dataclasses
 import logging
 import math
 import shutil
+import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,22 @@ from penstock import checkpoint
 from penstock.build import build
 from penstock.checkpoint import Snapshot
 from penstock.config.load import dump_toml, from_dict, to_dict
+from penstock.config.machine import Machine
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import SavedRequeue
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
+from penstock.parallel import World, joined, local_device
+from penstock.parallel.agree import Ballot, average, main_first
 from penstock.planner import Prediction, predict
 from penstock.planner.counts import parameters
 from penstock.probe import resolve_device
 from penstock.train.display import Display, Silent
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
+from penstock.train.lost import naming_overflow, require_scale
 from penstock.train.memory import memory_advice
 from penstock.train.metrics import (
     Meter,
@@ -50,7 +55,7 @@ from penstock.train.metrics import (
 from penstock.train.prepare import machine_of, open_sources, reading, set_aside, with_classes
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
-from penstock.train.state import changes, own_random, random_state, seed_random, set_random_state
+from penstock.train.state import changes, own_random, random_states, restore_random, seed_random
 from penstock.train.window import Window, require_finite
 
 _log = logging.getLogger(__name__)
@@ -80,6 +85,9 @@ def train(
 
     With `resume` false, what an earlier run left there is set aside under another name and the run starts anew.
 
+    Under a launcher (`torchrun`) each of its processes calls this alike and is one rank of the Plan; rank 0 alone
+    writes, and all return the same.
+
     Raises:
         ConfigError: the configuration cannot be, or is not the one that the checkpoint was made with.
         CheckpointError: there are checkpoints and none can be trusted.
@@ -88,16 +96,34 @@ def train(
         SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved.
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
-    output, device = Path(config.output), resolve_device(config.device)
-    output.mkdir(parents=True, exist_ok=True)
-    with RunLock(output) as lock, StopRequest() as stop, memory_advice(config.plan), own_random(device):
-        run = _Run(
-            config, output, device, resume=resume, tensorboard=tensorboard, display=display or Silent()
-        )
+    output, device = Path(config.output), local_device(resolve_device(config.device))
+    with (
+        joined(config.plan, device) as world,
+        _held(output, world) as lock,
+        StopRequest() as stop,
+        memory_advice(config.plan),
+        own_random(device),
+    ):
+        shown = display if display and world.main else Silent()
+        run = _Run(config, output, device, world, resume=resume, tensorboard=tensorboard, display=shown)
         try:
             return run.go(lock, stop)
         finally:
             run.close()
+
+
+@contextmanager
+def _held(output: Path, world: World) -> Iterator[RunLock]:
+    """Inside, rank 0 holds the output folder; where it cannot, all ranks raise."""
+    with ExitStack() as stack:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(output)
+
+        def hold() -> None:
+            stack.enter_context(lock)
+
+        main_first(hold, world)
+        yield lock
 
 
 class _Run:
@@ -108,6 +134,7 @@ class _Run:
         config: RunConfig,
         output: Path,
         device: torch.device,
+        world: World,
         *,
         resume: bool,
         tensorboard: bool,
@@ -117,7 +144,11 @@ class _Run:
         self.folder = output / "checkpoints"
         self.display = display
         self.device = device
-        self.machine = machine_of(config, device)
+        self.world = world
+        self.ballot = Ballot(world)
+        # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
+        machine = main_first(lambda: to_dict(machine_of(config, device)), world)
+        self.machine = from_dict(Machine, machine, origin="the machine of rank 0")
         train_source, self.val_source = open_sources(config)
         self.config = config = with_classes(config, train_source)
         config.plan.validate(config.model, self.machine)
@@ -127,14 +158,15 @@ class _Run:
         self.meter = Meter.of(self.prediction, self.machine)
 
         snapshot = self._find_snapshot(resume)
-        (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
+        if world.main:
+            (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
         self.resumed_at = self.step = snapshot.step if snapshot else 0
         self.saved_at = self.step
         self.evaluated_at = 0
         self.evaluation: Evaluation | None = None
         self.loss = math.nan
 
-        seed_random(config.seed)
+        seed_random(config.seed, world.rank)
         self.memory_before = resident_memory()
         self.built = build(
             config.model,
@@ -143,23 +175,34 @@ class _Run:
             recipe=config.recipe,
             seed=config.seed,
             machine=self.machine,
+            world=world,
         )
         self.loader = Loader(
-            train_source, augment=config.recipe.augment, seed=config.seed, **reading(config, device)
+            train_source,
+            augment=config.recipe.augment,
+            seed=config.seed,
+            rank=world.rank,
+            world=world.size,
+            **reading(config, device),
         )
         if snapshot:
             self._restore(snapshot)
         elif config.init_from:
             self._start_from(config.init_from)
 
-        self.window = Window(config.log_every, device)
+        self.batches: list[Any] = []
+        """Those of the latest step."""
+        self.window = Window(config.log_every, device, lambda values: average(values, world))
         self.timer = StepTimer(device)
         self.step_seconds: list[float] = []
         self.waits: list[float] = []
         self.waited = 0.0
         self.metrics = MetricsFile(output / "metrics.jsonl")
-        self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
-        self.board = TensorBoard(output / "tensorboard", resumed_at=self.step) if tensorboard else None
+        if world.main:
+            self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
+        self.board: TensorBoard | None = None
+        if tensorboard and world.main:
+            self.board = TensorBoard(output / "tensorboard", resumed_at=self.step)
 
     def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
         """Train to the end, or until asked to stop."""
@@ -185,14 +228,18 @@ class _Run:
             self.display.end()
 
     def _stop_if_asked(self, stop: StopRequest) -> None:
-        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life."""
-        if stop.signal is None or self.step == self.schedule.total:
+        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life.
+
+        Ranks hear of a signal at different times, or not at all: they act one step later, when all know.
+        """
+        asked = signal.Signals(heard) if (heard := self.ballot.turn(stop.signal or 0)) else None
+        if asked is None or self.step == self.schedule.total:
             return
         if len(self.window):
             self._log()
         self._save()
         raise SavedRequeue(
-            f"Stopped by {stop.signal.name} after step {self.step}, which is saved in {self.folder}. "
+            f"Stopped by {asked.name} after step {self.step}, which is saved in {self.folder}. "
             f"The same command goes on from there."
         )
 
@@ -218,15 +265,17 @@ class _Run:
         """One optimizer step. Nothing here waits for the device."""
         recipe = self.config.recipe
         set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.schedule.total))
-        batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
-        result = self.built.step(batches)
+        self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
+        result = self.built.step(self.batches)
         self.window.add(result.loss, result.grad_norm)
         self.step += 1
         self.timer.lap()
 
     def _log(self) -> None:
         """Fetch and record the window: the one place at which the host waits for the device."""
-        read = self.window.read(self.step)
+        with naming_overflow(self.built.step, self.batches):
+            require_scale(self.built.scaler, self.step)
+            read = self.window.read(self.step)
         seconds = self.timer.read()
         waited = self.loader.wait_seconds - self.waited
         self.step_seconds += seconds
@@ -244,6 +293,8 @@ class _Run:
         )
 
     def _record(self, event: str, **values: Any) -> None:
+        if not self.world.main:
+            return
         record = {"event": event, "step": self.step, **values}
         self.metrics.write(record)
         self.display.show(record)
@@ -272,9 +323,13 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        loader = Loader(self.val_source, endless=False, **reading(self.config, self.device))
+        world, model = self.world, self.config.model
+        given = reading(self.config, self.device)
+        loader = Loader(self.val_source, endless=False, rank=world.rank, world=world.size, **given)
+        blank = torch.zeros(1, model.channels, model.image_size, model.image_size, device=self.device)
+        rounds = math.ceil(len(self.val_source) / (loader.batch * world.size))
         with loader, self._final_weights():
-            self.evaluation = evaluate(self.built.model, loader)
+            self.evaluation = evaluate(self.built.model, loader, world=world, rounds=rounds, blank=blank)
         self.evaluated_at = self.step
         self._record(
             "evaluation",
@@ -298,16 +353,21 @@ class _Run:
         _log.warning("Starting from %s: %s", path, loaded)
 
     def _find_snapshot(self, resume: bool) -> Snapshot | None:
-        if not resume:
+        def all_aside() -> None:
             for name in ("checkpoints", "metrics.jsonl", "tensorboard", "export"):
                 set_aside(self.output / name)
+
+        if not resume:
+            main_first(all_aside, self.world)
             return None
         checkpoint.clean(self.folder)
         snapshot = checkpoint.newest(self.folder)
-        if snapshot:
-            # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
-            stored = from_dict(RunConfig, snapshot.config, origin=f"the checkpoint of step {snapshot.step}")
-            for change in changes(to_dict(stored), to_dict(self.config)):
+        if snapshot is None:
+            return None
+        # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
+        stored = from_dict(RunConfig, snapshot.config, origin=f"the checkpoint of step {snapshot.step}")
+        for change in changes(to_dict(stored), to_dict(self.config)):
+            if self.world.main:
                 _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
         return snapshot
 
@@ -327,7 +387,7 @@ class _Run:
                 "optimizer": self.built.optimizer.state_dict(),
                 "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
                 "loader": self.loader.state_dict(),
-                "random": random_state(self.device),
+                "random": random_states(self.device, self.world),
                 "progress": {
                     "loss": self.loss,
                     "evaluated_at": self.evaluated_at,
@@ -354,19 +414,25 @@ class _Run:
         self.loss = progress["loss"]
         self.evaluated_at = progress["evaluated_at"]
         self.evaluation = Evaluation(**progress["evaluation"]) if progress["evaluation"] else None
-        set_random_state(snapshot.state["random"], self.device)
+        restore_random(
+            snapshot.state["random"], self.device, self.world, seed=self.config.seed, step=self.step
+        )
 
     def _finish(self) -> TrainResult:
         """Export what was evaluated, and set what was predicted beside what was measured."""
         assert self.evaluation is not None  # the last step evaluates before it saves
         export = self.output / "export"
         partial = self.output / "export.tmp"
-        shutil.rmtree(partial, ignore_errors=True)
-        with self._final_weights():
+
+        def write() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
             assert isinstance(self.built.model, ViT)
             save_pretrained(self.built.model, partial)
-        set_aside(export)
-        partial.rename(export)
+            set_aside(export)
+            partial.rename(export)
+
+        with self._final_weights():
+            main_first(write, self.world)
         if self.step_seconds:
             # The first steps compile, allocate and choose kernels.
             settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]

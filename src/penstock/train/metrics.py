@@ -84,12 +84,12 @@ class Meter:
     def of(cls, prediction: Prediction, machine: Machine) -> Meter:
         """The meter of a run of which `prediction` was made on `machine`."""
         plan = prediction.plan
-        model_flops = prediction.model_flops_per_second_per_gpu / prediction.samples_per_second
+        model_flops = prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
         return cls(
-            samples_per_step=plan.micro_batch * plan.accumulate,
+            samples_per_step=plan.global_batch,
             model_flops=model_flops,
             hardware_flops=model_flops * prediction.hfu / prediction.mfu,
-            peak_flops=prediction.peak_flops,
+            peak_flops=prediction.peak_flops * plan.gpus,
             peak=f"{machine.name} {prediction.peak_name}, {machine.source}",
         )
 

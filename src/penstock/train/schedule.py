@@ -30,7 +30,7 @@ class Schedule:
         Raises:
             ConfigError: the run would have no steps.
         """
-        recipe, batch = config.recipe, config.plan.micro_batch * config.plan.accumulate
+        recipe, batch = config.recipe, config.plan.global_batch
         total = recipe.steps if recipe.steps is not None else round(recipe.epochs * samples / batch)
         if total < 1:
             raise ConfigError(

@@ -4,14 +4,16 @@ configured."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 
 from penstock.errors import ConfigError
+from penstock.parallel import World
 
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
@@ -35,6 +37,9 @@ _CHANGES_ROUNDING = (
     "plan.compile",
     "plan.micro_batch",
     "plan.accumulate",
+    "plan.dp",
+    "plan.sharding",
+    "plan.shard",
 )
 
 
@@ -50,8 +55,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def seed_random(seed: int) -> None:
-    """Start all generators from `seed`."""
+def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
+    """Start all generators from `seed`: of rank 0 from the seed itself, of every other rank, and of one that goes on at
+    `step` without the state it had, from its own.
+    """
+    if rank or step:
+        seed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -64,6 +73,36 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def random_states(device: torch.device, world: World) -> list[dict[str, Any]]:
+    """`random_state` of every rank, by rank, on all of them."""
+    own = random_state(device)
+    if world.alone:
+        return [own]
+    states: list[Any] = [None] * world.size
+    distributed.all_gather_object(states, own)
+    return states
+
+
+def restore_random(
+    states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    device: torch.device,
+    world: World,
+    *,
+    seed: int,
+    step: int,
+) -> None:
+    """Go on with this rank's generators as `random_states` gave them at `step`.
+
+    With another number of ranks there is none to go on with: then all but rank 0 start anew, from `seed`, rank and
+    step, and what is drawn differs from an undisturbed run as it does between seeds.
+    """
+    listed = [states] if isinstance(states, Mapping) else states  # earlier versions had one rank
+    if len(listed) == world.size or world.main:
+        set_random_state(listed[world.rank], device)
+    else:
+        seed_random(seed, world.rank, step)
 
 
 @contextmanager
@@ -87,7 +126,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     names = [name for name in names if name not in _FREE]
     refused = [name for name in names if name not in _CHANGES_ROUNDING]
     if _global_batch(old) != _global_batch(new):
-        refused += [name for name in ("plan.micro_batch", "plan.accumulate") if name in names]
+        refused += [name for name in ("plan.micro_batch", "plan.accumulate", "plan.dp") if name in names]
     if refused:
         raise ConfigError(
             [
@@ -100,7 +139,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
 
 
 def _global_batch(flat: Mapping[str, Any]) -> int:
-    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"])
+    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"]) * int(flat["plan.dp"])
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -16,7 +16,15 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.host_memory import settle
 from penstock.optim import EMA, clipped_step
-from penstock.precision import LossScaler, MasterWeights, autocast, matmul_precision
+from penstock.parallel import DataParallel
+from penstock.precision import (
+    LossScaler,
+    MasterWeights,
+    Overflow,
+    OverflowTrace,
+    autocast,
+    matmul_precision,
+)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d."""
@@ -27,7 +35,7 @@ class StepResult:
     """What came out of a step. Tensors are on the device and may not be computed yet: reading them waits."""
 
     loss: Tensor
-    """Mean over the micro-batches, 0-d, detached, without loss scale."""
+    """Mean over this rank's micro-batches, 0-d, detached, without loss scale."""
     grad_norm: Tensor | None
     """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. Not finite
     means that a scaled fp16 step overflowed and was skipped."""
@@ -72,6 +80,7 @@ class TrainStep:
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
         masters: MasterWeights | None = None,
+        replicas: DataParallel | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0.0:
             raise ConfigError(
@@ -86,6 +95,7 @@ class TrainStep:
         self.scaler = scaler
         self.ema = ema
         self.masters = masters
+        self.replicas = replicas
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Take one step. Raises ConfigError when there is no micro-batch."""
@@ -94,7 +104,12 @@ class TrainStep:
         settle(keep=self.plan.host_memory == "keep")
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
-            losses = [self._accumulate(batch, len(micro_batches)) for batch in micro_batches]
+            losses = [
+                self._accumulate(batch, index, len(micro_batches))
+                for index, batch in enumerate(micro_batches)
+            ]
+            if self.replicas is not None:
+                self.replicas.end()
             norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler)
             if self.masters is not None:
                 self.masters.publish()
@@ -103,7 +118,9 @@ class TrainStep:
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         return StepResult(loss=loss, grad_norm=norm)
 
-    def _accumulate(self, batch: Any, parts: int) -> Tensor:
+    def _accumulate(self, batch: Any, index: int, parts: int) -> Tensor:
+        if self.replicas is not None:
+            self.replicas.begin(index, parts)
         with autocast(self.plan, self.device):
             loss = self.loss(self.model, batch)
         share = loss if parts == 1 else loss / parts
@@ -111,6 +128,19 @@ class TrainStep:
         if self.masters is not None:
             self.masters.collect()  # micro-batches add up in fp32
         return loss.detach()
+
+    def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
+        """Where forward and backward passes on micro-batches first leave the finite numbers, for a run that is lost:
+        weights stay, gradients do not. All ranks must call it. Waits for the device.
+        """
+        trace = OverflowTrace([self.model])
+        with matmul_precision(self.plan.matmul), trace:
+            self.optimizer.zero_grad()
+            for index, batch in enumerate(micro_batches):
+                self._accumulate(batch, index, len(micro_batches))
+            if self.replicas is not None:
+                self.replicas.end()
+        return trace.first((name, p.grad) for name, p in self.model.named_parameters())
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,14 @@ class Read:
 
 
 class Window:
-    """Room for the losses and gradient norms of `length` steps on `device`."""
+    """Room for the losses and gradient norms of `length` steps on `device`. With several ranks `average` makes their
+    mean of what a rank has seen; then all must read at the same steps.
+    """
 
-    def __init__(self, length: int, device: torch.device) -> None:
+    def __init__(
+        self, length: int, device: torch.device, average: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._average = average
         self._values = torch.zeros(2, length, device=device)  # losses, gradient norms
         self._normed = False
         self._count = 0
@@ -44,7 +50,8 @@ class Window:
         Raises:
             NumericError: a loss is not finite; names the first such step.
         """
-        losses, norms = self._values[:, : self._count].tolist()
+        values = self._values[:, : self._count].contiguous()
+        losses, norms = (self._average(values) if self._average else values).tolist()
         first = step - self._count + 1
         self._count = 0
         for offset, loss in enumerate(losses):

@@ -1,0 +1,151 @@
+"""Coming to one decision: what every rank must do alike although only one of them knows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from penstock import errors
+from penstock.errors import PenstockError
+from penstock.parallel.world import World
+
+
+@torch.no_grad()
+def average(values: Tensor, world: World) -> Tensor:
+    """`values` averaged over all ranks, in place; fp32 or wider, on the ranks' device. Alone: as they are."""
+    if not world.alone:
+        distributed.all_reduce(values)  # gloo has no mean
+        values /= world.size
+    return values
+
+
+@torch.no_grad()
+def add_up(values: Tensor, world: World) -> Tensor:
+    """`values` summed over all ranks, in place."""
+    if not world.alone:
+        distributed.all_reduce(values)
+    return values
+
+
+def any_overflow(found_inf: Tensor) -> None:
+    """What a loss scaler agrees by: a 0-d flag becomes 1 on all ranks of the default group if it is on one of them, in
+    place and on the device, waiting for nobody. Then all skip the same steps and their scales stay the same.
+    """
+    distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX)
+
+
+def tell(value: Any, world: World) -> Any:
+    """Rank 0's `value`, on all ranks. Whatever JSON can hold: nothing is pickled."""
+    if world.alone:
+        return value
+    text = json.dumps(value).encode() if world.main else b""
+    length = torch.tensor([len(text)])
+    distributed.broadcast(length, src=0)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if world.main else torch.empty(0)
+    if not world.main:
+        data = torch.empty(int(length.item()), dtype=torch.uint8)
+    distributed.broadcast(data, src=0)
+    return json.loads(bytes(data.tolist()))
+
+
+def collect(value: Any, world: World) -> list[Any]:
+    """Every rank's `value`, by rank, on all ranks. Whatever JSON can hold."""
+    if world.alone:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    distributed.all_gather(lengths, torch.tensor([len(text)]))
+    longest = max(int(length.item()) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
+    distributed.all_gather(texts, padded)
+    return [json.loads(bytes(found[: int(length)].tolist())) for found, length in zip(texts, lengths)]
+
+
+def main_first(work: Callable[[], Any], world: World) -> Any:
+    """Rank 0 does some work, the others wait for it and get its result, which JSON must be able to hold.
+
+    What it raises is raised on all ranks, so that none waits for a rank that has given up: a `PenstockError` as what
+    it is, anything else on rank 0 itself and as an `EnvironmentProblem` on the others.
+    """
+    if world.alone:
+        return work()
+    error: BaseException | None = None
+    report: dict[str, Any] = {}
+    if world.main:
+        try:
+            report = {"result": work()}
+        except Exception as problem:  # noqa: BLE001  # raised below, after the others know
+            error = problem
+            report = {"error": type(problem).__name__, "message": str(problem)}
+    report = tell(report, world)
+    if error is not None:
+        raise error
+    if "error" in report:
+        raise _as_error(report["error"], report["message"], 0)
+    return report["result"]
+
+
+def together(work: Callable[[], Any], world: World) -> Any:
+    """Every rank does its part of some work without collectives; returns each its own result.
+
+    If any of them fails with a `PenstockError`, all raise: that rank what it met, the others the same on behalf of the
+    first. Anything but a `PenstockError` passes through.
+    """
+    if world.alone:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except PenstockError as problem:
+        error = problem
+    found = collect([type(error).__name__, str(error)] if error else None, world)
+    if error is not None:
+        raise error
+    for rank, told in enumerate(found):
+        if told is not None:
+            raise _as_error(told[0], told[1], rank)
+    return result
+
+
+def _as_error(name: str, message: str, rank: int) -> PenstockError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, PenstockError):
+        return kind(f"On rank {rank}: {message}")
+    return errors.EnvironmentProblem(f"Rank {rank} failed with {name}: {message}")
+
+
+class Ballot:
+    """One number per rank and turn, and the largest of them a turn later, the same on all ranks.
+
+    The all-reduce of a turn runs beside the step that follows and is read at the next turn, so that nobody waits for
+    it unless a peer is a whole step behind. Everything is on the host: no device is waited for. All ranks must take
+    the same turns.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pending: tuple[Any, Tensor] | None = None
+
+    def turn(self, value: int) -> int:
+        """Cast this rank's value for this turn; returns the largest of the turn before (alone: of this turn)."""
+        if self._world.alone:
+            return value
+        before = self.settle()
+        ballot = torch.tensor([value], dtype=torch.int64)
+        self._pending = (distributed.all_reduce(ballot, op=distributed.ReduceOp.MAX, async_op=True), ballot)
+        return before
+
+    def settle(self) -> int:
+        """The largest value of the last turn, waited for; 0 where there was none."""
+        if self._pending is None:
+            return 0
+        work, ballot = self._pending
+        self._pending = None
+        work.wait()
+        return int(ballot.item())

@@ -1,0 +1,122 @@
+"""Data parallelism: every rank sees other samples, and gradients are averaged over the ranks.
+
+`replicate` keeps the whole model on each rank (Li et al., "PyTorch Distributed", VLDB 2020: gradients are all-reduced
+in buckets while the backward pass goes on). `penstock.parallel.fsdp` shares weights out. Both leave the module what it
+was: same object, same names in the state dict, same call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from penstock.parallel.agree import any_overflow
+from penstock.parallel.world import World
+
+BUCKET_MB = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """How a training step has to treat a model whose gradients other ranks add to."""
+
+    model: Any
+    world: World
+    buffers: Sequence[Tensor] = field(default_factory=list)
+    """What each rank computes from its own samples beside gradients: the running statistics of batch norms."""
+    late: Callable[[], Sequence[Tensor]] | None = None
+    """Gradients to be averaged after the last backward pass, where the backward pass does not see to it."""
+
+    def begin(self, micro_batch: int, count: int) -> None:
+        """Say that micro-batch `micro_batch` (from 0) of `count` begins: only the last one's backward pass has to
+        reduce gradients, those before it add to what lies on the rank.
+        """
+        if self.late is None:
+            self.model.set_requires_gradient_sync(micro_batch == count - 1)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """After the last backward pass: average what it has not, so that all ranks keep the same model."""
+        if self.late is not None:
+            average_all(self.late(), self.world)
+        average_all(self.buffers, self.world)
+
+    def agree(self, found_inf: Tensor) -> None:
+        """One decision about an overflow for all ranks; see `any_overflow`."""
+        any_overflow(found_inf)
+
+
+def replicate(
+    model: nn.Module,
+    world: World,
+    device: torch.device,
+    *,
+    late: Callable[[], Sequence[Tensor]] | None = None,
+) -> DataParallel:
+    """Make `model` one of `world.size` replicas, in place; rank 0's weights and buffers become everybody's.
+
+    Must follow everything that replaces parameters. Names stay as they are. Gradients are averages over the ranks after
+    the backward pass of the last micro-batch; or those that `late` returns are, in `DataParallel.end`, for weights
+    whose gradients something else collects in between.
+    """
+    if late is not None:
+        broadcast(model)
+        return DataParallel(model=model, world=world, buffers=running_statistics(model), late=late)
+    from torch.distributed._composable.replicate import replicate as torch_replicate
+
+    # Torch itself would send rank 0's buffers before every forward pass, evaluation too, where ranks may have
+    # different numbers of batches; `DataParallel.end` averages them instead.
+    # The option has a new name since torch 2.13, under which the old one warns.
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    silent = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    for buffer in model.buffers():
+        distributed.broadcast(buffer, src=0)
+    options: dict[str, Any] = {silent: False, "bucket_cap_mb": BUCKET_MB}
+    torch_replicate(model, device_id=device, **options)
+    # At once and not at the first forward pass, which on one rank may come in an evaluation that others sit out.
+    torch_replicate.state(model).lazy_init()
+    return DataParallel(model=model, world=world, buffers=running_statistics(model))
+
+
+@torch.no_grad()
+def broadcast(model: nn.Module) -> None:
+    """Give all ranks rank 0's parameters and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        distributed.broadcast(tensor.detach(), src=0)
+
+
+@torch.no_grad()
+def average_all(tensors: Sequence[Tensor], world: World) -> None:
+    """Average tensors over all ranks, in place, some megabytes at a time. All ranks give tensors of the same shapes."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in by_type.items():
+        while alike:
+            bucket, room = [alike.pop(0)], BUCKET_MB << 20
+            while alike and (room := room - bucket[-1].numel() * dtype.itemsize) > 0:
+                bucket.append(alike.pop(0))
+            # A large dense tensor, such as a flat buffer, is reduced where it lies.
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+            distributed.all_reduce(flat)
+            flat /= world.size
+            if not alone:
+                parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+                torch._foreach_copy_(bucket, [p.view_as(t) for t, p in zip(bucket, parts)])
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Floating buffers that modules update while training."""
+    return [
+        buffer
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]

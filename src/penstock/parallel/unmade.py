@@ -1,0 +1,203 @@
+"""Making a model that no process could hold: weights are drawn whole, one at a time, and each rank keeps its rows.
+
+Inside `Drawing` torch's empty tensors come out on the meta device, without memory. Whatever is then done to one of them
+(drawing, filling, scaling, through views or `.data` too) is done to a real tensor of its size, of which the rank's
+share of rows is kept when another takes its place. Random numbers are drawn from the same generator, for the same sizes
+and in the same order as without, so the weights are those that a single process with the same seed would have: for
+every model, whatever way it has of initialising itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from penstock.errors import ConfigError
+
+_SMALL = 4096
+"""Elements; what is smaller is made at once."""
+_ROOM = 32 << 20
+"""Bytes of whole tensors that may stand beside the one being worked on."""
+_OVERWRITES = frozenset(
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "trunc_normal_"}
+)
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """One allocation without memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    anchor: Tensor
+    """Keeps the storage, and so its address, from being used again."""
+    rows: Tensor | None = None
+    """This rank's share of the values so far."""
+
+
+class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, large empty tensors have no memory, and this rank's share of what is written to them is kept.
+
+    The share is that of place `place` of `group.size()`: rows cut as `torch.chunk` cuts them, which is how FSDP does.
+    Every rank must do the same.
+    """
+
+    def __init__(self, place: int, size: int, group: distributed.ProcessGroup | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place, self._size, self._group = place, size, group
+        self._tensors: dict[int, _Tensor] = {}
+        self._whole: OrderedDict[int, Tensor] = OrderedDict()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("empty", "empty_strided") and _to_be_made(args, kwargs):
+            made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
+            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
+            return made
+        touched = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and self._knows(t)]
+        if not touched or func.is_view or name in ("detach", "empty_like"):
+            return self._like(func, args, kwargs, name)
+        overwritten = args[0] if name in _OVERWRITES and args and self._covers(args[0]) else None
+        for tensor in touched:
+            self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
+        real_args, real_kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
+        result = func(*real_args, **real_kwargs)
+        # What was written in place is handed back as the tensor that was asked for.
+        written = [arg for arg, info in zip(args, func._schema.arguments) if info.is_write]
+        written += [kwargs[i.name] for i in func._schema.arguments if i.is_write and i.name in kwargs]
+        return written[0] if written and isinstance(result, Tensor) else result
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        made = func(*args, **kwargs)
+        if name == "empty_like" and made.is_meta:
+            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
+        return made
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and _key(tensor) in self._tensors
+
+    def _covers(self, tensor: Any) -> bool:
+        return (
+            isinstance(tensor, Tensor)
+            and self._knows(tensor)
+            and tensor.numel() == self._tensors[_key(tensor)].shape.numel()
+        )
+
+    def _fetch(self, tensor: Tensor, *, fresh: bool) -> None:
+        key = _key(tensor)
+        if key in self._whole:
+            self._whole.move_to_end(key)
+            return
+        known = self._tensors[key]
+        self._make_room(known.shape.numel() * known.dtype.itemsize)
+        if known.rows is None or fresh:
+            self._whole[key] = torch.empty(known.shape, dtype=known.dtype)
+        else:
+            self._whole[key] = self._gathered(known)
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        if not self._knows(tensor):
+            return tensor
+        whole = self._whole[_key(tensor)]
+        return whole.view(-1).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _make_room(self, needed: int) -> None:
+        held = needed + sum(t.numel() * t.element_size() for t in self._whole.values())
+        while self._whole and held > max(_ROOM, needed):
+            key, whole = self._whole.popitem(last=False)
+            held -= whole.numel() * whole.element_size()
+            self._keep(key, whole)
+
+    def _keep(self, key: int, whole: Tensor) -> None:
+        known = self._tensors[key]
+        share = _rows(whole, self._place, self._size)
+        if known.rows is not None and known.rows.shape == share.shape:
+            known.rows.copy_(share)
+        else:
+            known.rows = share.clone()
+
+    def _gathered(self, known: _Tensor) -> Tensor:
+        """The whole tensor from all ranks' rows: it was put away, and is now changed further."""
+        assert known.rows is not None
+        if self._size == 1:
+            return known.rows
+        longest = -(-known.shape[0] // self._size)
+        mine = known.rows.new_zeros((longest, *known.shape[1:]))
+        mine[: len(known.rows)] = known.rows
+        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        distributed.all_gather(parts, mine, group=self._group)
+        return torch.cat(parts)[: known.shape[0]].contiguous()
+
+    # -- afterwards
+
+    def finish(self) -> None:
+        """Cut what is still whole into rows."""
+        while self._whole:
+            self._keep(*self._whole.popitem(last=False))
+
+    def rows_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's rows of a tensor made inside; None for one that was made outside, or at once."""
+        if not self._knows(parameter):
+            return None
+        known = self._tensors[_key(parameter)]
+        if known.rows is None:
+            # Allocated and never written: torch.empty promises nothing, and neither do we.
+            known.rows = _rows(
+                torch.zeros(1, dtype=known.dtype).expand(known.shape), self._place, self._size
+            ).clone()
+        if known.shape == parameter.shape:
+            return known.rows
+        return _rows(self._gathered(known).view(parameter.shape), self._place, self._size)
+
+
+def _rows(whole: Tensor, place: int, size: int) -> Tensor:
+    """What `torch.chunk(whole, size)` gives to `place`, empty where there are too few rows."""
+    if whole.ndim == 0:
+        return whole
+    length = -(-whole.shape[0] // size)
+    start = min(place * length, whole.shape[0])
+    return whole[start : min(start + length, whole.shape[0])]
+
+
+def _to_be_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    shape = args[0] if args else kwargs["size"]
+    return (device is None or torch.device(device).type == "cpu") and torch.Size(shape).numel() >= _SMALL
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def make(factory: Callable[[], nn.Module], drawing: Drawing) -> nn.Module:
+    """`factory()`, its large parameters without memory. Raises ConfigError where a buffer was made so: buffers are
+    nobody's shards, so they must be small or filled by an operator that makes its own result.
+    """
+    with drawing:
+        model = factory()
+        drawing.finish()
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"The buffer {lost[0]} of {type(model).__name__} was made with torch.empty and is too large to be drawn "
+            "at once; make it with torch.zeros, or hand in the finished module instead of its factory."
+        )
+    return model
+
+
+def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
+    """Name and rows of every parameter that was made without memory. Ask before the model is sharded."""
+    for name, parameter in model.named_parameters():
+        rows = drawing.rows_of(parameter)
+        if rows is not None:
+            yield name, rows

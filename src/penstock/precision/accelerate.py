@@ -468,7 +468,7 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         own = gradients_beside(self)
         if own.session.masters is not None:
-            own.session.masters.zero_grad(self)
+            own.session.masters.zero_grad(self, set_to_none=set_to_none)
         own.forget()
         cls.zero_grad(self, set_to_none=set_to_none)
 

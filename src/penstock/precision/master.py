@@ -93,6 +93,8 @@ class MasterWeights:
             )  # fmt: skip
         self._by_optimizer()
         self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
+        self._shared: dict[Parameter, weakref.ref[Tensor] | None] | None = None
+        """The gradient that a half weight and its master had in common when they were last looked at."""
 
     @classmethod
     def cast(
@@ -177,6 +179,10 @@ class MasterWeights:
         for owner, halves, masters in self._of(optimizer):
             for half, master in zip(halves, masters):
                 _adopt(half, master)
+            if self._shared is not None:
+                for half, master in zip(halves, masters):
+                    self._share(half, master, self._shared)
+                continue
             views = self._flat_gradients(owner)
             into: list[Tensor] = []
             fresh: list[Tensor] = []
@@ -210,11 +216,34 @@ class MasterWeights:
         for _, halves, masters in self._of(optimizer):
             _publish(halves, masters)
 
-    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+    def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Forget the model's half gradients; the masters' are the optimizer's to forget."""
+        if self._shared is not None and not set_to_none:
+            self.collect(optimizer)  # those of the masters, which the optimizer will fill with zeros, are these
+            return
         for _, halves, _ in self._of(optimizer):
             for half in halves:
                 half.grad = None
+
+    def share_gradients(self) -> None:
+        """From now on a half weight and its master hold one and the same fp32 gradient, so that micro-batches add up in
+        fp32, and whatever code that knows of no masters does to the gradients of the model or of the optimizer, it
+        does to both. Not under DistributedDataParallel, whose buckets have the type of the weights.
+        """
+        self._shared = dict.fromkeys(self._masters)
+        for half in self._masters:
+            half.grad_dtype = torch.float32
+
+    def _share(
+        self, half: Parameter, master: Parameter, shared: dict[Parameter, weakref.ref[Tensor] | None]
+    ) -> None:
+        if half.grad is master.grad:
+            pass
+        elif _refers(shared[half], half.grad):  # then it is the optimizer's that was replaced or forgotten
+            half.grad = master.grad
+        else:
+            master.grad = half.grad
+        shared[half] = None if half.grad is None else weakref.ref(half.grad)
 
     def has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether a half weight holds a gradient that has not been collected."""
@@ -231,6 +260,10 @@ class MasterWeights:
             }
             self._views[id(optimizer)] = (optimizer.generation, views)
         return views
+
+    def weights_of(self, optimizer: Optimizer) -> list[Parameter]:
+        """The half weights that an optimizer trains."""
+        return [half for _, halves, _ in self._of(optimizer) for half in halves]
 
     # -- what is saved
 
@@ -335,6 +368,10 @@ class _Loaded(_Hook):
         for parameter, value in self.stored.wide.items():
             self.stored.take(parameter, value)
         self.stored.wide = {}
+
+
+def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool:
+    return value is None if reference is None else value is not None and reference() is value
 
 
 def _publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

@@ -81,7 +81,7 @@ class Gradients:
             for parameter in self._parameters():
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
-            found = _unscale(gradients_of(self.optimizer), self.scale)
+            found = unscale_gradients(gradients_of(self.optimizer), self.scale)
             if found is not None and self.scaler is not None:
                 self.found.append((self.scaler, found))
             self.scale = None
@@ -226,7 +226,7 @@ class Gradients:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
 
-def _unscale(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
+def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
     """Divide in place; returns whether any gradient is not finite, on the first one's device."""
     if not gradients:
         return None

@@ -192,7 +192,7 @@ def _dtype(
             )
         return None, None
     if name == "auto":
-        chosen, why = _auto(device)
+        chosen, why = auto_dtype(device)
         _once(f"dtype=auto chose {chosen}: {why}.")
         return DTYPES[chosen], None
     if name not in DTYPES:
@@ -206,7 +206,8 @@ def _dtype(
     return DTYPES[str(name)], None
 
 
-def _auto(device: torch.device) -> tuple[str, str]:
+def auto_dtype(device: torch.device) -> tuple[str, str]:
+    """What dtype=auto chooses on a device, and why."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8 or torch.version.hip is not None:

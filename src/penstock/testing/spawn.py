@@ -180,8 +180,10 @@ def _stack(rank: _Rank) -> str:
 def _start_server() -> None:
     """Start the server that ranks are forked from, single-threaded whatever this process is."""
     with _environment({**os.environ, **_QUIET}):
+        # Sharded tests need these, and each rank would take 1.7 s to import them (an optimizer imports dynamo).
+        heavy = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["torch", "torch.distributed", "penstock.testing.spawn"]
+            ["torch", "torch.distributed", "penstock.testing.spawn", *heavy]
         )
         forkserver.ensure_running()
 

@@ -1,0 +1,156 @@
+"""A training step never waits for the device.
+
+A CPU has nothing to wait for, so what is counted here are the operators that on a GPU would: those whose result the
+host must see before it can go on. Two things that the same code does on a GPU without waiting are let pass by name:
+
+- `scaler.lost`, which is read by a non-blocking copy there some steps late, and by `float()` here;
+- the step counts of optimizers that are neither fused nor capturable, which live in host memory on a GPU too.
+
+The test marked `gpu` lets CUDA itself be the judge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import penstock
+from penstock.precision import scalers_of
+
+WAITS = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "masked_select",
+    "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave", "_assert_async_host",
+}  # fmt: skip
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a GPU, `lost` and host-side step counts apart."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.counts: Counter[str] = Counter()
+        self.polls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put_", "index_put") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1] if index is not None
+        )
+        if name in WAITS or masked:
+            where = args[0].data_ptr()
+            if where in [scaler.lost.data_ptr() for scaler in self.scalers()]:
+                self.polls += 1
+            elif where not in self.host_counts():
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def scalers(self) -> list[Any]:
+        return self.optimizer.__dict__["_penstock"].session.scalers
+
+    def host_counts(self) -> set[int]:
+        group = self.optimizer.param_groups[0]
+        if group.get("fused") or group.get("capturable") or "foreach" not in group:
+            return set()
+        return {state["step"].data_ptr() for state in self.optimizer.state.values() if "step" in state}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+
+def make(form: str, model: nn.Module) -> Optimizer:
+    if form == "contiguous":
+        return penstock.contiguous(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-3, **({"foreach": True} if form == "foreach" else {form: True})
+    )
+
+
+def step(model: nn.Module, optimizer: Optimizer, x: Tensor, target: Tensor, clip: bool = True) -> None:
+    """Two micro-batches."""
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(model(x), target)
+        with penstock.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    if clip:
+        penstock.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+
+
+def counted(form: str, *, clip: bool = True, overflow: bool = False, **properties: Any) -> Waits:
+    """What three steps wait for, after two that make the optimizer's state."""
+    model = net()
+    model, optimizer = penstock.accelerate(model, make(form, model), **properties)
+    x, target = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    for _ in range(2):
+        step(model, optimizer, x, target, clip)
+    waits = Waits(optimizer)
+    with waits:
+        for _ in range(3):
+            step(model, optimizer, x * (1e6 if overflow else 1.0), target, clip)
+    return waits
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clip", "no-clip"])
+@pytest.mark.parametrize("form", ["fused", "contiguous"])
+@pytest.mark.parametrize("precision", ["O1", "O2", "O3"])
+def test_a_step_of_a_fused_optimizer_never_waits(precision: str, form: str, clip: bool) -> None:
+    for scale in ("dynamic", None) if precision == "O3" else ("dynamic", 1024.0):
+        waits = counted(form, clip=clip, precision=precision, dtype="fp16", loss_scale=scale)
+        assert not waits.counts, (scale, waits.counts)
+        assert waits.polls == (3 if scale else 0), "once a step, where there is a scale"
+
+
+@pytest.mark.parametrize("form", ["fused", "contiguous"])
+def test_nor_does_one_that_is_skipped(form: str) -> None:
+    waits = counted(form, precision="O1", dtype="fp16", overflow=True)
+    assert not waits.counts
+    assert scalers_of(waits.optimizer)[0].overflows.item() == 3
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+@pytest.mark.parametrize("clip", [True, False], ids=["clip", "no-clip"])
+def test_the_device_can_skip_for_an_optimizer_that_cannot(precision: str, clip: bool) -> None:
+    waits = counted("foreach", clip=clip, precision=precision, dtype="fp16", skip="device")
+    assert not waits.counts
+    assert not counted("foreach", precision="O1", dtype="bf16").counts
+
+
+def test_the_count_sees_the_one_wait_of_skipping_on_the_host() -> None:
+    waits = counted("foreach", precision="O1", dtype="fp16", skip="host")
+    assert waits.counts == {"_local_scalar_dense": 3}
+    with Waits(waits.optimizer) as seen:
+        chosen = torch.ones(3)
+        assert chosen[chosen > 0].sum() > 0
+    assert seen.counts == {"index": 1, "_local_scalar_dense": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fused", "contiguous", "foreach"])
+@pytest.mark.parametrize("precision", ["O1", "O2", "O3"])
+def test_cuda_finds_no_wait(precision: str, form: str) -> None:
+    model = net().cuda()
+    skip = "device" if form == "foreach" else "auto"
+    model, optimizer = penstock.accelerate(
+        model, make(form, model), precision=precision, dtype="fp16", loss_scale="dynamic", skip=skip
+    )
+    x, target = torch.randn(6, 8, device="cuda"), torch.randint(0, 4, (6,), device="cuda")
+    for _ in range(6):  # makes the optimizer's state, and the places where `lost` is copied to
+        step(model, optimizer, x, target)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            step(model, optimizer, x, target)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

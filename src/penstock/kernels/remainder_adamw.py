@@ -240,18 +240,18 @@ def _fused_pack(
     whole = sum(sizes)
     values, second = scratch[0][:whole], scratch[1][:whole]
     bits, missing = values.view(torch.int32), second.view(torch.int32)
-    weights = [batch.weights[i][span] for i, span in members]
-    remainders = [batch.remainders[i][span] for i, span in members]
+    weights = _parts(batch.weights, members)
+    remainders = _parts(batch.remainders, members)
     torch._foreach_copy_(list(torch.split(values, sizes)), weights)
     torch._foreach_copy_(list(torch.split(missing, sizes)), remainders)
     bits.add_(missing)
     gradients = list(torch.split(second, sizes))  # the remainders are done with, so their place is free
-    torch._foreach_copy_(gradients, [batch.gradients[i][span] for i, span in members])
+    torch._foreach_copy_(gradients, _parts(batch.gradients, members))
     _torch_fused(
         list(torch.split(values, sizes)),
         gradients,
-        [batch.exp_avgs[i][span] for i, span in members],
-        [batch.exp_avg_sqs[i][span] for i, span in members],
+        _parts(batch.exp_avgs, members),
+        _parts(batch.exp_avg_sqs, members),
         [batch.steps[i] for i, _ in members],
         hyper,
         grad_scale,
@@ -302,6 +302,12 @@ def _spans(size: int, piece: int) -> Iterator[slice]:
     # tensor, and gets the same instructions.
     for start in range(0, size, piece):
         yield slice(start, min(start + piece, size))
+
+
+def _parts(tensors: list[Tensor], members: list[tuple[int, slice]]) -> list[Tensor]:
+    # A view costs as much as an operation on a thousand elements: none where it would be of all.
+    whole = [(tensors[i], span) for i, span in members]
+    return [tensor if span.stop - span.start == tensor.numel() else tensor[span] for tensor, span in whole]
 
 
 def _packs(sizes: list[int], piece: int) -> Iterator[list[tuple[int, slice]]]:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor that lies here; any other tensor itself."""
-    tensor = tensor.detach()
+    """The shard of a DTensor that lies here; any other tensor itself. To be called without gradients being recorded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -50,6 +49,8 @@ def dense(tensor: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor as the stretch of memory it is: (N)."""
+    if tensor.dim() == 1:
+        return tensor
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 

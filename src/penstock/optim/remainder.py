@@ -72,6 +72,7 @@ class RemainderAdamW(Optimizer):
 
     # -- what the user of an optimizer calls
 
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch. Raises ConfigError for what cannot be updated here."""
         super().add_param_group(param_group)
@@ -194,6 +195,7 @@ class RemainderAdamW(Optimizer):
         local.copy_(weight)
         layout.local(self._state_of(parameter)["remainder"]).copy_(remainder)
 
+    @torch.no_grad()
     def memory(self) -> dict[str, int]:
         """Bytes on this device now: `weights`, `remainders`, `moments`. Moments and remainders come with the first
         gradient, or with `set_fp32_weight`.

@@ -1,0 +1,194 @@
+"""fp8 matrix products: dynamic scales, the rounding, and a linear layer's three products (Micikevicius et al., "FP8
+Formats for Deep Learning", 2022, for the formats).
+
+Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K), y: (M, N).
+
+    y = x weightᵀ          summed over K
+    dx = dy weight         summed over N
+    dweight = dyᵀ x        summed over M
+
+A tensor is stored as fp8(x · s) beside 1/s. `tensorwise` has one s per tensor, so each is rounded once and used in
+two products; gradients are e5m2, whose range they need. `rowwise` has one s per row of what a product sums over, so
+each tensor is rounded anew for each of its two products, along the other side; all are e4m3, whose extra bit pays
+once outliers stay within their row, and every s is a power of two, which adds no rounding of its own.
+
+The reference is in the same place: with `emulate` the same numbers are multiplied in fp32, on any device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Scaling = Literal["tensorwise", "rowwise"]
+SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# The largest magnitude that a scale is made for is at least this, so that scales, their inverses and products of two
+# inverses are normal fp32 numbers. Tensors of smaller numbers are rounded more coarsely, down to zero.
+_LEAST = 2.0**-50
+_EXPONENT = 0x7F800000
+# The units of the hardware take operands whose sides are multiples of this.
+MULTIPLE = 16
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None, *, power_of_two: bool = False) -> Tensor:
+    """The fp32 factor that brings the largest magnitude of `x` to the largest number of an fp8 type.
+
+    0-d for the whole tensor; with `dim`, one for each slice along it, which keeps its place with size 1. With
+    `power_of_two` it is rounded down to one, so that scaling is exact.
+    """
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = LARGEST[dtype] / largest.float().clamp_min(_LEAST)
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if power_of_two else scale
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """fp8(x · scale), to nearest even. What lies beyond the largest number becomes it, never infinity or NaN; NaN stays
+    NaN, and an infinite x, whose scale is 0, becomes NaN.
+    """
+    largest = LARGEST[dtype]
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def scaled_product(
+    a: Tensor,
+    b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    out: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """(a · inverse_a) @ (b · inverse_b) + bias in the type `out`. a: (M, K) in row-major order, b: (K, N) in
+    column-major order, both fp8; the inverses 0-d, or (M, 1) and (1, N).
+
+    `fast` lets the tensor cores of Hopper add up in their own, shorter accumulator. `emulate` multiplies in fp32.
+    """
+    if emulate:
+        with torch.autocast(a.device.type, enabled=False):
+            y = (a.float() @ b.float()) * (inverse_a * inverse_b)
+            return (y if bias is None else y + bias.float()).to(out)
+    return torch._scaled_mm(
+        a, b, scale_a=inverse_a, scale_b=inverse_b, bias=bias, out_dtype=out, use_fast_accum=fast
+    )
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scaling: Scaling = "tensorwise",
+    dtype: torch.dtype = torch.bfloat16,
+    emulate: bool = False,
+) -> Tensor:
+    """`F.linear` with its three products in fp8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
+
+    Gradients have the types of `x`, `weight` and `bias`. Weights of any type are rounded to fp8 directly. K and N must
+    be multiples of 16. Cannot be differentiated twice.
+    """
+    function: Any = _Tensorwise if scaling == "tensorwise" else _Rowwise
+    y: Tensor = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, dtype, emulate)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Tensorwise(torch.autograd.Function):
+    """One scale per tensor. Saves x and weight in fp8, a quarter of fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulate: bool
+    ) -> Tensor:
+        scale_x, scale_w = scale_of(x, E4M3), scale_of(weight, E4M3)
+        qx, qw = quantize(x, E4M3, scale_x), quantize(weight, E4M3, scale_w)
+        inverse_x, inverse_w = scale_x.reciprocal(), scale_w.reciprocal()
+        ctx.save_for_backward(qx, qw, inverse_x, inverse_w)
+        ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.emulate = emulate
+        bias = None if bias is None else bias.to(dtype)
+        return scaled_product(qx, qw.t(), inverse_x, inverse_w, dtype, bias=bias, fast=True, emulate=emulate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        qx, qw, inverse_x, inverse_w = ctx.saved_tensors
+        x_type, weight_type, bias_type = ctx.types
+        scale = scale_of(dy, E5M2)
+        q, inverse = quantize(dy, E5M2, scale), scale.reciprocal()
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = scaled_product(q, _column_major(qw), inverse, inverse_w, dy.dtype, emulate=ctx.emulate)
+            dx = dx.to(x_type)
+        if ctx.needs_input_grad[1]:
+            qt, qx = _padded(q).t().contiguous(), _column_major(_padded(qx))
+            dweight = scaled_product(qt, qx, inverse, inverse_x, weight_type, emulate=ctx.emulate)
+        return dx, dweight, _bias_gradient(ctx, dy, bias_type), None, None
+
+
+class _Rowwise(torch.autograd.Function):
+    """One scale per row of what is summed over. Saves x in the compute type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulate: bool
+    ) -> Tensor:
+        ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.emulate = emulate
+        x = x.to(dtype)
+        ctx.save_for_backward(x, weight)
+        qx, inverse_x = _rows(x)
+        qw, inverse_w = _rows(weight)
+        bias = None if bias is None else bias.to(dtype)
+        return scaled_product(
+            qx, qw.t(), inverse_x, inverse_w.t(), dtype, bias=bias, fast=True, emulate=emulate
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        x_type, weight_type, bias_type = ctx.types
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            q, inverse = _rows(dy)
+            qw, inverse_w = _rows(weight.t())
+            dx = scaled_product(q, qw.t(), inverse, inverse_w.t(), dy.dtype, emulate=ctx.emulate)
+            dx = dx.to(x_type)
+        if ctx.needs_input_grad[1]:
+            q, inverse = _rows(_padded(dy).t())
+            qx, inverse_x = _rows(_padded(x).t())
+            # The rowwise kernel writes bf16 only.
+            dweight = scaled_product(q, qx.t(), inverse, inverse_x.t(), dy.dtype, emulate=ctx.emulate)
+            dweight = dweight.to(weight_type)
+        return dx, dweight, _bias_gradient(ctx, dy, bias_type), None, None
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in e4m3 with a scale per row, in row-major order, and the inverse scales (rows, 1)."""
+    scale = scale_of(x, E4M3, 1, power_of_two=True)
+    return quantize(x, E4M3, scale).contiguous(), scale.reciprocal()
+
+
+def _column_major(q: Tensor) -> Tensor:
+    return q.t().contiguous().t()
+
+
+def _padded(x: Tensor) -> Tensor:
+    """With rows of zeros, which add nothing to a sum over rows, up to a multiple of 16."""
+    missing = -x.shape[0] % MULTIPLE
+    if not missing:
+        return x
+    if x.dtype in LARGEST:  # padding knows no fp8, and a zero byte is a zero
+        return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    return F.pad(x, (0, 0, 0, missing))
+
+
+def _bias_gradient(ctx: Any, dy: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    return dy.sum(0, dtype=torch.float32).to(dtype) if dtype is not None and ctx.needs_input_grad[2] else None

@@ -1,0 +1,153 @@
+"""Linear layers of a model's blocks in fp8: conversion in place, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.convert import nearest
+from penstock.errors import ConfigError
+from penstock.models.anatomy import anatomy_of
+from penstock.precision.fp8 import MULTIPLE, SCALINGS, Scaling, fp8_linear
+
+_log = logging.getLogger(__name__)
+# Compute capability of the first chips with each kernel: Ada for tensorwise, Hopper for rowwise scales.
+_NEEDS: dict[Scaling, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose products are in fp8 inside an accelerated forward pass (under autocast to bf16), and which
+    is a plain one elsewhere. Made by `convert_to_fp8` out of an nn.Linear, whose parameters and names it keeps.
+    """
+
+    scaling: Scaling
+    emulate: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type) or not x.numel():
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype != torch.bfloat16:
+            raise ConfigError(
+                f"fp8 linear layers compute in bf16 around their products, but autocast is to {dtype}; use "
+                "dtype='bf16' or leave fp8 out."
+            )
+        return fp8_linear(x, self.weight, self.bias, scaling=self.scaling, dtype=dtype, emulate=self.emulate)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.scaling}{', emulated' if self.emulate else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What `convert_to_fp8` did."""
+
+    converted: tuple[str, ...]
+    """Qualified names of the layers in fp8."""
+    kept: dict[str, str]
+    """The other linear layers, each with the reason."""
+
+
+def fp8_problem(device: torch.device | str, scaling: Scaling = "tensorwise") -> str | None:
+    """Why a device cannot multiply in fp8, as a sentence with the remedy; None if it can."""
+    device = torch.device(device)
+    major, minor = _NEEDS[scaling]
+    remedy = "leave fp8 out, or study its rounding with convert_to_fp8(…, emulate=True)"
+    if device.type != "cuda":
+        return (
+            f"fp8 needs a GPU of compute capability {major}.{minor} or newer for {scaling} scales, and the model is on "
+            f"{device.type}; move it to such a GPU first, {remedy}."
+        )
+    if torch.version.hip is not None:
+        return f"fp8 is built for NVIDIA's formats and not tested on AMD's GPUs; {remedy}."
+    found = torch.cuda.get_device_capability(device)
+    if found < (major, minor):
+        other = (
+            " tensorwise scales need 8.9 only;"
+            if scaling == "rowwise" and found >= _NEEDS["tensorwise"]
+            else ""
+        )
+        return (
+            f"fp8 with {scaling} scales needs a GPU of compute capability {major}.{minor} or newer, and "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]};{other} {remedy}."
+        )
+    return None
+
+
+def convert_to_fp8(
+    model: nn.Module, scaling: Scaling = "tensorwise", *, skip: Sequence[str] = (), emulate: bool = False
+) -> Conversion:
+    """Let the linear layers inside a model's repeated blocks multiply in fp8, in place.
+
+    What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
+    most sensitive and a small part of the work. So do layers whose sides are no multiples of 16, and those whose
+    qualified name fits a pattern of `skip`. Weights stay what they are and so do state dicts; `restore_from_fp8`
+    undoes it, and a second conversion changes `scaling`. The model must be on its device; convert it before
+    compiling. `emulate` computes the same numbers slowly, on any device.
+
+    Raises:
+        ConfigError: the device has no fp8, no layer can be converted, or a pattern fits no linear layer.
+    """
+    if scaling not in SCALINGS:
+        raise ConfigError(f"There is no fp8 scaling {scaling!r}; choose {' or '.join(SCALINGS)}.")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    problems = [
+        f"skip names {pattern!r}, which fits no linear layer of the model.{nearest(pattern, linears)}"
+        for pattern in skip
+        if not any(fnmatchcase(name, pattern) for name in linears)
+    ]
+    if not emulate:
+        devices = {module.weight.device for module in linears.values()}
+        problems += sorted({problem for device in devices if (problem := fp8_problem(device, scaling))})
+    if problems:
+        raise ConfigError(problems)
+    blocks = tuple(f"{block}." for block in anatomy_of(model).blocks)
+    kept = dict(_kept(linears, blocks, skip))
+    chosen = [name for name in linears if name not in kept]
+    if not chosen:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
+        raise ConfigError(
+            f"No linear layer of this {type(model).__name__} can multiply in fp8 ({reasons or 'it has none'}); "
+            "leave fp8 out."
+        )
+    for name in kept:
+        _restore(linears[name])
+    for name in chosen:
+        linears[name].__class__ = Fp8Linear
+        linears[name].__dict__.update(scaling=scaling, emulate=emulate)
+    _log.info("fp8 (%s) in %d linear layers; kept: %s", scaling, len(chosen), kept or "none")
+    return Conversion(tuple(chosen), kept)
+
+
+def _kept(
+    linears: dict[str, nn.Linear], blocks: tuple[str, ...], skip: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    for name, module in linears.items():
+        if not name.startswith(blocks):
+            yield name, "outside the blocks"
+        elif any(fnmatchcase(name, pattern) for pattern in skip):
+            yield name, "skipped by name"
+        elif type(module) not in (nn.Linear, Fp8Linear):
+            yield (
+                name,
+                f"a {type(module).__module__}.{type(module).__qualname__}, which computes in its own way",
+            )
+        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+            yield name, f"{module.in_features} × {module.out_features} are no multiples of {MULTIPLE}"
+
+
+def restore_from_fp8(model: nn.Module) -> None:
+    """Make every layer that `convert_to_fp8` converted plain again, in place."""
+    for module in model.modules():
+        _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    if type(module) is Fp8Linear:
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+        del module.__dict__["scaling"], module.__dict__["emulate"]

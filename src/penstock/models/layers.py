@@ -64,10 +64,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_width, config.width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.dropout is None:
+        # The weights may be taken out of plain linears only: others compute in their own way.
+        if self.dropout is None and type(self.up) is type(self.down) is nn.Linear:
             up, down = (self.up.weight, self.up.bias), (self.down.weight, self.down.bias)
             return mlp(x, up, down, self.activation)
-        return self.down(self.dropout(activate(self.up(x), self.activation)))  # type: ignore[no-any-return]
+        hidden = activate(self.up(x), self.activation)
+        return self.down(hidden if self.dropout is None else self.dropout(hidden))  # type: ignore[no-any-return]
 
 
 class Branch(nn.Module):

@@ -37,11 +37,11 @@ An operation is in fp32 for a type only if it leaves that type's range or loses 
 and SiLU are in no list, since their kernels compute in fp32 and round once. In-place operations keep the type they
 write to, and fp64 stays fp64.
 
-**What it costs.** The default lists watch no call on CUDA, nor for bf16 on a CPU: `keep` is done by torch's own modules
-(`LayerNorm`, `RMSNorm`, `GroupNorm`, `Softmax`). Lists with other differences are applied by a mode of torch's that sees
-every call of torch in the forward pass, which costs a few microseconds of host time each in eager mode, and nothing in
-compiled code. `keep` gains where activations are half, as with half weights (O2): with fp32 weights the residual stream
-is mostly fp32, and a norm of it stays fp32.
+**What it costs.** The default lists watch no call on CUDA, nor for bf16 on a CPU: torch's own modules (`LayerNorm`,
+`RMSNorm`, `GroupNorm`, `Softmax`) do what `keep` says. Lists with other differences are applied by a mode of torch's
+that sees every call of torch in the forward pass, which costs a few microseconds of host time each in eager mode, and
+nothing in compiled code. `keep` gains where activations are half, as with half weights (O2): with fp32 weights the
+residual stream is mostly fp32, and a norm of it stays fp32.
 
 ```python
 import torch
@@ -60,8 +60,9 @@ def geometric_mean(x: torch.Tensor) -> torch.Tensor:
 
 One name stands for every way to call an operation: `torch.softmax`, `x.softmax()` and `torch.nn.functional.softmax`.
 A function of torch that is written in Python is seen as a whole; what it calls inside runs as torch.autocast has it.
-Activation checkpointing recomputes alike, and compilation follows, but a checkpoint *inside* compiled code cannot follow
-lists with differences: it breaks the graph, or is refused with `fullgraph=True`; compile the blocks inside it instead.
+Activation checkpointing recomputes alike, and compilation follows. Only a checkpoint *inside* compiled code cannot
+follow lists with differences: it breaks the graph, or is refused with `fullgraph=True`; compile the blocks inside it
+instead.
 """
 
 

@@ -26,11 +26,11 @@ from penstock.checkpoint.background import BackgroundSaver as BackgroundSaver
 from penstock.checkpoint.commit import clean as clean
 from penstock.checkpoint.commit import save as save
 from penstock.checkpoint.commit import steps as steps
-from penstock.checkpoint.convert import convert as convert
 from penstock.checkpoint.manifest import Manifest as Manifest
 from penstock.checkpoint.manifest import verify as verify
 from penstock.checkpoint.names import by_index as by_index
 from penstock.checkpoint.names import by_name as by_name
+from penstock.checkpoint.rewrite import convert as convert
 from penstock.checkpoint.snapshot import Snapshot as Snapshot
 from penstock.checkpoint.stored import Stored as Stored
 from penstock.checkpoint.stored import find as find

@@ -127,14 +127,11 @@ def _pickled(path: Path) -> bool:
     return path.suffix in _PICKLES or path.name in _PICKLES
 
 
-def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
-    """Hold the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
-
-    With `part` (i, n) the checksums of every n-th file from the i-th on are taken, so that n ranks share the work;
-    sizes are looked at by each.
+def check_sizes(path: Path) -> Manifest:
+    """Hold the files of the checkpoint directory `path` against its manifest by presence and size alone.
 
     Raises:
-        CheckpointError: naming the first file that is missing, of another size, or of other content.
+        CheckpointError: naming the first file that is missing or of another size, or a pickle that lies there.
     """
     manifest = read_manifest(path)
     for name, written in manifest.files.items():
@@ -145,11 +142,21 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
             raise CheckpointError(
                 f"Checkpoint {path} is refused: {name} has {size} bytes instead of {written.bytes}."
             )
-    for strange in path.iterdir():
-        if _pickled(strange):
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: it does not list what is there.{_foreign(path)}"
-            )
+    if foreign := _foreign(path):
+        raise CheckpointError(f"Checkpoint {path} is refused.{foreign}")
+    return manifest
+
+
+def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
+    """Hold the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
+
+    With `part` (i, n) the checksums of every n-th file from the i-th on are taken, so that n ranks share the work;
+    sizes are looked at by each.
+
+    Raises:
+        CheckpointError: naming the first file that is missing, of another size, or of other content.
+    """
+    manifest = check_sizes(path)
     # The largest first, so that shares are alike.
     ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, written in ordered[part[0] :: part[1]]:

@@ -32,6 +32,16 @@ app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine
 app.command(
     "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to mend what does not."
 )
+checkpoint = App(name="checkpoint", help="Verify, list, export and convert the checkpoints of a run.")
+checkpoint.command("penstock.cli.checkpoint:verify", name="verify", help="Check every byte of a checkpoint.")
+checkpoint.command("penstock.cli.checkpoint:list_", name="list", help="List the checkpoints of a run.")
+checkpoint.command(
+    "penstock.cli.checkpoint:export", name="export", help="Write weights as a Hugging Face folder."
+)
+checkpoint.command(
+    "penstock.cli.checkpoint:convert", name="convert", help="Rewrite a checkpoint in another layout."
+)
+app.command(checkpoint)
 
 
 _SPINS = "3000"

@@ -39,7 +39,7 @@ def resolve(path: Path, *, step: int | None = None) -> Path:
             return folder / f"step-{step}"
         if step is None and found:
             return folder / f"step-{found[-1]}"
-    what = "a checkpoint" if step is None else f"step-{step}"
+    what = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
         f"There is no {what} in {path}. Give a directory step-N, a folder of such, or the output folder of a run."
     )

@@ -1,0 +1,168 @@
+"""`penstock checkpoint`: verify, list, export and convert the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from penstock.errors import CheckpointError, ConfigError, ExitCode
+
+
+def verify(path: Path, *, step: int | None = None) -> None:
+    """Hold every byte of a checkpoint against its manifest. Ends with code 5 if anything has changed.
+
+    Parameters
+    ----------
+    path
+        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+    step
+        Take this step instead of the newest.
+    """
+    from penstock.checkpoint.rewrite import resolve
+    from penstock.checkpoint.stored import open_verified
+
+    found = resolve(path, step=step)
+    stored = open_verified(found)
+    ranks = "1 rank" if stored.world == 1 else f"{stored.world} ranks"
+    print(
+        f"{found} is whole: {stored.manifest.bytes:,} bytes in {len(stored.manifest.files)} files, "
+        f"{len(stored.index):,} tensors, saved by {ranks}."
+    )
+
+
+def list_(
+    path: Path,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    thorough: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """List the checkpoints of a run: step, size, ranks, Plan, and whether they can be trusted.
+
+    Ends with code 5 if there is one that cannot be trusted.
+
+    Parameters
+    ----------
+    path
+        A folder of directories `step-N`, or the output folder of a run.
+    as_json
+        Print JSON instead of a table.
+    thorough
+        Take every checksum; otherwise manifests and sizes are looked at.
+    """
+    from penstock.checkpoint.commit import steps
+
+    folder = path if steps(path) else path / "checkpoints"
+    rows = [_row(folder / f"step-{step}", thorough) for step in steps(folder)]
+    if not rows:
+        raise ConfigError(f"There is no checkpoint in {path}. Give the output folder of a run.")
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _show(rows, thorough)
+    return int(ExitCode.CHECKPOINT if any(row["problem"] for row in rows) else ExitCode.DONE)
+
+
+def _row(path: Path, thorough: bool) -> dict[str, str | int | None]:
+    from penstock.checkpoint.manifest import check_sizes, verify
+
+    try:
+        manifest = verify(path) if thorough else check_sizes(path)
+    except CheckpointError as problem:
+        return {"path": str(path), "problem": str(problem)}
+    return {
+        "path": str(path),
+        "problem": None,
+        "step": manifest.step,
+        "bytes": manifest.bytes,
+        "ranks": manifest.world,
+        "format": manifest.format,
+        "plan": manifest.plan,
+        "penstock": manifest.versions.get("penstock"),
+        "torch": manifest.versions.get("torch"),
+    }
+
+
+def _show(rows: list[dict[str, str | int | None]], thorough: bool) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("checkpoint", "MB", "ranks", "torch", "state", "plan"):
+        table.add_column(heading, justify="right" if heading in ("MB", "ranks") else "left", overflow="fold")
+    for row in rows:
+        name = Path(str(row["path"])).name
+        if row["problem"]:
+            table.add_row(name, "", "", "", "refused", str(row["problem"]), style="red")
+            continue
+        state = "verified" if thorough else "sizes right"
+        size = f"{int(row['bytes'] or 0) / 1e6:,.1f}"
+        table.add_row(name, size, str(row["ranks"]), str(row["torch"]), state, str(row["plan"]))
+    Console().print(table)
+
+
+def export(
+    path: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    weights: str | None = None,
+    names: Literal["hf", "plain"] = "hf",
+    shard_gb: float = 5.0,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder: safetensors and config.json.
+
+    Parameters
+    ----------
+    path
+        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+    target
+        The folder to write to.
+    step
+        Take this step instead of the newest.
+    weights
+        Which set: `weights`, or `ema` for the moving average. Default: the average where there is one.
+    names
+        `hf` renames tensors as transformers calls them and needs a model family that it knows; `plain` keeps
+        Penstock's names and works for any model.
+    shard_gb
+        With `plain`, split into files of at most so many GB, with an index.
+    """
+    from penstock.checkpoint import rewrite
+    from penstock.checkpoint.stored import open_verified
+
+    if shard_gb <= 0:
+        raise ConfigError(f"--shard-gb is {shard_gb}; give a size above 0.")
+    stored = open_verified(rewrite.resolve(path, step=step))
+    sets = rewrite.weight_sets(stored)
+    which = weights or ("ema" if "ema" in sets else "weights")
+    if names == "hf":
+        rewrite.export_model(stored, target, which)
+    else:
+        rewrite.export_plain(stored, target, which, shard_bytes=int(shard_gb * 1e9))
+    print(f"{target}: '{which}' of {stored.path}.")
+
+
+def convert(path: Path, target: Path, *, step: int | None = None, ranks: int = 1) -> None:
+    """Rewrite a checkpoint in another layout, or in this version's format.
+
+    Any layout can be read by any number of ranks, so this is for moving a checkpoint as few files, and for old formats.
+
+    Parameters
+    ----------
+    path
+        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+    target
+        The folder in which `step-N` is made, such as the `checkpoints` of a new run.
+    step
+        Take this step instead of the newest.
+    ranks
+        1 writes every tensor whole; more split each along its first dimension, as sharded runs do.
+    """
+    from penstock.checkpoint import rewrite
+
+    source = rewrite.resolve(path, step=step)
+    print(
+        f"{rewrite.convert(source, target, ranks=ranks)}: {source} as {ranks} rank{'s' if ranks > 1 else ''}."
+    )

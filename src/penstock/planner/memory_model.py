@@ -16,7 +16,14 @@ from penstock.planner.iteration import held_experts, held_parameters
 from penstock.planner.layout import stage_blocks
 from penstock.planner.rates import FUSED
 from penstock.planner.shapes import Block, Shape
-from penstock.planner.states import gradient_size, optimizer_size, stored_size, weight_size
+from penstock.planner.states import (
+    MasterForm,
+    gradient_size,
+    master_size,
+    optimizer_size,
+    stored_size,
+    weight_size,
+)
 
 LOSS_MEMORY = {"none": 14, "blocks": 14, "whole": 6}
 """Bytes per number of the output at the loss's worst moment, with outputs of two bytes. Eager cross-entropy has, at the
@@ -29,7 +36,12 @@ BUFFER_BYTES = 64 * 2**20
 
 
 def memory(
-    shape: Shape, plan: Plan, constants: Constants = DEFAULT, *, held: float | None = None
+    shape: Shape,
+    plan: Plan,
+    constants: Constants = DEFAULT,
+    *,
+    held: float | None = None,
+    master_form: MasterForm = "copy",
 ) -> dict[str, float]:
     """Bytes of the fullest device by part; their sum is the peak. `held` is its number of parameters, if known."""
     held = held_parameters(shape, plan) if held is None else held
@@ -38,12 +50,12 @@ def memory(
     # What sharding leaves on each device: experts are shared out over fewer replicas, for ep has split them already.
     experts = held_experts(shape, plan)
     sharded = (held - experts) / group + experts / max(1, group // plan.ep)
-    master = 4.0 if plan.precision == "O2" else 0.0
+    master = master_size(plan, master_form)
     kept = held if plan.sharding == "ddp" else sharded
     parts = {
         "weights": stored_size(plan) * (sharded if plan.sharding in ("fsdp", "hsdp") else held),
         "gradients": gradient_size(plan) * (sharded if plan.sharding in ("zero2", "fsdp", "hsdp") else held),
-        "optimizer": kept * (optimizer_size(plan) - master),
+        "optimizer": kept * (optimizer_size(plan, master_form) - master),
         "master_weights": kept * master,
     }
     if plan.offload == "optimizer":

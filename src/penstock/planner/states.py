@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.config.plan import Plan
 
+MasterForm = Literal["copy", "remainder"]
+"""How O2 keeps its fp32 weights: whole beside the half ones, or as the sixteen bits that bf16 weights lack."""
+MASTER_BYTES: dict[MasterForm, float] = {"copy": 4.0, "remainder": 2.0}
 MOMENTS = {"adamw": 2.0, "adam8bit": 2.0, "sgd": 1.0, "muon": 1.0}
 """Numbers that an optimizer keeps per weight."""
 EIGHT_BIT = 1.03
@@ -29,21 +34,29 @@ def gradient_size(plan: Plan) -> int:
     return 4 if plan.gradients == "fp32" else stored_size(plan)
 
 
-def optimizer_size(plan: Plan) -> float:
+def master_size(plan: Plan, form: MasterForm = "copy") -> float:
+    """Bytes per weight of master weights, beside the weights that forward and backward compute with."""
+    return MASTER_BYTES[form] if plan.precision == "O2" else 0.0
+
+
+def optimizer_size(plan: Plan, form: MasterForm = "copy") -> float:
     """Bytes per weight that the optimizer keeps, master weights among them."""
     number = stored_size(plan) if plan.precision == "O3" else 4.0
     if plan.algorithm == "adam8bit":
         number = EIGHT_BIT
-    return MOMENTS[plan.algorithm] * number + (4.0 if plan.precision == "O2" else 0.0)
+    return MOMENTS[plan.algorithm] * number + master_size(plan, form)
 
 
-def update_bytes(plan: Plan) -> float:
+def update_bytes(plan: Plan, form: MasterForm = "copy") -> float:
     """Bytes per weight that one update reads and writes, gradient clipping among them.
 
     A fused AdamW reads weight, gradient and both moments and writes all but the gradient; written as single operators
     it makes twenty accesses. Master weights add a gradient in fp32, its unscaling where the type is fp16, and the copy
-    back.
+    back. In the remainder's form one pass reads and writes the half weight, its remainder and both moments, reads the
+    gradient as it is, and takes clipping's factor along; the norm has read the gradient once before.
     """
+    if plan.precision == "O2" and form == "remainder":
+        return 2.0 * (2.0 + 2.0) + 2.0 * 4.0 * MOMENTS[plan.algorithm] + 2.0 * gradient_size(plan)
     number = 2.0 if plan.precision == "O3" else 4.0
     kept = MOMENTS[plan.algorithm]
     state = EIGHT_BIT if plan.algorithm == "adam8bit" else number

@@ -1,0 +1,201 @@
+"""Converting a model's linear layers to fp8, and back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models import ViT
+from penstock.precision.fp8 import SCALINGS, Scaling
+from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8, fp8_problem, restore_from_fp8
+
+TINY = ViTConfig(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_width=64, classes=16)
+BLOCK = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+
+
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, dtype=torch.bfloat16):
+        logits: Tensor = model(images)
+    return logits
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(3, 3, 16, 16)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float) -> None:
+    model = ViT(replace(TINY, dropout=dropout)).eval()
+    before = copy.deepcopy(model.state_dict())
+    parameters = dict(model.named_parameters())
+    exact = model(images)
+    plain = run(model, images)
+    done = convert_to_fp8(model, emulate=True)
+    assert done.converted == tuple(f"blocks.{i}.{name}" for i in range(2) for name in BLOCK)
+    assert done.kept == {"stem.proj": "outside the blocks", "head": "outside the blocks"}
+
+    called = []
+    for name in done.converted:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    found = run(model, images)
+    assert tuple(called) == done.converted, "each is called, none of its weights used behind its back"
+    assert found.dtype == torch.bfloat16
+    assert 1e-3 < float(((found - plain).norm() / plain.norm()).detach()) < 0.1
+    torch.testing.assert_close(model(images), exact)  # outside an accelerated pass it is a plain layer
+
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
+    restore_from_fp8(model)
+    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+    torch.testing.assert_close(run(model, images), plain, rtol=0.0, atol=0.0)
+
+
+def test_converting_again_changes_the_scaling_and_what_is_skipped() -> None:
+    model = ViT(TINY)
+    convert_to_fp8(model, emulate=True)
+    done = convert_to_fp8(model, "rowwise", skip=("*.mlp.*",), emulate=True)
+    assert {name.partition(".attention.")[2] for name in done.converted} == {"qkv", "out"}
+    assert done.kept["blocks.0.mlp.up"] == "skipped by name"
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    assert tuple(layers) == done.converted
+    assert {module.scaling for module in layers.values()} == {"rowwise"}
+    assert "fp8=rowwise, emulated" in repr(model)
+
+
+def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
+    model = ViT(replace(TINY, mlp_width=60))
+    done = convert_to_fp8(model, emulate=True)
+    assert done.kept["blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
+    with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are no multiples of 16"):
+        convert_to_fp8(ViT(replace(TINY, width=24, heads=2, mlp_width=40)), emulate=True)
+
+
+def test_layers_that_compute_in_their_own_way_are_kept() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Own(16, 16)) for _ in range(2)))
+    done = convert_to_fp8(model, emulate=True)
+    assert done.converted == ("0.0", "1.0")
+    assert "computes in its own way" in done.kept["0.1"]
+
+
+def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ViT(TINY)
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 .* on cpu; move it"):
+        convert_to_fp8(model)
+    with pytest.raises(ConfigError, match=r"compute capability 9\.0"):
+        convert_to_fp8(model, "rowwise")
+    with pytest.raises(ConfigError, match=r"fits no linear layer of the model\. Did you mean 'head'"):
+        convert_to_fp8(model, skip=("haed",), emulate=True)
+    wrong: Any = "columnwise"
+    with pytest.raises(ConfigError, match="choose tensorwise or rowwise"):
+        convert_to_fp8(model, wrong, emulate=True)
+    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    problem = fp8_problem("cuda", "tensorwise")
+    assert problem is not None
+    assert "compute capability 8.9 or newer, and NVIDIA A100 has 8.0" in problem
+    capability = (8, 9)
+    assert fp8_problem("cuda", "tensorwise") is None
+    problem = fp8_problem("cuda", "rowwise")
+    assert problem is not None
+    assert "tensorwise scales need 8.9 only" in problem
+    capability = (9, 0)
+    assert fp8_problem("cuda", "rowwise") is None
+
+
+def test_fp16_is_refused() -> None:
+    model = ViT(TINY)
+    convert_to_fp8(model, emulate=True)
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ConfigError, match="dtype='bf16'"):
+        model.get_submodule("blocks.0.mlp.up")(torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_gradients_reach_fp32_weights(images: Tensor, scaling: Scaling) -> None:
+    """Against the bf16 model: the same directions, within what fp8 rounds."""
+    model = ViT(TINY)
+    gradients = []
+    for fp8 in (False, True):
+        if fp8:
+            convert_to_fp8(model, scaling, emulate=True)
+        model.zero_grad()
+        run(model, images).float().square().mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, plain in gradients[0].items():
+        found = gradients[1][name]
+        assert found.dtype == torch.float32
+        assert float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0)) > 0.97, name
+
+
+# Dynamo instantiates autograd Functions, and looks at the gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute of a Tensor")
+def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
+    results = []
+    for how in ("plain", "checkpoint", "compile"):
+        torch.manual_seed(0)
+        model = ViT(TINY)
+        convert_to_fp8(model, emulate=True)
+        block: Any = model.blocks[0]
+        if how == "checkpoint":
+            original = block.forward
+            block.forward = lambda x, original=original: checkpoint(original, x, use_reentrant=False)
+        if how == "compile":
+            block.compile(fullgraph=True, backend="aot_eager")
+        run(model, images).float().square().mean().backward()
+        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for other in results[1:]:
+        for found, plain in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, plain)
+
+
+def test_no_rows_are_no_trouble() -> None:
+    layer = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
+    convert_to_fp8(layer, emulate=True)
+    assert run(layer, torch.zeros(0, 16)).shape == (0, 16)
+
+
+def test_copies_and_pickles() -> None:
+    model = ViT(TINY)
+    convert_to_fp8(model, "rowwise", emulate=True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layer: Any = other.get_submodule("blocks.1.mlp.down")
+        assert type(layer) is Fp8Linear
+        assert layer.scaling == "rowwise"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_vit_trains_on_a_gpu(scaling: Scaling, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = ViT(TINY).cuda()
+    convert_to_fp8(model, scaling)
+    for block in model.blocks:
+        if compiled:
+            block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    images = torch.randn(8, 3, 16, 16, device="cuda")
+    labels = torch.arange(8, device="cuda")
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(run(model, images).float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]

@@ -120,7 +120,7 @@ class Meter:
         places = (exponent.to(torch.int64) - 1 - LOW).clamp_(0, HIGH - LOW)
         places = places.where(mantissa != 0, _ZERO).where(finite, _WRONG)
         counts, largest = self._counts[values.device], self._largest[values.device]
-        if values.device.type == "cpu":
+        if _on_host(values):
             counts += torch.bincount(places, minlength=_PLACES)
         else:  # bincount would ask the device for the largest place
             counts.scatter_add_(0, places, counts.new_ones(()).expand(places.shape))
@@ -137,6 +137,10 @@ class Meter:
         return Histogram(
             counts=tuple(numbers[:_ZERO]), zeros=numbers[_ZERO], wrong=numbers[_WRONG], largest=most
         )
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,294 @@
+"""What ran in which type and where, what fp16 would lose, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.precision import PrecisionReport, report
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(torch.tanh(self.fc1(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks, with batch norm and dropout, which a pass changes and draws for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.same = nn.Identity()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.same(self.dropout(self.norm(x))))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 8), torch.randint(0, 4, (6,))
+
+
+def times(found: PrecisionReport, name: str) -> dict[tuple[str, str], tuple[int, int]]:
+    return {
+        (one.layer, one.dtype): (one.forward, one.backward) for one in found.operations if one.name == name
+    }
+
+
+def test_operators_have_type_layer_and_direction() -> None:
+    found = report(Net(), batch(), dtype="fp16")
+    linear = {"blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head"}
+    assert times(found, "addmm") == {(layer, "fp16"): (1, 0) for layer in linear}
+    # Two products each going back: of the input's gradient and the weight's. The first layer's input comes from a norm.
+    assert times(found, "mm") == {(layer, "fp16"): (0, 2) for layer in linear}
+    assert times(found, "tanh") == {(f"blocks.{i}", "fp16"): (1, 0) for i in (0, 1)}
+    assert times(found, "tanh_backward") == {(f"blocks.{i}", "fp16"): (0, 1) for i in (0, 1)}
+    assert times(found, "native_layer_norm_backward").keys() == {(f"blocks.{i}.norm", "fp32") for i in (0, 1)}
+    assert times(found, "nll_loss_forward") == {("", "fp32"): (1, 0)}
+    assert times(found, "nll_loss_backward") == {("", "fp32"): (0, 1)}
+    casts = times(found, "cast")
+    assert casts[("blocks.0.fc1", "fp32→fp16")][0] == 3  # input, weight and bias
+    assert casts[("blocks.0.fc1", "fp16→fp32")][1] == 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "type_"), [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16")]
+)
+def test_each_level_shows(precision: str, type_: str) -> None:
+    model = Net()
+    found = report(model, batch(), precision=precision)
+    assert {dtype for _, dtype in times(found, "addmm")} == {type_}
+    norms = times(found, "native_layer_norm")
+    assert {dtype for _, dtype in norms} == {"bf16" if precision == "O3" else "fp32"}
+    assert found.precision.startswith(f"{precision}")
+    assert found.scale == 1.0
+    assert found.compared_scale == 2.0**16
+    assert found.loss == pytest.approx(found.loss_fp32, rel=0.05)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_what_checkpointing_computes_again_counts_as_backward() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    found = report(Checkpointed(), batch(), precision="O0")
+    assert times(found, "addmm")[("blocks.1.fc1", "fp32")] == (1, 1)
+    assert times(found, "mm")[("blocks.1.fc1", "fp32")] == (0, 2)
+    assert {g.layer for g in found.gradients} == {g.layer for g in report(Net(), batch()).gradients} - {
+        "norm", "dropout"
+    }  # fmt: skip
+
+
+class Scaled(nn.Module):
+    """Weights whose gradients are given."""
+
+    def __init__(self, *factors: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(len(factors)))
+        self.factors = torch.tensor(factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * self.factors + x * 0.0).sum()
+
+
+def test_shares_of_planted_gradients() -> None:
+    # Zero; lost with and without scale; lost without; kept; infinite with scale 2^4; infinite.
+    model = Scaled(0.0, 2.0**-30, 2.0**-25, -(2.0**-24), 1.0, 2.0**14, -65519.0, 65520.0)
+    found = report(model, torch.ones(8), loss=lambda m, x: m(x), precision="O0", scale=2.0**4)
+    outputs, weights = found.gradients
+    assert (weights.layer, weights.kind, weights.values) == ("Scaled", "weights", 8)
+    assert (weights.zero, weights.lost, weights.lost_scaled) == (1 / 8, 2 / 8, 1 / 8)
+    assert (weights.infinite, weights.infinite_scaled, weights.largest) == (1 / 8, 3 / 8, 65520.0)
+    assert (outputs.kind, outputs.values, outputs.largest) == ("activations", 1, 1.0)
+    assert found.total("weights") is not None
+    assert found.largest_scale == 0.5
+    wrong = report(Scaled(float("nan"), 1.0), torch.ones(2), loss=lambda m, x: m(x), precision="O0")
+    assert wrong.gradients[1].infinite == 0.5
+    assert str(wrong.overflow) == "the output of Scaled"
+
+
+def test_each_layer_has_its_gradients_once() -> None:
+    found = report(Net(), batch())
+    seen = [(one.layer, one.kind) for one in found.gradients]
+    assert len(set(seen)) == len(seen)
+    assert ("same", "activations") not in seen  # passes on the tensor it was given
+    assert ("blocks.0", "activations") not in seen  # has no weights of its own
+    sizes = {one.layer: one.values for one in found.gradients if one.kind == "activations"}
+    assert sizes["blocks.0.fc1"] == 6 * 16
+    assert sizes["head"] == 6 * 4
+    assert [layer for layer, kind in seen if kind == "weights"] == [
+        "blocks.0.norm", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.norm", "blocks.1.fc1", "blocks.1.fc2", "norm",
+        "head",
+    ]  # fmt: skip
+
+
+def state(model: nn.Module) -> Any:
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [(p, p.grad if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        torch.get_rng_state(),
+        [module.training for module in model.modules()],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        [type(m) for m in model.modules()],
+    )
+
+
+def same(before: Any, after: Any) -> None:
+    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
+    for (was, gradient), (now, new) in zip(before[1], after[1], strict=True):
+        assert was is now
+        torch.testing.assert_close(gradient, new, rtol=0, atol=0)
+    assert torch.equal(before[2], after[2])
+    assert before[3:] == after[3:]
+
+
+@pytest.mark.parametrize("accelerated", [None, "O1", "O2", "O3"])
+def test_everything_is_as_before(accelerated: str | None) -> None:
+    model = Net()
+    model.dropout.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if accelerated:
+        model, optimizer = penstock.accelerate(model, optimizer, precision=accelerated, dtype="fp16")
+    x, target = batch()
+    model(x).sum().backward()
+    stepped = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    before = state(model)
+    for precision in [None] if accelerated else ["O0", "O1", "O2", "O3"]:
+        report(model, (x, target), precision=precision)
+        same(before, state(model))
+    assert not stepped
+    # And it trains on as a twin does that nobody looked at.
+    if accelerated is None:
+        twin = copy.deepcopy(model)
+        report(model, (x, target))
+        torch.manual_seed(3)
+        ours = model(x)
+        torch.manual_seed(3)
+        assert torch.equal(ours, twin(x))
+
+
+def test_an_accelerated_model_is_seen_as_it_is() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = penstock.accelerate(
+        model, optimizer, precision="O2", dtype="fp16", scaler={"initial": 512.0}
+    )
+    found = report(model, batch(), optimizer=optimizer)
+    assert (found.scale, found.compared_scale) == (512.0, 512.0)
+    assert found.precision.startswith("O2 in fp16")
+    assert report(model, batch()).scale == 2.0**16
+    assert "weights fp16" in report(nn.parallel.DataParallel(model).module, batch()).precision
+    with pytest.raises(ConfigError, match="accelerated as O2, but the report was asked for as O1"):
+        report(model, batch(), precision="O1")
+
+
+def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:
+    model, given = Net(), batch()
+    assert report(model, given, dtype="fp16").overflow is None
+    found = report(model, given, dtype="fp16", scale=2.0**22)
+    assert found.overflow is not None
+    assert found.overflow.where in ("backward pass", "gradient of the output")
+    assert found.total("activations").infinite_scaled > 0
+    assert f"An overflow begins in {found.overflow}." in str(found)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        from types import SimpleNamespace
+
+        logits = self.inner(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_losses_that_are_found_by_themselves() -> None:
+    x, target = batch()
+    model = WithLoss()
+    own = report(model, {"x": x, "labels": target}, precision="O0").loss
+    assert report(model, (x, target), precision="O0").loss == pytest.approx(own)
+    assert report(model, x, loss=lambda m, b: m(b).logits.sum(), precision="O0").loss != own
+    for wrong in (x, (x, torch.randn(6, 4))):
+        with pytest.raises(ConfigError, match="give loss="):
+            report(model, wrong)
+    with pytest.raises(ConfigError, match=r"shape \(6, 4\), but must return a scalar"):
+        report(model, x, loss=lambda m, b: m(b).logits)
+    frozen = WithLoss().requires_grad_(False)
+    with pytest.raises(ConfigError, match="No gradient flows"):
+        report(frozen, (x, target))
+
+
+def test_text_and_json_say_it() -> None:
+    model = Net()
+    with torch.no_grad():
+        model.head.weight.mul_(2.0**-20)
+    found = report(model, batch(), dtype="fp16")
+    text = str(found)
+    for part in (
+        "O1 in fp16",
+        "2^16",
+        "addmm",
+        "fp16→fp32",
+        "the loss",
+        "all layers",
+        "blocks.0.fc1",
+        "No overflow.",
+    ):
+        assert part in text, part
+    stored = json.loads(found.to_json())
+    assert len(stored["operations"]) == len(found.operations)
+    assert stored["gradients"][0]["layer"] == found.gradients[0].layer
+    assert stored["overflow"] is None
+    assert stored["largest_scale"] == found.largest_scale
+
+
+def test_a_compiled_model_is_looked_into() -> None:
+    model = Net()
+    model.blocks[0].compile(backend="aot_eager")
+    found = report(torch.compile(model, backend="aot_eager"), batch(), precision="O0")
+    assert times(found, "addmm").keys() >= {("blocks.0.fc1", "fp32"), ("head", "fp32")}
+
+
+def test_a_recurrent_layer_keeps_its_weights() -> None:
+    model = nn.LSTM(4, 4)
+    penstock.accelerate(model, precision="O3", dtype="bf16")
+    weights = list(model._flat_weights)
+    found = report(model, torch.randn(3, 2, 4), loss=lambda m, x: m(x)[0].sum())
+    assert found.loss == pytest.approx(found.loss_fp32, abs=0.2)
+    assert all(a is b for a, b in zip(weights, model._flat_weights, strict=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model = Net().cuda()
+    found = report(model, batch(), dtype="fp16")  # the batch is moved
+    assert {dtype for _, dtype in times(found, "addmm")} == {"fp16"}
+    assert {layer for layer, _ in times(found, "mm")} == {layer for layer, _ in times(found, "addmm")}
+    assert found.overflow is None

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.flat import Bucket, Segment, buckets_of
+from penstock.optim.layout import local, whole
+from penstock.optim.shards import flat_like
 
 _log = logging.getLogger(__name__)
 
@@ -134,14 +136,19 @@ class Contiguous(Optimizer):
             else:
                 with torch.no_grad():
                     bucket.gradients.zero_()
-                for parameter, view in zip(bucket.parameters, bucket.gradient_views):
+                for parameter, gradient in zip(bucket.parameters, bucket.exposed_gradients):
                     if parameter.grad is not None:
-                        parameter.grad = view
+                        parameter.grad = gradient
 
     def gradients(self) -> list[Tensor]:
         """Flat gradients of everything the next step will update, with stray gradients moved in first."""
         self._collect()
-        return [s.gradient for b in self._all_buckets() for s in b.segments if s.leaf.grad is not None]
+        return [
+            flat_like(b.parameters[0], s.gradient)
+            for b in self._all_buckets()
+            for s in b.segments
+            if s.leaf.grad is not None
+        ]
 
     def flat_values(self) -> list[Tensor]:
         """The flat parameter buffers, one per group, dtype and device."""
@@ -198,7 +205,7 @@ class Contiguous(Optimizer):
             for index, group in enumerate(self.param_groups):
                 if index == len(self._buckets):
                     self._buckets.append(buckets_of(group["params"]))
-                elif not all(bucket.intact() for bucket in self._buckets[index]):
+                elif not _laid_out(self._buckets[index], group["params"]):
                     for bucket in self._buckets[index]:
                         bucket.release()
                     self._buckets[index] = buckets_of(group["params"])
@@ -309,10 +316,16 @@ class Contiguous(Optimizer):
                 for key, value in state.items():
                     if _elementwise(key, value, segment.leaf):
                         for parameter, view in zip(members, bucket.views(value, segment.start, segment.stop)):
-                            self.state[parameter][key] = view
+                            self.state[parameter][key] = whole(parameter, view)
                     else:
                         for parameter in members:
                             self.state[parameter][key] = value
+
+
+def _laid_out(buckets: Iterable[Bucket], parameters: list[Parameter]) -> bool:
+    """Whether the buffers hold these parameters, whole, and where they put them."""
+    held = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+    return held == {id(p) for p in parameters} and all(bucket.intact() for bucket in buckets)
 
 
 def _own(value: Any) -> Any:
@@ -348,7 +361,7 @@ def _joined(bucket: Bucket, segment: Segment, states: list[dict[str, Any]]) -> d
         if _elementwise(key, value, bucket.parameters[segment.start]):
             flat = torch.zeros(segment.leaf.shape, dtype=value.dtype, device=segment.leaf.device)
             for view, state in zip(bucket.views(flat, segment.start, segment.stop), states):
-                view.copy_(state[key])
+                view.copy_(local(state[key]))
             joined[key] = flat
         else:
             joined[key] = _own(value)

@@ -62,7 +62,7 @@ class EMA:
                 flat = bucket.values.to(torch.float32, copy=True)
                 self._flats.append(flat)
                 for parameter, view in zip(bucket.parameters, bucket.views(flat, 0, len(bucket.parameters))):
-                    shadows[names.pop(id(parameter))] = view
+                    shadows[names.pop(id(parameter))] = layout.whole(parameter, view)
             for name in names.values():  # those that no flat buffer holds
                 loose = self._parameters[name]
                 if self._exact and name in self._completed:
@@ -85,7 +85,8 @@ class EMA:
                 self._lerp(shadow, value)
         alike: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name in names:
-            shadow, value = self._shadows[name], self._parameters[name].detach()
+            shadow = layout.local(self._shadows[name])
+            value = layout.local(self._parameters[name].detach())
             if self._exact and name in self._completed:
                 whole = layout.flat(layout.local(shadow))
                 pieces = self._exact.fp32_chunks(self._parameters[name], _CHUNK)
@@ -134,7 +135,7 @@ class EMA:
                 f"they were made with."
             )
         for name, shadow in self._shadows.items():
-            shadow.copy_(state_dict[name])
+            shadow.copy_(layout.alike(shadow, state_dict[name]))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -9,13 +9,16 @@ optimizer sees in their place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
+
+from penstock.optim.layout import local, whole
+from penstock.optim.shards import place, room, sharing
 
 _ALIGN_BYTES = 256
 """Each parameter starts on such a boundary, which is what vector loads and GEMM kernels want. Gaps stay zero: a zero
@@ -43,18 +46,23 @@ class Bucket:
         self.parameters = list(parameters)
         self.offsets: list[int] = [0]
         for parameter in parameters:
-            self.offsets.append(self.offsets[-1] + -(-parameter.numel() // align) * align)
+            self.offsets.append(self.offsets[-1] + -(-room(parameter) // align) * align)
+        own = [local(parameter) for parameter in parameters]
+        self.shapes = [part.shape for part in own]
         self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.values)
-        self.strides = [_dense_strides(parameter) for parameter in parameters]
+        self.strides = [_dense_strides(part) for part in own]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
+        self.exposed_gradients = [whole(p, view) for p, view in zip(parameters, self.gradient_views)]
+        """The same as what each parameter's gradient is: sharded where the parameter is."""
         self.segments: list[Segment] = []
         self._handles: list[RemovableHandle] = []
         with torch.no_grad():
-            for parameter, view in zip(parameters, self.views(self.values, 0, len(parameters))):
-                view.copy_(parameter)
-                parameter.data = view
-        self.addresses = [parameter.data_ptr() for parameter in parameters]
+            for index, view in enumerate(self.views(self.values, 0, len(parameters))):
+                view.copy_(own[index])
+                start = self.offsets[index]
+                place(parameters[index], view, self.values[start : start + room(parameters[index])])
+        self.addresses = [local(parameter).data_ptr() for parameter in parameters]
         self._keep_gradients()
 
     def _keep_gradients(self) -> None:
@@ -81,22 +89,23 @@ class Bucket:
     def adopt_gradient(self, index: int) -> bool:
         """Whether parameter `index` has a gradient; moves it into the buffer if it is not there yet."""
         parameter, view = self.parameters[index], self.gradient_views[index]
-        gradient = parameter.grad
-        if gradient is None or gradient is view:
-            return gradient is not None
+        exposed = self.exposed_gradients[index]
+        if parameter.grad is None or parameter.grad is exposed:
+            return parameter.grad is not None
+        gradient = local(parameter.grad)
         if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             gradient = gradient.detach()
             view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
-        parameter.grad = view
+        parameter.grad = exposed
         return True
 
     def views(self, flat: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Views of parameters `start` to `stop` into `flat`, which begins where parameter `start` does."""
+        """Views of parameters `start` to `stop` into `flat`, which begins where parameter `start` does; of sharded
+        parameters, of this rank's rows.
+        """
         base, storage = self.offsets[start], flat.storage_offset()
         return [
-            torch.as_strided(
-                flat, self.parameters[i].shape, self.strides[i], storage + self.offsets[i] - base
-            )
+            torch.as_strided(flat, self.shapes[i], self.strides[i], storage + self.offsets[i] - base)
             for i in range(start, stop)
         ]
 
@@ -107,12 +116,12 @@ class Bucket:
 
     def intact(self) -> bool:
         """Whether every parameter still lies in the flat buffer."""
-        return all(p.data_ptr() == address for p, address in zip(self.parameters, self.addresses))
+        return all(local(p).data_ptr() == address for p, address in zip(self.parameters, self.addresses))
 
     def strayed(self) -> Iterator[int]:
         """Indices of the parameters that something moved out of the flat buffer."""
         for index, (parameter, address) in enumerate(zip(self.parameters, self.addresses)):
-            if parameter.data_ptr() != address:
+            if local(parameter).data_ptr() != address:
                 yield index
 
 
@@ -137,8 +146,9 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:
-    """One bucket per dtype and device, each in the order of `parameters`."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    """One bucket per dtype, device and way of being sharded, each in the order of `parameters`."""
+    kinds: dict[Hashable, list[Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        kind = (parameter.dtype, parameter.device, sharing(parameter))
+        kinds.setdefault(kind, []).append(parameter)
     return [Bucket(members) for members in kinds.values()]

@@ -83,7 +83,7 @@ class MasterWeights:
                 if module in wide:
                     continue
                 if norms == "fp32" and is_norm(module):
-                    _compute_in_fp32(module)
+                    compute_in_fp32(module)
                     continue
                 self._halve(name, module, trained, swapped, frozen)
         if frozen:
@@ -117,7 +117,7 @@ class MasterWeights:
                 if module in wide:
                     continue
                 if norms == "fp32" and is_norm(module):
-                    _compute_in_fp32(module)
+                    compute_in_fp32(module)
                     continue
                 for parameter in module._parameters.values():
                     if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -219,7 +219,9 @@ class MasterWeights:
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Forget the model's half gradients; the masters' are the optimizer's to forget."""
         if self._shared is not None and not set_to_none:
-            self.collect(optimizer)  # those of the masters, which the optimizer will fill with zeros, are these
+            self.collect(
+                optimizer
+            )  # those of the masters, which the optimizer will fill with zeros, are these
             return
         for _, halves, _ in self._of(optimizer):
             for half in halves:
@@ -394,7 +396,8 @@ def _adopt(half: Tensor, master: Tensor) -> None:
         _mark(half)
 
 
-def _compute_in_fp32(norm: nn.Module) -> None:
+def compute_in_fp32(norm: nn.Module) -> None:
+    """Let a norm with fp32 weights take half inputs, compute in fp32 and give its output the input's type."""
     norm.register_forward_pre_hook(_ToFp32())
     norm.register_forward_hook(_BackToInput())
 

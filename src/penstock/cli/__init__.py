@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from penstock import __version__
+from penstock.cli._tokens import before_script
 from penstock.errors import ExitCode, PenstockError
 from penstock.launch.report import write_report
 
@@ -23,6 +24,7 @@ app.command("penstock.cli.train:train", name="train", help="Train a model; resum
 app.command(
     "penstock.cli.launch:launch", name="launch", help="Start the ranks of a run, and again after a fault."
 )
+app.command("penstock.cli.run:run", name="run", help="Run a training script in mixed precision, unchanged.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
 app.command("penstock.cli.plan:plan", name="plan", help="Find the best layout of a model on a cluster.")
 app.command(
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # read when torch is loaded, which no verb has done yet
     try:
         result = app(
-            sys.argv[1:] if arguments is None else list(arguments),
+            before_script(sys.argv[1:] if arguments is None else arguments),
             exit_on_error=False,
             print_error=True,
             result_action="return_value",

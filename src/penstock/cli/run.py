@@ -1,0 +1,91 @@
+"""`penstock run`: mixed precision for a script as it is."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from penstock.cli._script import place_in_script, run_script, show, when_imported
+from penstock.errors import ConfigError, ExitCode, PenstockError
+
+
+def run(
+    script: Annotated[str | None, Parameter(allow_leading_hyphen=False)] = None,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    precision: Annotated[str, Parameter(env_var="PENSTOCK_PRECISION")] = "O1",
+    dtype: Annotated[Literal["auto", "bf16", "fp16"], Parameter(env_var="PENSTOCK_DTYPE")] = "auto",
+    option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
+) -> int:
+    """Run a training script in mixed precision, without changing it.
+
+    SCRIPT and all that follows it are what you would give to python; options of this command come before it. What was
+    done is told on stderr, once.
+
+    Parameters
+    ----------
+    script
+        The script, or with -m a module.
+    arguments
+        The script's own arguments.
+    precision
+        O0 plain fp32, O1 each operation in its own type, O2 half weights with fp32 masters, O3 half throughout.
+    dtype
+        The half type; auto chooses by the hardware.
+    option
+        A property of the level, as loss_scale=1024; may be repeated. docs/how-to/run.md lists them.
+    module
+        SCRIPT is the name of a module.
+    """
+    if script is None:
+        raise ConfigError(
+            "Say what to run: `penstock run --precision O1 train.py …`, or `-m package.module`."
+        )
+    overrides = dict(_setting(text) for text in option)
+    installed: list[Any] = []
+    unfit: list[PenstockError] = []
+
+    def install() -> None:
+        from penstock.precision.script import Interception
+
+        try:
+            installed.append(Interception(precision=precision, dtype=dtype, say=_say, **overrides).install())
+        except PenstockError as error:
+            unfit.append(error)
+            raise
+
+    try:
+        with when_imported("torch", install):
+            run_script(script, arguments, module=module)
+    except PenstockError as error:
+        place = None if error in unfit else place_in_script(error)
+        print(f"penstock: {error}" + (f"\n  at {place}" if place else ""), file=sys.stderr)
+        return int(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the script's own, shown as Python shows it
+        show(error)
+        return 1
+    finally:
+        for interception in installed:
+            interception.remove()
+    return int(ExitCode.DONE)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`loss_scale=1024` as a name and a value."""
+    name, equals, word = text.partition("=")
+    if not equals or not word:
+        raise ConfigError(
+            f"--option {text!r} is no setting; write a property of the level and its value, such as loss_scale=1024."
+        )
+    if word.lower() in ("true", "false"):
+        return name, word.lower() == "true"
+    try:
+        return name, float(word)
+    except ValueError:
+        return name, word
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+"""Mixed precision for a script that knows nothing of it: `penstock run` lets the script meet this instead of plain
+torch.
+
+While `Interception` is installed, torch is changed in few places, each of which has one reason:
+
+- `Optimizer.__init__` tells which weights are to be trained; `Optimizer.add_param_group` refuses what master weights
+  cannot follow.
+- `nn.Module.__call__`, only while an optimizer waits for its model, tells which module is called from outside any
+  other: that one is accelerated, right before its first forward pass with gradients.
+- `torch.autograd.backward`, to which `Tensor.backward` leads, multiplies what it starts from by the loss scale and
+  divides all gradients by it when it is done, so that whatever the script reads, clips or changes are true gradients.
+- `nn.Module.zero_grad` forgets an overflow together with the gradients.
+- `GradScaler.__init__` tells that the script scales its loss itself.
+- `torch.multiprocessing.spawn` carries all this into the processes that the script starts.
+
+All of it is undone by `remove`; what was accelerated stays so.
+"""
+
+from __future__ import annotations
+
+from penstock.precision.script.interception import Interception
+
+__all__ = ["Interception"]

@@ -1,0 +1,242 @@
+"""The backward pass of a script that knows of no loss scale: gradients are scaled while it runs, and true before and
+after.
+
+The scale is a power of two unless the user sets another, so that multiplying what was there before and dividing the
+sum afterwards changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.precision.accelerate import gradients_beside
+from penstock.precision.scaling import Gradients, unscale_gradients
+from penstock.precision.script.live import trained_by
+
+
+class ScaledBackward:
+    """What `torch.autograd.backward` becomes for some accelerated optimizers."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(
+        self,
+        optimizers: Sequence[Optimizer],
+        tensors: Any,
+        grad_tensors: Any,
+        inputs: Any,
+        **options: Any,
+    ) -> None:
+        """Run a backward pass; `tensors` to `inputs` are those of torch.autograd.backward.
+
+        Raises:
+            ConfigError: the gradients are to be differentiated again, which a loss scale would have to follow.
+            NumericError: gradients overflow at the lowest scale.
+        """
+        all_of = [gradients_beside(optimizer) for optimizer in optimizers]
+        for own in all_of:
+            if own.session.masters is not None:
+                own.session.masters.collect(own.optimizer)
+        roots = _listed(tensors)
+        scaled = [own for own in all_of if own.session.scalers]
+        taking, others = self._taking_part(scaled, roots, inputs)
+        if taking:
+            with torch.enable_grad():
+                starts = _started(roots, grad_tensors)
+            if starts is not None:
+                self._scaled(taking, others, *starts, inputs, options)
+                return
+        self._original(tensors, grad_tensors, inputs=inputs, **options)
+        for own in all_of:
+            if own.session.masters is not None:
+                own.session.masters.collect(own.optimizer)
+
+    @torch.no_grad()
+    def _scaled(
+        self,
+        taking: list[Gradients],
+        others: list[Tensor],
+        roots: list[Tensor],
+        starts: list[Tensor],
+        inputs: Any,
+        options: dict[str, Any],
+    ) -> None:
+        if options.get("create_graph"):
+            raise ConfigError(
+                "backward(create_graph=True) asks for gradients of gradients, which a loss scale would multiply; use "
+                "--dtype bf16, which needs no loss scale, or torch.autograd.grad for the inner gradients."
+            )
+        scale = _scale(taking)
+        leaves = [*others, *(p for own in taking for p in trained_by(own.optimizer))]
+        held = _distinct(leaf.grad for leaf in leaves)
+        _multiply(held, scale)
+        before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
+        try:
+            with torch.enable_grad():
+                starts = [start * scale.to(start.device) for start in starts]
+                self._original(roots, starts, inputs=inputs, **options)
+        except BaseException:
+            _multiply(held, scale.double().reciprocal().float())
+            raise
+        done: set[int] = set()
+        for own in taking:
+            self._true_again(own, scale, before, done)
+        rest = [g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done]
+        _multiply(rest, scale.double().reciprocal().float())
+
+    def _true_again(
+        self,
+        own: Gradients,
+        scale: Tensor,
+        before: dict[int, tuple[Tensor | None, int]],
+        done: set[int],
+    ) -> None:
+        if own.session.masters is not None:
+            own.session.masters.collect(own.optimizer)
+        parameters = [p for p in trained_by(own.optimizer) if p.grad is not None]
+        if not parameters:
+            return
+        new = False
+        for parameter in parameters:
+            gradient, version = before[id(parameter)]
+            new = new or parameter.grad is not gradient or _version(parameter) != version
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # Two optimizers may hold the same parameter; then the second only looks.
+        fresh = [g for g in gradients if id(g) not in done]
+        again = [g for g in gradients if id(g) in done]
+        found = unscale_gradients(fresh, scale)
+        seen = unscale_gradients(again, torch.ones_like(scale))
+        done.update(id(g) for g in fresh)
+        if not new:
+            return
+        scaler = own.session.scalers[0]
+        flags = [f for f in (found, seen, *(flag for _, flag in own.found)) if f is not None]
+        own.found = [(scaler, torch.stack([f.to(flags[0].device) for f in flags]).amax())]
+        own.scaler = scaler
+        own.prepared = True
+
+    # -- who takes part
+
+    def _taking_part(
+        self, scaled: list[Gradients], roots: list[Any], inputs: Any
+    ) -> tuple[list[Gradients], list[Tensor]]:
+        """The optimizers whose parameters this backward pass reaches, and all other tensors that get a gradient."""
+        if not scaled:
+            return [], []
+        hidden = False
+        if inputs is None:
+            reached, hidden = _leaves(root.grad_fn for root in roots if isinstance(root, Tensor))
+        else:
+            reached = {id(t): t for t in _listed(inputs) if isinstance(t, Tensor)}
+        taking = []
+        known: set[int] = set()
+        for own in scaled:
+            mine = _leaves_of(own)
+            if hidden or not mine.isdisjoint(reached):
+                taking.append(own)
+                known |= mine
+        return taking, [leaf for key, leaf in reached.items() if key not in known]
+
+
+def _leaves_of(own: Gradients) -> set[int]:
+    """The ids of what the gradients of an optimizer gather at."""
+    found = {id(p) for p in trained_by(own.optimizer)}
+    if own.session.masters is not None:
+        found |= {id(half) for half in own.session.masters.weights_of(own.optimizer)}
+    return found
+
+
+def _scale(taking: list[Gradients]) -> Tensor:
+    """The least scale of those that take part, after they have moved by what the last steps noted."""
+    for own in taking:
+        if own.prepared and not any(p.grad is not None for p in trained_by(own.optimizer)):
+            own.forget()  # the script threw its gradients away by itself
+    sessions = {id(own.session): own.session for own in taking}
+    for session in sessions.values():
+        if not any(own.prepared for own in session.gradients):
+            session.settle_all()  # never between the micro-batches of one step
+    scales = [session.scalers[0].scale for session in sessions.values()]
+    return torch.stack([scale.to(scales[0].device) for scale in scales]).amin()
+
+
+def _leaves(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
+    """Every tensor that a backward pass from some nodes gives a gradient, by id, and whether one of the nodes may run
+    a backward pass of its own, as checkpointing does, whose leaves are not to be seen from here.
+    """
+    found: dict[int, Tensor] = {}
+    hidden = False
+    seen = set(starts)
+    left = list(seen)
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        elif isinstance(node, torch.autograd.function.BackwardCFunction):
+            hidden = True
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                left.append(behind)
+    return found, hidden
+
+
+# -- tensors
+
+
+def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Roots in fp32 at least and the gradients they start with; None where torch itself has something to say."""
+    given = [None] * len(roots) if grad_tensors is None else _listed(grad_tensors)
+    if len(given) != len(roots):
+        return None
+    wide: list[Tensor] = []
+    starts: list[Tensor] = []
+    for root, gradient in zip(roots, given):
+        if isinstance(root, GradientEdge) or not isinstance(root, Tensor) or not root.requires_grad:
+            return None
+        if gradient is None and (root.numel() != 1 or not root.is_floating_point()):
+            return None
+        # 65,536, the first scale, is not a number of fp16.
+        half = root.dtype in (torch.float16, torch.bfloat16)
+        wide.append(root.float() if half else root)
+        start = torch.ones_like(root) if gradient is None else gradient
+        starts.append(start.float() if half else start)
+    return wide, starts
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Tensor | GradientEdge):
+        return [value]
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def _distinct(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    return list({id(g): g for g in gradients if g is not None}.values())
+
+
+def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    for device, tensors in _by_device(gradients):
+        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
+
+
+def _by_device(gradients: list[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        groups.setdefault(values.device, []).append(values)
+    yield from groups.items()
+
+
+def _version(parameter: Tensor) -> int:
+    assert parameter.grad is not None
+    return parameter.grad._version

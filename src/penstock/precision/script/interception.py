@@ -1,0 +1,212 @@
+"""The places where a running script meets mixed precision."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import ConfigError
+from penstock.precision.accelerate import gradients_beside
+from penstock.precision.script.account import Account, Say
+from penstock.precision.script.backward import ScaledBackward
+from penstock.precision.script.pairing import Pairing
+from penstock.precision.script.patches import Patches
+from penstock.precision.settings import resolve
+
+_installed: Interception | None = None
+
+
+class Interception:
+    """From `install` to `remove`, models that a script trains are accelerated by themselves.
+
+    `precision`, `dtype` and `overrides` are those of `penstock.accelerate`; `say` is called with what was done, once,
+    after the first optimizer step (and again should the script start on another model), on rank 0. Which models and
+    optimizers belong together is found when a model is first called with gradients; see `pairing`.
+
+    Raises:
+        ConfigError: the level or its properties make no sense, or the script does what cannot work, when it does.
+    """
+
+    def __init__(self, *, precision: str = "O1", dtype: str = "auto", say: Say, **overrides: Any) -> None:
+        found = resolve(precision, dtype=dtype, device="meta", **overrides)
+        if found.master == "remainder":
+            raise ConfigError(
+                "master='remainder' makes a new optimizer, and a script goes on with the one it has; leave it out, or "
+                "call penstock.accelerate in the script."
+            )
+        if found.weights == "half" and found.master == "none" and found.scales:
+            raise ConfigError(
+                f"loss_scale={found.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
+                f"{found.level} has none; use O2."
+            )
+        self._settings = {"precision": precision, "dtype": dtype, "say": say, **overrides}
+        self._plain = found.dtype is None
+        self._account = Account(found.level, dtype, say)
+        self._pairing = Pairing(precision, dtype, overrides, self._account)
+        self._patches = Patches()
+        self._watching = Patches()
+        self._step_hook: RemovableHandle | None = None
+
+    def install(self) -> Interception:
+        """Begin; O0 changes nothing at all. Raises ConfigError while another is installed."""
+        global _installed
+        if _installed is not None:
+            raise ConfigError("The script already runs under `penstock run`; run it once.")
+        _installed = self
+        if self._plain:
+            return self
+        put = self._patches.put
+        put(Optimizer, "__init__", self._optimizer_init(Optimizer.__init__))
+        put(Optimizer, "add_param_group", self._add_param_group(Optimizer.add_param_group))
+        put(torch.autograd, "backward", self._backward(torch.autograd.backward))
+        put(nn.Module, "zero_grad", self._zero_grad(nn.Module.zero_grad))
+        scaler = torch.amp.grad_scaler.GradScaler
+        put(scaler, "__init__", self._scaler_init(scaler.__init__))
+        # torch.multiprocessing.spawn, the function, looks up start_processes in the module whose name it hides.
+        processes: Any = sys.modules["torch.multiprocessing.spawn"]
+        spawning = self._spawning(processes.start_processes)
+        put(torch.multiprocessing, "start_processes", spawning)
+        put(processes, "start_processes", spawning)
+        return self
+
+    def remove(self) -> None:
+        """Undo `install`, and tell what has not been told."""
+        global _installed
+        if _installed is not self:
+            return
+        _installed = None
+        self._watching.undo()
+        self._patches.undo()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        if not self._plain:
+            self._account.conclude(self._pairing.made_count)
+
+    def __enter__(self) -> Interception:
+        return self.install()
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    # -- what replaces torch's own
+
+    def _optimizer_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._pairing.made(optimizer)
+            self._watch()
+
+        return init
+
+    def _add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            self._pairing.extended(optimizer, param_group)
+            original(optimizer, param_group)
+
+        return add_param_group
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._pairing.called(module)
+                self._watch()
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        attended = ScaledBackward(original)
+
+        @functools.wraps(original)
+        def backward(
+            tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
+            create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
+        ) -> None:  # fmt: skip
+            options = {"retain_graph": retain_graph, "create_graph": create_graph}
+            if grad_variables is not None:
+                options["grad_variables"] = grad_variables
+            optimizers = [o for o in self._pairing.accelerated if _attended(o)]
+            # A backward pass inside another, as checkpointing runs it, is part of that one.
+            if not optimizers or grad_variables is not None or torch._C._current_graph_task_id() != -1:
+                original(tensors, grad_tensors, inputs=inputs, **options)
+            else:
+                attended(optimizers, tensors, grad_tensors, inputs, **options)
+
+        return backward
+
+    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            original(module, set_to_none=set_to_none)
+            for optimizer in self._pairing.accelerated:
+                own = gradients_beside(optimizer)
+                if own.prepared and self._pairing.owns(module, optimizer):
+                    own.forget()
+
+        return zero_grad
+
+    def _scaler_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._pairing.scaler_made(scaler)
+
+        return init
+
+    def _spawning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start_processes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(_Spawned(fn, self._settings), *args, **kwargs)
+
+        return start_processes
+
+    # -- only while an optimizer waits
+
+    def _watch(self) -> None:
+        """Watch calls of modules, and steps, while there is something to see."""
+        if self._step_hook is None and (self._pairing.waits or self._account.untold):
+            self._step_hook = register_optimizer_step_post_hook(self._stepped)
+        if self._pairing.waits and "__call__" not in self._watching:
+            self._watching.put(nn.Module, "__call__", self._call(nn.Module.__call__))
+        elif not self._pairing.waits:
+            self._watching.undo()
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._pairing.stepped(optimizer)
+        self._account.tell()
+        self._watch()
+        if not self._pairing.waits and self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+
+
+def _attended(optimizer: Optimizer) -> bool:
+    session = gradients_beside(optimizer).session
+    return bool(session.scalers) or session.masters is not None
+
+
+class _Spawned:
+    """The function that a script runs in processes of its own, which begin with the interception of their parent."""
+
+    def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+        self.function = function
+        self.settings = settings
+
+    def __call__(self, *args: Any) -> Any:
+        if _installed is not None:  # a fork has it already
+            return self.function(*args)
+        with Interception(**self.settings):
+            return self.function(*args)

@@ -1,0 +1,303 @@
+"""Which model an optimizer trains, found while a script runs; and the moment when both are accelerated.
+
+An optimizer waits from its construction until a module that owns its parameters is called, with gradients, from
+outside any other module. Then the model is where the script wants it, and nothing has been computed yet.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.precision.accelerate import accelerate, gradients_beside
+from penstock.precision.forward import unwrap_forward, unwrapped, wrap_forward
+from penstock.precision.script.account import Account
+from penstock.precision.script.live import roots_owning, trained_by
+from penstock.precision.settings import Precision, resolve
+
+_HALVES = (torch.float16, torch.bfloat16)
+_ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
+
+
+class Pairing:
+    """Optimizers of a script, those that wait for a model and those that have theirs."""
+
+    def __init__(self, precision: str, dtype: str, overrides: dict[str, Any], account: Account) -> None:
+        self._asked = {"precision": precision, "dtype": dtype, **overrides}
+        self._account = account
+        self._waiting: list[weakref.ref[Optimizer]] = []
+        self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """By optimizer, the ids of parameters whose model has not been called yet."""
+        self._accelerated: list[weakref.ref[Optimizer]] = []
+        self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that no waiting optimizer trains."""
+        self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.made_count = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether calls of modules have to be watched."""
+        return bool(self._waiting or self._partly)
+
+    @property
+    def accelerated(self) -> list[Optimizer]:
+        """Optimizers, still alive, whose backward passes have to be attended."""
+        self._accelerated = [ref for ref in self._accelerated if ref() is not None]
+        return [optimizer for ref in self._accelerated if (optimizer := ref()) is not None]
+
+    # -- what the script does
+
+    def made(self, optimizer: Optimizer) -> None:
+        """The script constructed an optimizer."""
+        self.made_count += 1
+        self._waiting.append(weakref.ref(optimizer))
+        self._seen.clear()
+
+    def extended(self, optimizer: Optimizer, group: Any) -> None:
+        """The script adds a group of parameters. Raises ConfigError where they cannot have master weights any more."""
+        own = optimizer.__dict__.get("_penstock")
+        if own is not None and own.session.masters is not None:
+            raise ConfigError(
+                f"The script adds parameters to its {type(optimizer).__name__} after training began, and "
+                f"{own.session.precision.level} has given the model half weights by then; use --precision O1."
+            )
+
+    def scaler_made(self, scaler: Any) -> None:
+        """The script constructed a GradScaler. Raises ConfigError if the loss is already scaled for it."""
+        if not scaler.is_enabled():
+            return
+        self._scalers.add(scaler)
+        if any(gradients_beside(optimizer).session.scalers for optimizer in self.accelerated):
+            raise ConfigError(
+                "The script makes a GradScaler after its model was accelerated, and the loss would be scaled twice; "
+                "use --dtype bf16, which needs no loss scale, or GradScaler(enabled=False)."
+            )
+
+    def owns(self, module: nn.Module, optimizer: Optimizer) -> bool:
+        """Whether all that an optimizer trains is part of a module."""
+        return _ids(optimizer) <= self._owned(module)
+
+    def called(self, module: nn.Module) -> None:
+        """A module is about to be called; the outermost is announced first."""
+        if not torch.is_grad_enabled():
+            return
+        root = unwrapped(module)
+        if root in self._seen:
+            return
+        owned = self._owned(root)
+        takers = [o for o in self._alive() if not owned.isdisjoint(_ids(o))]
+        if takers:
+            self._take(module, root, takers)
+        elif not self._join(root, owned):
+            if owned:
+                self._account.left(type(root).__name__, "no optimizer trains it")
+            self._seen.update(root.modules())
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        if optimizer in self._partly and not roots_owning(self._partly[optimizer]):
+            del self._partly[optimizer]  # what is left belongs to no module: nothing to wait for
+        if not any(optimizer is waiting for waiting in self._alive()):
+            return
+        if all(parameter.grad is None for parameter in trained_by(optimizer)):
+            return
+        name = type(optimizer).__name__
+        owners = roots_owning(_ids(optimizer))
+        if not owners:
+            self._leave(name, [optimizer], "it trains no module's weights")
+        elif "torch._dynamo" in sys.modules:
+            # Compiled code called the model by itself; a class that changes makes it compile anew.
+            self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
+        else:
+            models = ", ".join(type(owner).__name__ for owner in owners)
+            self._leave(
+                name,
+                [optimizer],
+                f"{models} was trained without being called, as model(…), after {name} was made",
+            )
+
+    # -- what comes of it
+
+    def _alive(self) -> list[Optimizer]:
+        alive = [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
+        self._waiting = [weakref.ref(optimizer) for optimizer in alive]
+        return alive
+
+    def _done(self, optimizers: Iterable[Optimizer]) -> None:
+        gone = {id(optimizer) for optimizer in optimizers}
+        self._waiting = [ref for ref in self._waiting if id(ref()) not in gone]
+
+    def _leave(self, what: str, takers: list[Optimizer], why: str) -> None:
+        self._account.left(what, why)
+        self._done(takers)
+
+    def _take(
+        self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
+    ) -> None:
+        why = self._mixed_already(root, takers)
+        if why is not None:
+            self._leave(type(root).__name__, takers, why)
+            self._seen.update(root.modules())
+            return
+        device = next(root.parameters()).device
+        asked = dict(self._asked)
+        precision = resolve(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
+        self._refuse(module, root, takers, precision)
+        if root in self._ours:
+            unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
+        models = [root]
+        if precision.weights == "half" or not called:
+            models, takers = self._all_that_belong(root, takers)
+            _refuse_shared(takers, precision)
+        accelerate(models, takers, **self._asked)
+        self._accelerated += [weakref.ref(o) for o in takers if o not in self.accelerated]
+        self._done(takers)
+        self._ours.update(models)
+        self._account.accelerated(models if not called else [root], takers, precision)
+        masters = gradients_beside(takers[0]).session.masters
+        if masters is not None:
+            masters.share_gradients()
+        if called:
+            for other in models[1:]:
+                unwrap_forward(other)  # its weights are ready; its outermost call shows what is to be wrapped
+                self._ours.discard(other)
+        owned = {key for model in models if model is root or not called for key in self._owned(model)}
+        for optimizer in takers:
+            left = _ids(optimizer) - owned
+            if left:
+                self._partly[optimizer] = left
+
+    def _all_that_belong(
+        self, root: nn.Module, takers: list[Optimizer]
+    ) -> tuple[list[nn.Module], list[Optimizer]]:
+        """`root` with every model that shares an optimizer with it, and so on, and all these optimizers."""
+        models = [root]
+        while True:
+            owned = {id(p) for model in models for p in model.parameters()}
+            more = [o for o in self._alive() if o not in takers and not owned.isdisjoint(_ids(o))]
+            takers = [*takers, *more]
+            others = roots_owning({key for o in takers for key in _ids(o)} - owned, beside=models)
+            if not others and not more:
+                return models, takers
+            models += others
+
+    def _join(self, root: nn.Module, owned: set[int]) -> bool:
+        """Wrap one more model of an optimizer that has others already."""
+        for optimizer, left in list(self._partly.items()):
+            if owned.isdisjoint(left):
+                continue
+            session = gradients_beside(optimizer).session
+            if session.precision.weights == "half":
+                wrap_forward(root, session.models[0].__dict__["_penstock_precision"])
+            else:
+                accelerate(root, **self._asked)
+                session.models.append(root)
+            self._ours.add(root)
+            self._account.joined(root)
+            for other in list(self._partly):
+                self._partly[other] -= owned
+                if not self._partly[other]:
+                    del self._partly[other]
+            return True
+        return False
+
+    def _owned(self, root: nn.Module) -> set[int]:
+        """What identifies the parameters of a module to optimizers: masters where there are any."""
+        sessions = {id(s): s for o in self.accelerated if (s := gradients_beside(o).session).masters}
+        ids = set()
+        for parameter in root.parameters():
+            held: Tensor = parameter
+            for session in sessions.values():
+                assert session.masters is not None
+                held = session.masters.master_of(held)
+            ids.add(id(held))
+        return ids
+
+    # -- what cannot be, or need not
+
+    def _mixed_already(self, root: nn.Module, takers: list[Optimizer]) -> str | None:
+        """Why a model is the script's own business."""
+        device = next(root.parameters()).device
+        if torch.is_autocast_enabled(device.type):
+            return "it runs under the script's own torch.autocast"
+        if len(self._scalers):
+            return "the script scales its loss with a GradScaler of its own"
+        if root in self._ours:
+            return None
+        if "_penstock_precision" in root.__dict__ or any("_penstock" in o.__dict__ for o in takers):
+            return "the script accelerates it itself"
+        if self._is_accelerated(root, takers):
+            return None
+        kinds = {p.dtype for p in root.parameters() if p.is_floating_point()}
+        if kinds & set(_HALVES):
+            return "the script gave it half weights"
+        if torch.float32 not in kinds:
+            return (
+                f"its weights are {', '.join(sorted(str(kind) for kind in kinds)) or 'no floating numbers'}"
+            )
+        return None
+
+    def _is_accelerated(self, root: nn.Module, takers: list[Optimizer]) -> bool:
+        """Whether the weights of a module, or those of an optimizer, are those of a model that was accelerated."""
+        known = {id(p) for model in self._ours for p in model.parameters()}
+        return any(id(p) in known for p in root.parameters())
+
+    def _refuse(
+        self, module: nn.Module, root: nn.Module, takers: list[Optimizer], precision: Precision
+    ) -> None:
+        name = type(root).__name__
+        engine = _ENGINES.get(type(module).__module__.partition(".")[0])
+        if engine is not None:
+            raise ConfigError(
+                f"{name} is run by {engine}, which has mixed precision of its own; turn it on in {engine}'s "
+                "configuration and run the script with plain python."
+            )
+        if "_original_forward" in root.__dict__:
+            raise ConfigError(
+                f"{name} computes in mixed precision already: Hugging Face Accelerate replaced its forward, as for "
+                "Trainer(bf16=True or fp16=True) or Accelerator(mixed_precision=…). Take that out of the script, or "
+                "run it with plain python."
+            )
+        if precision.weights == "fp32":
+            return
+        if self._is_accelerated(root, takers):
+            raise ConfigError(
+                f"The script makes another {type(takers[0]).__name__} for {name} after training began, and "
+                f"{precision.level} has given it half weights by then; use --precision O1."
+            )
+        for wrapper in (module, *root.modules()):
+            if isinstance(wrapper, nn.parallel.DistributedDataParallel) or _sharded(wrapper):
+                raise ConfigError(
+                    f"{precision.level} replaces the weights of {name}, and {type(wrapper).__name__} holds on to those "
+                    "that the script gave it; use --precision O1, or call penstock.accelerate before wrapping."
+                )
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for parameter in trained_by(optimizer)}
+
+
+def _sharded(module: nn.Module) -> bool:
+    return type(module).__name__.startswith("F") and any(
+        cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__
+    )
+
+
+def _refuse_shared(takers: list[Optimizer], precision: Precision) -> None:
+    seen: dict[int, Optimizer] = {}
+    for optimizer in takers:
+        for key in _ids(optimizer):
+            other = seen.setdefault(key, optimizer)
+            if other is not optimizer:
+                raise ConfigError(
+                    f"The script's {type(other).__name__} and {type(optimizer).__name__} train the same weights, and "
+                    f"{precision.level} keeps one fp32 copy with one optimizer; use --precision O1."
+                )

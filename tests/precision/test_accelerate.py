@@ -29,6 +29,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
     "contiguous": lambda p: contiguous(torch.optim.AdamW, p, lr=1e-2, eps=1e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "contiguous sgd": lambda p: contiguous(torch.optim.SGD, p, lr=0.1, momentum=0.9),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-4),

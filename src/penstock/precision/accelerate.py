@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, ConfigError, NumericError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW, from_adamw
+from penstock.optim.traps import loses_updates
 from penstock.precision import scaling
 from penstock.precision.forward import unwrapped, wrap_forward
 from penstock.precision.lists import apply_modules, default_lists, fp32_modules_of
@@ -409,6 +410,15 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
                     state[key] = value.to(parameter.dtype)
         if isinstance(optimizer, Contiguous):
             optimizer.lay_out_again()
+        if loses_updates(optimizer):
+            _log.warning(
+                "torch's fused SGD does not update %s weights on a CPU (pytorch issue 191763), so this optimizer "
+                "goes on unfused.",
+                properties.dtype_name,
+            )
+            for group in optimizer.param_groups:
+                group["fused"], group["foreach"] = False, False
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _with_remainder(

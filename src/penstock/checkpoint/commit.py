@@ -64,7 +64,7 @@ def commit(folder: Path, parts: Parts, *, keep: int, team: Team) -> Path:
             return final
         _write(temporary, parts, team)
         team.first(lambda: _publish(temporary, final))
-    except (OSError, RankProblem, CheckpointException) as problem:
+    except (Exception, CheckpointException) as problem:
         where, error = _cause(problem)
         if team.rank == 0:
             remove(temporary)
@@ -73,6 +73,8 @@ def commit(folder: Path, parts: Parts, *, keep: int, team: Team) -> Path:
                 f"Checkpoint {final} could not be written{where}: {error}. Older checkpoints are untouched. "
                 f"Free space or mend the disk, then run the same command again to resume."
             ) from problem
+        if error is problem:
+            raise
         raise error from problem
     check(final, team)
     team.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))

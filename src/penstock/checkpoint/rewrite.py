@@ -207,11 +207,13 @@ def export_model(stored: Stored, folder: Path, which: str) -> None:
             f"{stored.path} holds a {type(model).__name__}, for which there is no Hugging Face form here; "
             f"export it with --names plain."
         )
-    missing, unknown = model.load_state_dict(read_weights(stored, which), strict=False, assign=True)
-    if missing or unknown:
+    try:
+        model.load_state_dict(read_weights(stored, which), assign=True)
+    except RuntimeError as problem:
         raise CheckpointError(
-            f"{stored.path} does not fit its own configuration: missing {missing[:3]}, unknown {unknown[:3]}."
-        )
+            f"The weights '{which}' of {stored.path} are not those of the model that its configuration describes "
+            f"({problem}); export them with --names plain."
+        ) from problem
     save_pretrained(model, folder)
 
 

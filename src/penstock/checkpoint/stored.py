@@ -65,7 +65,14 @@ class Stored:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        like = like or {}
+        try:
+            return self._load(like or {}, rank, world)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
+            raise CheckpointError(
+                f"Checkpoint {self.path} is refused: its state is malformed ({problem})."
+            ) from problem
+
+    def _load(self, like: Mapping[str, Tensor], rank: int, world: int | None) -> Snapshot:
         documents = {"state": self.document["state"], LOCAL: {}}
         if world in (None, self.world):
             documents[LOCAL] = self._document(file_name(LOCAL, rank, self.world, "json"))
@@ -103,12 +110,7 @@ class Stored:
         tensors = {
             name.removeprefix(f"{group}/"): t for name, t in read.items() if name.startswith(f"{group}/")
         }
-        try:
-            return unpack(document, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-            raise CheckpointError(
-                f"Checkpoint {self.path} is refused: the state of '{group}' is malformed."
-            ) from None
+        return unpack(document, tensors)
 
     def _document(self, name: str) -> Any:
         return _read_json(self.path / name) if name in self.manifest.files else {}
@@ -149,12 +151,20 @@ def _owners(
         name = tree.get("$tensor", tree.get("$array"))
         if isinstance(name, str):
             yield name, owner if "$tensor" in tree else None
-        elif "$items" in tree:
-            for _, item in tree["$items"]:
-                yield from _owners(item, like, owner)
-        else:
-            for key, item in tree.items():
-                yield from _owners(item, like, like.get(key, owner))
+            return
+        numbered = {**like, **_numbered(tree, like)} if "param_groups" in tree else like
+        for key, item in tree["$items"] if "$items" in tree else tree.items():
+            yield from _owners(item, numbered, numbered.get(key, owner))
+
+
+def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:
+    """The parameters by the numbers that an optimizer's state has for them, where it was not saved by name."""
+    return {
+        number: like[name]
+        for group in optimizer["param_groups"]
+        for number, name in zip(group["params"], group.get("param_names", ()))
+        if name in like
+    }
 
 
 def open_verified(path: Path) -> Stored:

@@ -1,0 +1,79 @@
+"""Optimizer state by name finds its parameters again, in whatever order and numbering they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.checkpoint import by_index, by_name
+from penstock.errors import CheckpointError
+
+
+def optimizer(model: nn.Module, order: list[str], split: int, **options: Any) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    groups = [order[:split], order[split:]]
+    made = torch.optim.AdamW(
+        [
+            {"params": [named[n] for n in g], "param_names": g, "weight_decay": 0.1 * i, **options}
+            for i, g in enumerate(groups)
+        ],
+        lr=1e-2,
+    )
+    for name, parameter in named.items():
+        parameter.grad = torch.full_like(parameter, len(name))
+    made.step()
+    return made
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def test_state_follows_its_parameter_into_another_order() -> None:
+    one = optimizer(model(), ["0.weight", "1.bias", "0.bias", "1.weight"], 2)
+    stored = by_name(one.state_dict() | {"penstock": {"scale": 8.0}})
+    assert set(stored["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert stored["param_groups"][1]["params"] == ["0.bias", "1.weight"]
+    assert "param_names" not in stored["param_groups"][1]
+    two = optimizer(model(), ["1.bias", "0.weight", "1.weight", "0.bias"], 2)
+    back = by_index(stored, two.state_dict())
+    assert back["penstock"] == {"scale": 8.0}
+    two.load_state_dict(back)
+    names = ["1.bias", "0.weight", "1.weight", "0.bias"]
+    for number, entry in two.state_dict()["state"].items():
+        assert all(torch.equal(value, stored["state"][names[number]][key]) for key, value in entry.items())
+    assert two.param_groups[0]["param_names"] == ["1.bias", "0.weight"]
+
+
+def test_state_by_number_passes_as_it_is() -> None:
+    one = optimizer(model(), ["0.weight", "1.bias", "0.bias", "1.weight"], 2).state_dict()
+    assert by_index(one, one) == one
+
+
+def test_names_may_be_given_for_an_optimizer_that_has_none() -> None:
+    net = model()
+    made = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    with pytest.raises(ValueError, match="4 parameters and 0 names"):
+        by_name(made.state_dict())
+    names = [name for name, _ in net.named_parameters()]
+    stored = by_name(made.state_dict(), names)
+    assert list(stored["state"]) == names
+    made.load_state_dict(by_index(stored, made.state_dict(), names))
+    with pytest.raises(ValueError, match="one name"):
+        by_name(made.state_dict(), ["a", "b", "a", "c"])
+
+
+def test_another_model_or_grouping_is_refused() -> None:
+    order = ["0.weight", "1.bias", "0.bias", "1.weight"]
+    stored = by_name(optimizer(model(), order, 2).state_dict())
+    with pytest.raises(CheckpointError, match="under different settings"):
+        by_index(stored, optimizer(model(), order, 3).state_dict())
+    other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, bias=False))
+    with pytest.raises(CheckpointError, match=r"knows \['1.bias'\] besides"):
+        by_index(stored, optimizer(other, ["0.weight", "0.bias", "1.weight"], 2).state_dict())

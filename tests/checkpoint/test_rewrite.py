@@ -1,0 +1,149 @@
+"""Checkpoints of the first format, in other layouts, and as Hugging Face folders: always the same values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock import checkpoint
+from penstock.checkpoint import rewrite
+from penstock.config.load import to_dict
+from penstock.config.model import ViTConfig
+from penstock.config.run import RunConfig
+from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
+from penstock.models import create
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.files import read_state_dict
+from penstock.testing.checkpoints import Trainee, numbered, same_snapshot
+from penstock.testing.spawn import spawn
+
+OLD = Path(__file__).parent / "format-1"
+"""Three steps of `Trainee`, saved by version 0.1.0 before there were checkpoints of several ranks."""
+
+
+def go_on(layout: str, folder: Path) -> list[float]:
+    trainee = Trainee(layout)
+    snapshot = trainee.resume(folder)
+    assert (snapshot.world, snapshot.local, snapshot.state["progress"]) == (1, {}, {"seen": 36})
+    assert snapshot.state["random"]["torch"].dtype == torch.uint8
+    return trainee.train(5)
+
+
+def test_the_first_format_is_read_on_any_layout(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    undisturbed = Trainee()
+    undisturbed.train(3)
+    expected = undisturbed.train(5)
+    assert go_on("single", tmp_path) == pytest.approx(expected, rel=1e-12)
+    for losses in spawn(go_on, 2, "fsdp", tmp_path):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_first_format_is_refused_after_any_change(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    for file in sorted((tmp_path / "step-3").iterdir()):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+        with pytest.raises(CheckpointError, match=f"step-3 is refused: {file.name}"):
+            checkpoint.load(file.parent)
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_any_layout_is_rewritten_in_any_other(tmp_path: Path, ranks: int) -> None:
+    first = checkpoint.save(tmp_path / "a", numbered(7))
+    second = rewrite.convert(first, tmp_path / "b", ranks=ranks)
+    third = rewrite.convert(second, tmp_path / "c")
+    stored = checkpoint.open_verified(second)
+    assert stored.world == ranks
+    assert (tmp_path / "b" / "latest").read_text() == "step-7\n"
+    whole, again = numbered(7), stored.load()
+    for name, group in whole.weights.items():
+        assert all(torch.equal(again.weights[name][key], tensor) for key, tensor in group.items())
+    found = checkpoint.load(third)
+    assert same_snapshot(found, whole if ranks == 1 else again)
+    assert found.local == {} or ranks == 1
+    files = {file.name for file in second.glob("weights*")}
+    # 3 rows and 5 elements: two ranks have a share of each, of five the fourth and fifth of one or of none.
+    assert files == (
+        {"weights.safetensors"}
+        if ranks == 1
+        else {f"weights-{r}-of-{ranks}.safetensors" for r in range(ranks)}
+    )
+
+
+def test_a_target_that_is_there_or_full_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint.save(tmp_path / "a", numbered(7))
+    with pytest.raises(ConfigError, match="is there already"):
+        rewrite.convert(source, tmp_path / "a")
+    with pytest.raises(ConfigError, match="for 0 ranks"):
+        rewrite.convert(source, tmp_path / "b", ranks=0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rewrite, "write_tensors", full)
+    with pytest.raises(EnvironmentProblem, match="No space left"):
+        rewrite.convert(source, tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
+    for step in (3, 12):
+        checkpoint.save(tmp_path / "checkpoints", numbered(step))
+    folder = tmp_path / "checkpoints"
+    assert rewrite.resolve(tmp_path) == rewrite.resolve(folder) == folder / "step-12"
+    assert rewrite.resolve(folder / "step-3") == rewrite.resolve(tmp_path, step=3) == folder / "step-3"
+    for path, step in ((tmp_path, 4), (tmp_path / "none", None)):
+        with pytest.raises(ConfigError, match="There is no"):
+            rewrite.resolve(path, step=step)
+
+
+def vit_checkpoint(folder: Path) -> tuple[Path, torch.nn.Module]:
+    config = RunConfig(
+        model=ViTConfig(depth=1, width=8, heads=2, mlp_width=16, image_size=8, patch_size=4, classes=3),
+        output=str(folder),
+    )
+    model = create(config.model)
+    average = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    snapshot = checkpoint.Snapshot(2, {"weights": model.state_dict(), "ema": average}, {}, to_dict(config))
+    return checkpoint.save(folder, snapshot), model
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_vit_is_exported_as_transformers_lays_it_out(tmp_path: Path, ranks: int) -> None:
+    source, model = vit_checkpoint(tmp_path / "a")
+    stored = checkpoint.open_verified(rewrite.convert(source, tmp_path / "b", ranks=ranks))
+    for which, shift in (("weights", 0), ("ema", 1)):
+        rewrite.export_model(stored, tmp_path / which, which)
+        again = from_pretrained(tmp_path / which)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor + shift), name
+    with pytest.raises(ConfigError, match="no weights 'other'; it has weights, ema"):
+        rewrite.export_model(stored, tmp_path / "c", "other")
+
+
+def test_a_model_without_a_family_is_exported_in_its_own_names_only(tmp_path: Path) -> None:
+    trainee = Trainee()
+    stored = checkpoint.open_verified(checkpoint.save(tmp_path / "a", trainee.snapshot()))
+    with pytest.raises(CheckpointError, match="--names plain"):
+        rewrite.export_model(stored, tmp_path / "b", "weights")
+    expected = trainee.model.state_dict()
+    assert rewrite.export_plain(stored, tmp_path / "b", "weights") == [tmp_path / "b" / "model.safetensors"]
+    files = rewrite.export_plain(stored, tmp_path / "c", "weights", shard_bytes=300)
+    assert [file.name for file in files[:2]] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2)]
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 8 for t in expected.values())
+    assert list(index["weight_map"]) == list(expected)
+    for file in files[:-1]:
+        assert sum(t.numel() * 8 for t in load_file(file).values()) <= 300
+    for folder in ("b", "c"):
+        read = read_state_dict(tmp_path / folder)
+        assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())

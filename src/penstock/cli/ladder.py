@@ -21,7 +21,7 @@ PLAIN_WIDTH = 120
 """Columns of the table where it goes to a file or a pipe."""
 
 
-def _factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
+def factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
     """Let `--model package.module:factory` mean `--factory package.module:factory`: a preset's name has no colon."""
 
     @wraps(verb)
@@ -38,7 +38,7 @@ def _factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
     return wrapped
 
 
-@_factory_as_model
+@factory_as_model
 @configured(LadderConfig, positional="model", hide=("alone", "quick"))
 def ladder(
     config: LadderConfig,

@@ -170,7 +170,7 @@ class Own(Subject):
         self.recipe = Recipe(lr=config.lr)
         self._factory = factory
         model, self._batch, self._loss = self._make(config.seed)
-        self._samples = _samples_of(self._batch)
+        self._samples = samples_of(self._batch)
         self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
         self._attention = tuple(
             backend for backend in get_args(AttentionBackend) if _accepts(set_attention, model, backend)
@@ -222,22 +222,7 @@ class Own(Subject):
         )
 
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
-        """What the factory returns; the model is copied, for a factory may return the same one again."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made = self._factory()
-        if not (
-            isinstance(made, tuple)
-            and len(made) == 3
-            and isinstance(made[0], nn.Module)
-            and callable(made[2])
-        ):
-            raise ConfigError(
-                f"The factory {self.title} returned {type(made).__name__}, but must return three things: a "
-                f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
-            )
-        model, batch, loss = made
-        return copy.deepcopy(model).train(), batch, loss
+        return made_by(self._factory, self.title, seed)
 
     def _enlarged(self, size: int) -> Any:
         """The example batch on the device, repeated to `size` samples."""
@@ -293,6 +278,25 @@ def load_factory(path: str) -> Factory:
     return factory  # type: ignore[no-any-return]
 
 
+def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
+    """What a factory returns; the model is copied, for a factory may return the same one again.
+
+    Raises ConfigError where it does not return a model, a batch and a loss.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = factory()
+    if not (
+        isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])
+    ):
+        raise ConfigError(
+            f"The factory {name} returned {type(made).__name__}, but must return three things: a "
+            f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
+        )
+    model, batch, loss = made
+    return copy.deepcopy(model).train(), batch, loss
+
+
 def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
@@ -310,7 +314,7 @@ def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
             parameter.copy_(value)
 
 
-def _samples_of(batch: Any) -> int | None:
+def samples_of(batch: Any) -> int | None:
     """The size of the first dimension, where all tensors of a batch agree on it."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0}
     return int(sizes.pop()) if len(sizes) == 1 else None

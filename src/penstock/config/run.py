@@ -116,6 +116,11 @@ class Recipe:
     eps: float = 1e-8
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global 2-norm."""
+    spikes: Literal["log", "skip", "rewind"] = "log"
+    """What a loss that leaps up does: be logged, have its step skipped, or send the run back to the newest checkpoint
+    and on with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
+    spike_deviations: float = 8.0
+    """A leap is a loss so many standard deviations above the mean of the last 50."""
     ema_decay: float | None = None
     """Decay per step of the exponential moving average of the weights that evaluation then uses."""
     layer_decay: float = 1.0
@@ -128,8 +133,9 @@ class Recipe:
 
     def _problems(self) -> Iterator[str]:
         yield from _above(
-            self, "recipe", "epochs", "steps", "lr", "eps", "clip_norm", "layer_decay", "eval_every_epochs"
-        )
+            self, "recipe", "epochs", "steps", "lr", "eps", "clip_norm", "layer_decay", "eval_every_epochs",
+            "spike_deviations",
+        )  # fmt: skip
         for name in ("min_lr", "warmup_steps", "weight_decay"):
             yield from _in_range(self, "recipe", name, 0)
         for name in ("beta1", "beta2", "ema_decay", "layer_decay"):

@@ -68,5 +68,7 @@ def read_report(path: Path) -> Report | None:
 
 
 def _is_consequence(error: BaseException) -> bool:
+    if isinstance(error, PenstockError):
+        return str(error).startswith("On rank ")  # raised on behalf of the rank that met it
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & set(_OF_TRANSPORT)) and bool(_CONSEQUENCES.search(str(error)))

@@ -15,6 +15,8 @@ from penstock.optim.contiguous import Contiguous
 if TYPE_CHECKING:
     from penstock.precision.scaler import LossScaler
 
+Refuse = Callable[[Tensor | None], Tensor]
+"""Given the norm of the gradients (None where a loss scaler judges it): 0-d fp32, 1 where the step is to be skipped."""
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that both give the same weights
 _ROW = 1024
@@ -92,23 +94,33 @@ def folds(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def can_refuse(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether `clipped_step` can skip a step without waiting for the device."""
+    return folds(optimizer) or device.type == "cpu"
+
+
 @torch.no_grad()
 def clipped_step(
-    optimizer: Optimizer, *, max_norm: float | None = None, scaler: LossScaler | None = None
+    optimizer: Optimizer,
+    *,
+    max_norm: float | None = None,
+    scaler: LossScaler | None = None,
+    refuse: Refuse | None = None,
 ) -> Tensor | None:
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
     Fused kernels divide each gradient by a tensor on its way into the update: loss scale and clipping become that one
     divisor, scale · max(1, (norm + 1e-6) / max_norm), and cost no pass of their own. Other forms clip first. With a
     scaler, a gradient that is infinite or not a number makes the norm so, the kernel skips the step, and the scale
-    falls, all on the device. Raises ConfigError for a scaler with an optimizer that cannot skip by itself.
+    falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. Raises
+    ConfigError for a scaler with an optimizer that cannot skip by itself.
     """
     if scaler is not None and not folds(optimizer):
         raise ConfigError(
             "Loss scaling needs an optimizer that skips an overflowed step on the device, and "
             f"{type(optimizer).__name__} in this form cannot; use plan.optimizer=fused or contiguous, or dtype=bf16."
         )
-    if max_norm is None and scaler is None:
+    if max_norm is None and scaler is None and refuse is None:
         optimizer.step()
         return None
     gradients = gradients_of(optimizer)
@@ -120,26 +132,36 @@ def clipped_step(
             scaler.agree(found_inf)
         norm = norm.float() / scale
         divisor = scale if max_norm is None else scale * ((norm + _TINY) / max_norm).clamp(min=1.0)
-        _folded_step(optimizer, divisor, found_inf)
+        stops = found_inf if refuse is None else torch.maximum(found_inf, refuse(None).to(found_inf.device))
+        _folded_step(optimizer, divisor, stops)
         scaler.update(found_inf)
         return norm
-    assert max_norm is not None
-    if folds(optimizer) and norm.dtype == torch.float32:  # the kernels take the divisor in fp32 only
-        _folded_step(optimizer, ((norm + _TINY) / max_norm).clamp(min=1.0), None)
-    else:
+    refused = None if refuse is None else refuse(norm)
+    if folds(optimizer):
+        reduce: Tensor | None = None
+        if max_norm is not None and norm.dtype == torch.float32:  # the kernels take the divisor in fp32 only
+            reduce = ((norm + _TINY) / max_norm).clamp(min=1.0)
+        elif max_norm is not None:
+            _scale(gradients, norm, max_norm)
+        _folded_step(optimizer, reduce, refused)
+        return norm
+    if refused is not None and refused.device.type == "cpu" and refused.item():
+        return norm  # there the host computes everything itself, so that reading waits for nothing
+    if max_norm is not None:
         _scale(gradients, norm, max_norm)
-        optimizer.step()
+    optimizer.step()
     return norm
 
 
-def _folded_step(optimizer: Optimizer, divisor: Tensor, found_inf: Tensor | None) -> None:
+def _folded_step(optimizer: Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> None:
     # torch's own agreement between GradScaler and fused optimizers: two attributes, present during the step only.
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    if found_inf is not None:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    given = {"grad_scale": divisor, "found_inf": found_inf}
+    for name, value in given.items():
+        if value is not None:
+            setattr(optimizer, name, value)
     try:
         optimizer.step()
     finally:
-        del optimizer.grad_scale  # type: ignore[attr-defined]
-        if found_inf is not None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
+        for name, value in given.items():
+            if value is not None:
+                delattr(optimizer, name)

@@ -30,6 +30,7 @@ from penstock.config.machine import Machine
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import SavedRequeue
+from penstock.launch.heartbeat import beat, beating
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
@@ -56,6 +57,7 @@ from penstock.train.prepare import machine_of, open_sources, reading, set_aside,
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
 from penstock.train.state import changes, own_random, random_states, restore_random, seed_random
+from penstock.train.watch import Watch
 from penstock.train.window import Window, require_finite
 
 _log = logging.getLogger(__name__)
@@ -185,6 +187,9 @@ class _Run:
             world=world.size,
             **reading(config, device),
         )
+        shared = None if world.alone else lambda value: average(value, world)
+        self.watch = Watch(config.recipe, self.built.optimizer, device, average=shared, told=world.main)
+        self.built.step.guard = self.watch.guard
         if snapshot:
             self._restore(snapshot)
         elif config.init_from:
@@ -215,6 +220,7 @@ class _Run:
                     self._open_window()
                 self._train_step()
                 lock.touch()
+                beat(self.step)
                 if self.schedule.logs(self.step):
                     self._log()
                 self._stop_if_asked(stop)
@@ -237,7 +243,7 @@ class _Run:
             return
         if len(self.window):
             self._log()
-        self._save()
+        self._save(stopping=True)
         raise SavedRequeue(
             f"Stopped by {asked.name} after step {self.step}, which is saved in {self.folder}. "
             f"The same command goes on from there."
@@ -275,12 +281,13 @@ class _Run:
         """Fetch and record the window: the one place at which the host waits for the device."""
         with naming_overflow(self.built.step, self.batches):
             require_scale(self.built.scaler, self.step)
-            read = self.window.read(self.step)
+            read = self.window.read(self.step, guarded=self.watch.guard is not None)
+            found = self.watch.see(self.step, read.losses)
         seconds = self.timer.read()
         waited = self.loader.wait_seconds - self.waited
         self.step_seconds += seconds
         self.waits.append(waited)
-        self.loss = statistics.fmean(read.losses)
+        self.loss = statistics.fmean([loss for loss in read.losses if math.isfinite(loss)] or [self.loss])
         self._record(
             "steps",
             epoch=self.schedule.epoch(self.step),
@@ -290,7 +297,25 @@ class _Run:
             lr=learning_rate(self.step - 1, self.config.recipe, self.schedule.total),
             **self.meter.speed(seconds, waited),
             memory_bytes=peak_memory(self.device),
+            **found,
         )
+        if self.watch.leaps:
+            self._rewind(self.watch.leaps)
+
+    def _rewind(self, leaps: list[int]) -> None:
+        """Become what the newest checkpoint holds, but go on with the samples after the leap."""
+        snapshot = checkpoint.newest(self.folder)
+        if snapshot is None:
+            if self.world.main:
+                _log.warning("There is no checkpoint yet to go back to; the run goes on.")
+            return
+        number = self.watch.count_rewind()
+        self.step = self.saved_at = snapshot.step
+        self._restore(snapshot, rewinding=True)
+        self.evaluated_at = self.evaluated_at if self.evaluated_at <= self.step else 0
+        if self.world.main:
+            self.metrics.rewind(self.step, again=self._told_again())
+        self._record("rewind", leaps=leaps, number=number)
 
     def _record(self, event: str, **values: Any) -> None:
         if not self.world.main:
@@ -329,7 +354,8 @@ class _Run:
         blank = torch.zeros(1, model.channels, model.image_size, model.image_size, device=self.device)
         rounds = math.ceil(len(self.val_source) / (loader.batch * world.size))
         with loader, self._final_weights():
-            self.evaluation = evaluate(self.built.model, loader, world=world, rounds=rounds, blank=blank)
+            batches = beating(loader, self.step)
+            self.evaluation = evaluate(self.built.model, batches, world=world, rounds=rounds, blank=blank)
         self.evaluated_at = self.step
         self._record(
             "evaluation",
@@ -371,10 +397,18 @@ class _Run:
                 _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
         return snapshot
 
-    def _save(self) -> None:
-        """Commit everything that the future of the run depends on."""
+    def _save(self, *, stopping: bool = False) -> None:
+        """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
         if self.saved_at == self.step:
             return
+        if self.watch.looks_before_saving and len(self.window):
+            before = self.step
+            self._log()
+            if self.step != before:
+                return
+        if not stopping and self.step < self.schedule.total and self.watch.unsettled():
+            return
+        beat(self.step)
         started = time.perf_counter()
         require_finite(self.built.model, self.step)
         weights = {"weights": self.built.model.state_dict()}
@@ -386,6 +420,7 @@ class _Run:
             state={
                 "optimizer": self.built.optimizer.state_dict(),
                 "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
+                "watch": self.watch.state_dict(),
                 "loader": self.loader.state_dict(),
                 "random": random_states(self.device, self.world),
                 "progress": {
@@ -399,17 +434,23 @@ class _Run:
         )
         path = checkpoint.save(self.folder, snapshot, keep=self.config.keep)
         self.saved_at = self.step
+        beat(self.step)
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        """Become what `_save` saw; the random generators last, for building has drawn from them."""
+    def _restore(self, snapshot: Snapshot, *, rewinding: bool = False) -> None:
+        """Become what `_save` saw, but for the stream of samples when `rewinding`; the random generators last, for
+        building has drawn from them.
+        """
         self.built.model.load_state_dict(snapshot.weights["weights"])
         if self.built.ema is not None:
             self.built.ema.load_state_dict(snapshot.weights["ema"])
         self.built.optimizer.load_state_dict(snapshot.state["optimizer"])
         if self.built.scaler:
             self.built.scaler.load_state_dict(snapshot.state["scaler"])
-        self.loader.load_state_dict(snapshot.state["loader"])
+        if "watch" in snapshot.state:  # earlier versions wrote none
+            self.watch.load_state_dict(snapshot.state["watch"], rewinding=rewinding)
+        if not rewinding:
+            self.loader.load_state_dict(snapshot.state["loader"])
         progress = snapshot.state["progress"]
         self.loss = progress["loss"]
         self.evaluated_at = progress["evaluated_at"]

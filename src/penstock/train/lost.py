@@ -28,7 +28,7 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
 
 @contextmanager
 def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[None]:
-    """Inside, a NumericError of a run with a loss scale is told together with the layer where an overflow begins.
+    """Inside, a NumericError of a run with a loss scale or a guard is told with the layer where an overflow begins.
 
     Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again.
     Ranks that share steps must raise alike.
@@ -36,7 +36,7 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
     try:
         yield
     except NumericError as error:
-        if step.scaler is None:
+        if step.scaler is None and step.guard is None:
             raise
         first = step.first_overflow(micro_batches)
         if first is not None:

@@ -30,6 +30,8 @@ _FREE = (
 )
 # These change rounding or the order of sums, never what is computed: allowed, but said.
 _CHANGES_ROUNDING = (
+    "recipe.spikes",
+    "recipe.spike_deviations",
     "plan.matmul",
     "plan.optimizer",
     "plan.layout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from penstock.precision import (
     autocast,
     matmul_precision,
 )
+from penstock.train.guard import Guard
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d."""
@@ -96,6 +98,8 @@ class TrainStep:
         self.ema = ema
         self.masters = masters
         self.replicas = replicas
+        self.guard: Guard | None = None
+        """What skips steps that must not be taken; set by who trains. See `penstock.optim.clip.can_refuse`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Take one step. Raises ConfigError when there is no micro-batch."""
@@ -110,12 +114,13 @@ class TrainStep:
             ]
             if self.replicas is not None:
                 self.replicas.end()
-            norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler)
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+            refuse = None if self.guard is None else partial(self.guard.judge, loss)
+            norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler, refuse=refuse)
             if self.masters is not None:
                 self.masters.publish()
             if self.ema is not None:
                 self.ema.update()
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         return StepResult(loss=loss, grad_norm=norm)
 
     def _accumulate(self, batch: Any, index: int, parts: int) -> Tensor:

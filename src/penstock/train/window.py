@@ -44,8 +44,10 @@ class Window:
             self._values[1, self._count].copy_(grad_norm, non_blocking=True)
         self._count += 1
 
-    def read(self, step: int) -> Read:
+    def read(self, step: int, *, guarded: bool = False) -> Read:
         """Fetch and empty the window whose last step is `step`. Waits for the device.
+
+        With `guarded`, steps whose loss is not finite were not taken, and are no reason to end.
 
         Raises:
             NumericError: a loss is not finite; names the first such step.
@@ -55,7 +57,7 @@ class Window:
         first = step - self._count + 1
         self._count = 0
         for offset, loss in enumerate(losses):
-            if not math.isfinite(loss):
+            if not guarded and not math.isfinite(loss):
                 raise NumericError(
                     f"The loss became {loss} at step {first + offset} "
                     f"(found on checking steps {first} to {step}). {REMEDY}"

@@ -21,7 +21,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-slow test-all test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo test test-slow test-faults test-all test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make test-faults  kill, fill, flip and cut, as often as the table of faults says"
 	@echo "make check     format and lint checks, and types"
 	@echo "make format    mend what the formatter and the linter can"
 	@echo "make clean     remove .venv, caches and the demo's runs"
@@ -81,6 +82,9 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -m 'slow and not gpu' $(PYTEST)
+
+test-faults: $(VENV)/.test
+	$(PY) -m pytest -m 'faults and not gpu' $(PYTEST)
 
 test-all: test test-slow
 

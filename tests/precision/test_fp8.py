@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.precision.fp8 import (
     E4M3,
@@ -17,6 +18,8 @@ from penstock.precision.fp8 import (
     LARGEST,
     SCALINGS,
     Scaling,
+    _Rowwise,
+    _Tensorwise,
     fp8_linear,
     quantize,
     scale_of,
@@ -297,3 +300,35 @@ def test_the_gpus_kernel_gives_what_the_reference_gives(scaling: Scaling, rows: 
         assert found is not None
         difference = (found.float() - reference.float()).norm() / reference.float().norm()
         assert float(difference) < 2.0**-8
+
+
+class Context:
+    """What autograd hands to forward and backward, without autograd, which asks the device for its streams."""
+
+    needs_input_grad = (True, True, True, False, False)
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("rows", [32, 21])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_gpus_kernel_would_take_every_operand(
+    scaling: Scaling, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors on a fake GPU go through the kernel's own checks of layouts, scales and sizes."""
+
+    def contiguous(x: Tensor) -> Tensor:  # torch's own asks for the device, which is not there
+        return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
+    function: Any = {"tensorwise": _Tensorwise, "rowwise": _Rowwise}[scaling]
+    context: Any = Context()
+    with FakeTensorMode(), torch.no_grad():
+        x, w, bias = (torch.empty(*shape, device="cuda") for shape in ((rows, 48), (64, 48), (64,)))
+        y = function.forward(context, x, w, bias, torch.bfloat16, False)
+        dx, dw, db, *_ = function.backward.__wrapped__(context, torch.empty_like(y))
+    assert (y.shape, y.dtype) == ((rows, 64), torch.bfloat16)
+    for found, like in ((dx, x), (dw, w), (db, bias)):
+        assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, like.device)

@@ -57,7 +57,7 @@ def test_other_types_are_binned_by_value(dtype: torch.dtype) -> None:
 
 
 def test_tensors_add_up_whatever_their_size_and_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.precision.histogram._AT_ONCE", 7)
+    monkeypatch.setattr("penstock.precision.histogram._AT_ONCE_ON_HOST", 7)
     meter = Meter()
     values = torch.randn(5, 4, 3)
     meter.add(values.transpose(0, 2))

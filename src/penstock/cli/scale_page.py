@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.precision_figures import Shares, gradient_figure
+from penstock.report.precision_figures import Shares, gradient_figure, percent
 
 if TYPE_CHECKING:
     from penstock.cli.scale import Measured
@@ -33,11 +33,11 @@ def rows(found: GradientHistogram, advice: Recommendation) -> list[tuple[str, li
         return words, [value(kind) for kind in kinds]
 
     def pair(shares: Any) -> Any:
-        return lambda kind: f"{share(shares(kind, 1.0))} → {share(shares(kind, advice.scale))}"
+        return lambda kind: f"{percent(shares(kind, 1.0))} → {percent(shares(kind, advice.scale))}"
 
     return [
         row("values", lambda kind: f"{kind.values:,}"),
-        row("zero in fp32 too", lambda kind: share(kind.zeros / max(kind.values, 1))),
+        row("zero in fp32 too", lambda kind: percent(kind.zeros / max(kind.values, 1))),
         row("lost: become zero", pair(lambda kind, at: kind.lost(at))),
         row("held with fewer bits", pair(lambda kind, at: kind.denormal(at))),
         row("become infinite", pair(lambda kind, at: kind.infinite(at))),
@@ -111,8 +111,8 @@ def scale_page(
 def _tiles(advice: Recommendation) -> list[Tile]:
     return [
         Tile(value=f"{advice.scale:,g}", words="the recommended constant loss scale", lead=True),
-        Tile(value=share(advice.saved), words="of all gradients saved from becoming zero"),
-        Tile(value=share(advice.lost), words=f"lost still, from {share(advice.lost_before)} without it"),
+        Tile(value=percent(advice.saved), words="of all gradients saved from becoming zero"),
+        Tile(value=percent(advice.lost), words=f"lost still, from {percent(advice.lost_before)} without it"),
         Tile(value=f"{advice.largest:.3g}", words=f"the largest; a factor of {advice.headroom:g} is left"),
     ]
 
@@ -131,10 +131,3 @@ def _shares(histogram: Histogram) -> Shares:
     values = max(histogram.values, 1)
     bins = {exponent: histogram.between(exponent, exponent + 1) for exponent in range(LOW, HIGH + 1)}
     return Shares(bins=bins, zero=histogram.zeros / values, wrong=histogram.wrong / values)
-
-
-def share(value: float) -> str:
-    """Per cent; what is not zero never reads as zero."""
-    if value == 0.0:
-        return "0 %"
-    return f"{100 * value:.2f} %" if value >= 5e-5 else f"{100 * value:.0e} %"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.report.figures import WIDTH
 from penstock.report.svg import Anchor, Canvas
 
-_LEFT, _RIGHT, _TOP, _HEIGHT, _BANDS = 74.0, 16.0, 62.0, 300.0, 118.0
+_LEFT, _RIGHT, _TOP, _HEIGHT, _BANDS = 92.0, 16.0, 62.0, 300.0, 118.0
 _LOWEST, _HIGHEST = -40, 16
 """Bins of their own, as exponents of two; what lies outside shares one at each end."""
 _FARTHEST = -100
@@ -97,7 +97,7 @@ def _bars(canvas: Canvas, axes: _Axes, shares: Shares, shift: int) -> None:
     def bar(place: float, share: float, fill: str, words: str) -> None:
         if share > 0:
             top = min(axes.y(share), _TOP + _HEIGHT - 1.5)
-            tip = f"{words}: {_percent(share)}"
+            tip = f"{words}: {percent(share)}"
             canvas.rect(place + 1, top, axes.slot - 2, _TOP + _HEIGHT - top, fill=fill, radius=1.5, tip=tip)
 
     bar(_LEFT, shares.zero, "--base", "zero")
@@ -156,7 +156,7 @@ def _band(canvas: Canvas, axes: _Axes, shift: int, words: str, y: float) -> None
 def _legend(canvas: Canvas, *, scaled: bool) -> None:
     entries = [("--accent", "held by fp16"), ("--soft", "held with fewer bits")]
     entries += [("--c1", "saved by the loss scale")] if scaled else []
-    entries += [("--bad", "lost"), ("--base", "zero in fp32 too")]
+    entries += [("--bad", "lost or infinite"), ("--base", "zero in fp32 too")]
     x, y = _LEFT, canvas.height - 8
     for fill, words in entries:
         canvas.rect(x, y - 10, 14, 11, fill=fill, radius=2)
@@ -166,11 +166,11 @@ def _legend(canvas: Canvas, *, scaled: bool) -> None:
 
 def _said(shares: Shares, shift: int) -> str:
     def between(low: int, high: int) -> str:
-        return _percent(sum(share for exponent, share in shares.bins.items() if low <= exponent < high))
+        return percent(sum(share for exponent, share in shares.bins.items() if low <= exponent < high))
 
     far = 10_000
     text = (
-        f"zero {_percent(shares.zero)}; lost in fp16 {between(-far, _ROUNDS_AWAY)}; with fewer bits "
+        f"zero {percent(shares.zero)}; lost in fp16 {between(-far, _ROUNDS_AWAY)}; with fewer bits "
         f"{between(_ROUNDS_AWAY, _NORMAL)}; whole {between(_NORMAL, _LARGEST)}; infinite {between(_LARGEST, far)}"
     )
     if shift:
@@ -182,7 +182,9 @@ def _power(exponent: int) -> str:
     return f"2{str(exponent).translate(_POWERS)}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share in per cent, with two decimals or as many as its first digit needs: what is not zero never reads so."""
     if share == 0.0:
         return "0 %"
-    return f"{share:.2%}".replace("%", " %") if share >= 5e-5 else f"{100 * share:.1e} %"
+    decimals = max(2, math.ceil(-math.log10(abs(100 * share)) - 1e-9))
+    return f"{100 * share:.{decimals}f} %"

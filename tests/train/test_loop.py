@@ -468,3 +468,33 @@ def test_every_error_of_a_run_has_an_exit_code_of_its_own() -> None:
     kinds = (ConfigError, EnvironmentProblem, CheckpointError, NumericError, OutOfMemory, SavedRequeue)
     assert all(issubclass(kind, PenstockError) for kind in kinds)
     assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75]
+
+
+def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(config: RunConfig) -> None:
+    train(config)
+    beside = replace(config, output=config.output + "-2", save_in_background=True)
+    with pytest.raises(Cut):
+        train(beside, display=At(4, cut))
+    folder = Path(beside.output) / "checkpoints"
+    assert checkpoint.steps(folder) == [3]
+    with pytest.raises(SavedRequeue):
+        train(beside, display=At(6, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    newest = checkpoint.steps(folder)[-1]
+    assert newest >= 6
+    assert train(beside).resumed_at == newest
+    assert losses(beside) == losses(config)
+    ours, theirs = final_tensors(beside), final_tensors(config)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.checkpoint.storage.write_tensors", full)
+    with pytest.raises(EnvironmentProblem, match=r"step-3 could not be written: .*No space"):
+        train(replace(config, save_in_background=True))
+    assert list((Path(config.output) / "checkpoints").iterdir()) == []

@@ -167,6 +167,8 @@ class RunConfig:
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     keep: int = 2
     """Newest checkpoints kept; at least 2."""
+    save_in_background: bool = False
+    """Copy the state and go on training while the copy is written; takes the memory of the copy on the host."""
     log_every: int = 10
     """Steps between lines of the log; numbers stay on the device in between."""
 

@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ import torch
 
 from penstock import checkpoint
 from penstock.build import build
-from penstock.checkpoint import Snapshot
+from penstock.checkpoint import BackgroundSaver, Snapshot, Stored
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
 from penstock.config.run import RunConfig
 from penstock.data import Loader
-from penstock.errors import SavedRequeue
+from penstock.errors import PenstockError, SavedRequeue
 from penstock.launch.heartbeat import beat, beating
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
@@ -168,6 +168,7 @@ class _Run:
         self.evaluation: Evaluation | None = None
         self.loss = math.nan
 
+        self.saver = BackgroundSaver(self.folder, keep=config.keep) if config.save_in_background else None
         seed_random(config.seed, world.rank)
         self.memory_before = resident_memory()
         self.built = build(
@@ -257,7 +258,10 @@ class _Run:
         return self.schedule.evaluates(self.step) and self.evaluated_at != self.step
 
     def close(self) -> None:
-        """End threads, processes and files."""
+        """End threads, processes and files. A save in flight is let finish; its failure is in the log."""
+        if self.saver:
+            with suppress(PenstockError, RuntimeError):
+                self.saver.close()
         self.loader.close()
         self.metrics.close()
         if self.board:
@@ -304,7 +308,8 @@ class _Run:
 
     def _rewind(self, leaps: list[int]) -> None:
         """Become what the newest checkpoint holds, but go on with the samples after the leap."""
-        snapshot = checkpoint.newest(self.folder)
+        self._settle_saves()
+        snapshot = checkpoint.find(self.folder)
         if snapshot is None:
             if self.world.main:
                 _log.warning("There is no checkpoint yet to go back to; the run goes on.")
@@ -378,7 +383,9 @@ class _Run:
             self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
         _log.warning("Starting from %s: %s", path, loaded)
 
-    def _find_snapshot(self, resume: bool) -> Snapshot | None:
+    def _find_snapshot(self, resume: bool) -> Stored | None:
+        """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet."""
+
         def all_aside() -> None:
             for name in ("checkpoints", "metrics.jsonl", "tensorboard", "export"):
                 set_aside(self.output / name)
@@ -387,7 +394,7 @@ class _Run:
             main_first(all_aside, self.world)
             return None
         checkpoint.clean(self.folder)
-        snapshot = checkpoint.newest(self.folder)
+        snapshot = checkpoint.find(self.folder)
         if snapshot is None:
             return None
         # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
@@ -399,6 +406,9 @@ class _Run:
 
     def _save(self, *, stopping: bool = False) -> None:
         """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
+        last = stopping or self.step == self.schedule.total
+        if last:
+            self._settle_saves()
         if self.saved_at == self.step:
             return
         if self.watch.looks_before_saving and len(self.window):
@@ -418,7 +428,7 @@ class _Run:
             step=self.step,
             weights=weights,
             state={
-                "optimizer": self.built.optimizer.state_dict(),
+                "optimizer": checkpoint.by_name(self.built.optimizer.state_dict()),
                 "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
                 "watch": self.watch.state_dict(),
                 "loader": self.loader.state_dict(),
@@ -432,19 +442,30 @@ class _Run:
             config=to_dict(self.config),
             plan=self.config.plan.line(),
         )
-        path = checkpoint.save(self.folder, snapshot, keep=self.config.keep)
+        if self.saver and not last:
+            self.saver.start(snapshot)
+        else:
+            checkpoint.save(self.folder, snapshot, keep=self.config.keep)
+        path = self.folder / f"step-{self.step}"
         self.saved_at = self.step
         beat(self.step)
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
-    def _restore(self, snapshot: Snapshot, *, rewinding: bool = False) -> None:
+    def _settle_saves(self) -> None:
+        """Wait for a save in flight; raises what it failed with."""
+        if self.saver:
+            self.saver.wait()
+
+    def _restore(self, stored: Stored, *, rewinding: bool = False) -> None:
         """Become what `_save` saw, but for the stream of samples when `rewinding`; the random generators last, for
-        building has drawn from them.
+        building has drawn from them. Each rank reads what it holds, whatever number of ranks saved it.
         """
-        self.built.model.load_state_dict(snapshot.weights["weights"])
+        model, optimizer = self.built.model, self.built.optimizer
+        snapshot = stored.load(dict(model.named_parameters()), rank=self.world.rank, world=self.world.size)
+        model.load_state_dict(snapshot.weights["weights"])
         if self.built.ema is not None:
             self.built.ema.load_state_dict(snapshot.weights["ema"])
-        self.built.optimizer.load_state_dict(snapshot.state["optimizer"])
+        optimizer.load_state_dict(checkpoint.by_index(snapshot.state["optimizer"], optimizer.state_dict()))
         if self.built.scaler:
             self.built.scaler.load_state_dict(snapshot.state["scaler"])
         if "watch" in snapshot.state:  # earlier versions wrote none

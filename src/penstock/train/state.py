@@ -21,6 +21,7 @@ _FREE = (
     "keep",
     "log_every",
     "checkpoint_every",
+    "save_in_background",
     "machine",
     "device",
     "init_from",

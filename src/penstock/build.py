@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.config.machine import Machine
@@ -21,7 +22,8 @@ from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
-from penstock.parallel import DataParallel, World, replicate, world_of
+from penstock.parallel import DataParallel, World, recompute_blocks, replicate, shard, world_of
+from penstock.parallel.unmade import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.train.step import Loss, TrainStep, classification_loss
 
@@ -66,7 +68,7 @@ class Built:
 
 
 def build(
-    model: ModelConfig | nn.Module,
+    model: ModelConfig | nn.Module | Callable[[], nn.Module],
     plan: Plan,
     *,
     device: torch.device | str = "cpu",
@@ -76,28 +78,40 @@ def build(
     machine: Machine | None = None,
     world: World | None = None,
 ) -> Built:
-    """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place.
+    """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place; or a
+    function that makes one, which spares the memory of the whole where a Plan shards it.
 
-    `seed` decides the weights of a configuration, the same on every device and under every Plan; the global generator
-    is left untouched. `loss(model, batch)` defaults to classification. Names in the state dict are the same under
-    every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is built on each of
-    them, in the process group that stands; `world` says who they are where that is known. Raises ConfigError when the
-    Plan contradicts model, machine or ranks.
+    `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
+    every Plan; the global generator is left untouched. `loss(model, batch)` defaults to classification. Names in the
+    state dict are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for
+    several ranks is built on each of them, in the process group that stands; `world` says who they are where that is
+    known. Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
     device = torch.device(device)
-    config = None if isinstance(model, nn.Module) else model
+    config = None if isinstance(model, nn.Module) or callable(model) else model
     plan.refuse_unrunnable()
     if config is not None and machine is not None:
         plan.validate(config, machine)
     if world is None and plan.gpus > 1:
         world = world_of(plan, device)
 
-    # Weights are drawn on the host: the same seed gives the same model on every device.
-    module = model if isinstance(model, nn.Module) else _created(model, seed)
+    # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
+    # is let go of as soon as this rank has its rows, so that nobody needs memory for all.
+    sharded = plan.sharding != "ddp" and world is not None and not world.alone
+    rows: dict[str, Tensor] | None = None
+    if isinstance(model, nn.Module):
+        module = model
+    elif sharded and world is not None:
+        drawing = drawing_of(world)
+        module = _created(model, seed, drawing)
+        rows = dict(shares(module, drawing))
+    else:
+        module = _created(model, seed)
 
     # Cast on the way to the device, and before anything keeps a reference to a parameter.
-    module = cast_model(module, plan, device).to(device)
+    module = cast_model(module, plan, device)
+    module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
 
     # What the blocks compute with is settled before they are compiled. What is left at its default is left alone, so
@@ -106,7 +120,14 @@ def build(
         set_layout(module, plan.layout)
     if config is not None or plan.attention != "sdpa":
         set_attention(module, plan.attention)
+    # A block that computes again is compiled so, and whoever gathers its weights does that around both.
+    recompute_blocks(module, plan)
     compile_model(module, plan)
+
+    # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
+    replicas: DataParallel | None = None
+    if sharded and world is not None:
+        replicas = shard(module, plan, world, device, shares=rows)
 
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
     groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
@@ -122,10 +143,11 @@ def build(
         )
 
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
-    masters = _masters(module, optimizer, plan)
+    masters = None if sharded else _masters(module, optimizer, plan)
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
-    replicas = None if world is None or world.alone else _replicas(module, optimizer, plan, world, device)
+    if world is not None and not world.alone and not sharded:
+        replicas = _replicas(module, optimizer, plan, world, device)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
@@ -149,10 +171,22 @@ def build(
     )  # fmt: skip
 
 
-def _created(config: ModelConfig, seed: int) -> nn.Module:
+def _created(
+    model: ModelConfig | Callable[[], nn.Module], seed: int, drawing: Drawing | None = None
+) -> nn.Module:
+    factory = model if callable(model) else partial(create, model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return create(config)
+        return factory() if drawing is None else make(factory, drawing)
+
+
+def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with all that has memory on `device`."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    return module._apply(move)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _masters(module: nn.Module, optimizer: Optimizer, plan: Plan) -> MasterWeights | None:

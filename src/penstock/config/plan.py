@@ -39,10 +39,11 @@ _COUNTS = (
 )  # fmt: skip
 # What the planner predicts and the runtime cannot run yet: each with the one value that it runs.
 _RUNS_ONLY: dict[str, Any] = {
-    "sharding": "ddp", "shard": 1, "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1,
-    "ep": 1, "recompute": "none", "recompute_every": 1, "fp8": False, "algorithm": "adamw", "gradients": "weights",
-    "offload": "none", "overlap": True, "tp_overlap": "weights",
+    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1, "fp8": False,
+    "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
+# The same, of settings of which it runs some: each with what it does not.
+_RUNS_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +218,26 @@ class Plan:
                     f"plan.{name}={_word(getattr(self, name))} can be predicted by `penstock plan`, but training "
                     f"cannot run it yet; use {name}={_word(value)}."
                 )
+        for name, value in _RUNS_NOT.items():
+            if getattr(self, name) == value:
+                yield (
+                    f"plan.{name}={value} can be predicted by `penstock plan`, but training cannot run it yet; use "
+                    f"another {name}."
+                )
+        yield from self._sharding_problems()
+
+    def _sharding_problems(self) -> Iterator[str]:
+        if self.sharding == "hsdp" and self.dp % self.shard:
+            yield (
+                f"plan.shard={self.shard} does not divide the plan.dp={self.dp} replicas; use a shard that does."
+            )
+        if self.sharding != "hsdp" and self.shard > 1:
+            yield f"plan.shard={self.shard} is of plan.sharding=hsdp only; use shard=1, or sharding=hsdp."
+        if self.offload == "optimizer" and (self.sharding == "ddp" or self.dp == 1):
+            yield (
+                "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
+                "plan.sharding=fsdp with plan.dp of 2 or more, or offload=none."
+            )
 
     def validate(self, model: ModelConfig, machine: Machine) -> None:
         """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""

@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.layout import local
+from penstock.optim.shards import sharing, whole_norm
+from penstock.optim.traps import spoils_momentum
 
 if TYPE_CHECKING:
     from penstock.precision.scaler import LossScaler
@@ -24,9 +27,13 @@ _LARGE = 64 * _ROW
 
 
 def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 for such), on their device, not waited for."""
+    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 for such), on their device, not waited for.
+    Of sharded gradients it is that of the whole ones, on every rank; all ranks must ask for it.
+    """
     if not gradients:
         return torch.zeros(())
+    if any(sharing(gradient) is not None for gradient in gradients):
+        return whole_norm(gradients, grad_norm)
     if len(gradients) == 1:
         return _norm(gradients[0])
     first = gradients[0].device
@@ -86,12 +93,13 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
 
 def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     if gradients:
+        gradients = [local(gradient) for gradient in gradients]
         torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
 
 
 def folds(optimizer: Optimizer) -> bool:
     """Whether the optimizer's kernel divides gradients by `grad_scale` and skips the step on `found_inf` by itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not spoils_momentum(optimizer)
 
 
 def can_refuse(optimizer: Optimizer, device: torch.device) -> bool:

@@ -39,6 +39,9 @@ class DataParallel:
         if self.late is None:
             self.model.set_requires_gradient_sync(micro_batch == count - 1)
 
+    def settle(self) -> None:
+        """Before weights are changed from outside, and after: forget what copies of them there are."""
+
     @torch.no_grad()
     def end(self) -> None:
         """After the last backward pass: average what it has not, so that all ranks keep the same model."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from penstock.errors import ConfigError
+from penstock.parallel.world import SHARD, World
 
 _SMALL = 4096
 """Elements; what is smaller is made at once."""
@@ -201,3 +202,9 @@ def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
         rows = drawing.rows_of(parameter)
         if rows is not None:
             yield name, rows
+
+
+def drawing_of(world: World) -> Drawing:
+    """The `Drawing` of this rank's share, of the group that it shares weights out with."""
+    assert world.mesh is not None
+    return Drawing(world.mesh.get_local_rank(SHARD), world.mesh[SHARD].size(), world.mesh.get_group(SHARD))

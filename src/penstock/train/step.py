@@ -154,9 +154,13 @@ class TrainStep:
         """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        if self.replicas is not None:
+            self.replicas.settle()
         try:
             with matmul_precision(self.plan.matmul), autocast(self.plan, self.device), torch.no_grad():
                 yield
         finally:
+            if self.replicas is not None:
+                self.replicas.settle()
             for module, training in modes:
                 module.training = training

@@ -1,0 +1,236 @@
+"""Sharing weights, gradients and optimizer states out over ranks (Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
+"PyTorch FSDP", VLDB 2023), through torch's `fully_shard`.
+
+What is gathered together is read from the model's Anatomy: each block is one unit, gathered before its forward pass
+while the block before it computes, and what lies outside the blocks belongs to the root. What becomes of a unit:
+
+| sharding | weights after a forward pass | gradients of a micro-batch that is not the last |
+|---|---|---|
+| zero1 | stay whole until the step's last backward pass | stay whole on each rank, and add up there |
+| zero2 | stay whole until the step's last backward pass | are reduced, so that each rank keeps its share |
+| fsdp | go, and are gathered again for the backward pass | are reduced |
+| hsdp | as fsdp, within a group | are reduced within the group; the groups' shares are added up at the last |
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.models.anatomy import anatomy_of
+from penstock.optim.layout import local
+from penstock.optim.shards import MOVED
+from penstock.parallel.data import DataParallel, broadcast, running_statistics
+from penstock.parallel.rebind import rebind
+from penstock.parallel.world import REPLICATE, SHARD, World
+from penstock.precision.levels import half_dtype
+from penstock.precision.master import compute_in_fp32, is_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded(DataParallel):
+    """How a training step has to treat a model whose weights are shared out."""
+
+    plan: Plan
+    units: Sequence[Any] = field(default_factory=list)
+    """Every module that is gathered by itself, the root last."""
+
+    def begin(self, micro_batch: int, count: int) -> None:
+        """As of `DataParallel`; the module's table says what is put off to the last micro-batch."""
+        last = micro_batch == count - 1
+        if micro_batch == 0:
+            self.settle()
+        if self.plan.sharding == "zero1":
+            self.model.set_requires_gradient_sync(last)
+        elif self.plan.sharding == "hsdp":
+            self.model.set_requires_all_reduce(last)
+        if self.plan.sharding in ("zero1", "zero2"):
+            self.model.set_reshard_after_backward(last)
+
+    def settle(self) -> None:
+        """Let go of weights that a forward pass without a backward pass has left whole: an evaluation, of averaged
+        weights perhaps, after which the weights change.
+        """
+        for unit in self.units:
+            unit.reshard()
+
+
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    world: World,
+    device: torch.device,
+    *,
+    shares: Mapping[str, Tensor] | None = None,
+    optimizers: Iterable[Optimizer] = (),
+) -> Sharded:
+    """Share `model` out over the ranks as `plan.sharding` says, in place: same object, same names, same call.
+
+    Parameters become DTensors of which each rank holds its rows, in the type they have; those on the meta device get
+    memory for this rank's rows alone, with the values of `shares` by name. A model that has its weights is first made
+    the same on all ranks: rank 0's. With precision=O2 blocks are gathered in half precision and gradients reduced in
+    fp32, and the norms stay fp32; the shards themselves are the fp32 master weights. `optimizers` over the model's
+    parameters, with or without state, go on over the shards.
+
+    Raises:
+        ConfigError: the model's blocks cannot be found, or a parameter cannot be shared out.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    assert world.mesh is not None
+    blocks = anatomy_of(model).block_modules(model)
+    _check(model)
+    if shares is None:
+        broadcast(model)
+    before = dict(model.named_parameters())
+    options = _options(plan, world, device)
+    if plan.precision == "O2":
+        _shard_norms(model, blocks, options)
+    for block in blocks:
+        _fully_shard(block, **options)
+    _fully_shard(
+        model, **{**options, "reshard_after_forward": False if plan.sharding[:4] == "zero" else None}
+    )
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [*units[1:], units[0]]
+    _prefetch(model, blocks)
+    for unit in units:
+        if device.type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    _materialise(model, units, device, shares or {})
+    _follow_moves(units)
+    for optimizer in optimizers:
+        rebind(optimizer, before, model)
+    return Sharded(model=model, world=world, plan=plan, units=units, buffers=running_statistics(model))
+
+
+def _check(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ConfigError(
+            f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
+            "cannot be shared out by rows; give it the shape (1,), or use plan.sharding=ddp."
+        )
+
+
+def _options(plan: Plan, world: World, device: torch.device) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    assert world.mesh is not None
+    half = half_dtype(plan) if plan.precision == "O2" else None
+    offload = plan.offload == "optimizer"
+    return {
+        "mesh": world.mesh[REPLICATE, SHARD] if plan.sharding == "hsdp" else world.mesh[SHARD],
+        "reshard_after_forward": plan.sharding[:4] != "zero",
+        # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
+    }
+
+
+def _shard_norms(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+    """Units of their own for norms, gathered in fp32: those of a block together, others each by itself."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # They are small: kept once gathered, which spares them a second gathering.
+    options = {**options, "mp_policy": whole, "reshard_after_forward": False}
+    seen: set[nn.Module] = set()
+    for owner in (*blocks, model):
+        norms = [m for m in owner.modules() if is_norm(m) and m not in seen and _own(m)]
+        seen.update(norms)
+        for norm in norms:
+            compute_in_fp32(norm)
+            _fully_shard(norm, **options)
+
+
+def _own(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _fully_shard(module: nn.Module, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, **options)
+
+
+def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
+    """One block ahead in both directions. torch's own backward prefetching learns its order from the forward pass; the
+    blocks' order is known.
+    """
+    for here, after in itertools.pairwise(blocks):
+        here.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([here])
+    root: Any = model
+    root.set_modules_to_forward_prefetch([blocks[0]])
+
+
+@torch.no_grad()
+def _materialise(
+    model: nn.Module, units: Sequence[Any], device: torch.device, shares: Mapping[str, Tensor]
+) -> None:
+    """Memory for this rank's rows of parameters that have none, and their values."""
+    missing = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    if not missing:
+        return
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
+    for entry in _entries(units):
+        entry._setattr_on_modules(entry.sharded_param)  # tied weights were given memory one by one
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            own = local(parameter)
+            if name not in shares or shares[name].shape != own.shape:
+                raise ConfigError(
+                    f"The parameter {name} has no memory, and nobody kept {tuple(own.shape)} values for it; make "
+                    "the model by a factory: build(lambda: MyModel(…), plan)."
+                )
+            own.copy_(shares[name])
+
+
+def _follow_moves(units: Sequence[Any]) -> None:
+    """Tell torch where shards lie after an optimizer has moved them into a flat buffer of its own: it gathers from an
+    address that it keeps beside the parameter.
+    """
+    for entry in _entries(units):
+        setattr(entry.sharded_param, MOVED, functools.partial(_moved, weakref.ref(entry)))
+
+
+def _entries(units: Sequence[Any]) -> Iterator[Any]:
+    """What torch keeps beside each sharded parameter."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
+        for group in [state._fsdp_param_group] if several is None else several:
+            yield from () if group is None else group.fsdp_params
+
+
+def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:
+    alive = entry()
+    if alive is not None:
+        alive._sharded_param_data = slot
+
+
+def whole_state(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """The model's state dict with every tensor whole, on the host: on rank 0; the others, which must call this too, get
+    nothing. One tensor at a time is gathered.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if world.main:
+            found[name] = gathered.detach().to("cpu", copy=True)
+    return found

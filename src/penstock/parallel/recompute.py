@@ -1,0 +1,66 @@
+"""Computing activations again in the backward pass instead of keeping them (Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", 2016): a block keeps its input, and what it needs of the rest is made when it is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import set_checkpoint_early_stop as early_stop
+
+from penstock.config.plan import Plan
+from penstock.models.anatomy import anatomy_of
+
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
+_ATTENTION = "scaled_dot_product"
+
+
+def recompute_blocks(model: nn.Module, plan: Plan) -> None:
+    """Let each `plan.recompute_every`-th block of the model's Anatomy recompute as `plan.recompute` says, in place.
+
+    Must come before the model is compiled or sharded: the block's weights are then gathered once for its backward
+    pass, around what is computed again. Random numbers are drawn again as they were, and so are results. Raises
+    ConfigError when the blocks of a foreign model cannot be found.
+    """
+    if plan.recompute == "none":
+        return
+    for block in anatomy_of(model).block_modules(model)[:: plan.recompute_every]:
+        block.forward = _Again(block.forward, plan.recompute)
+
+
+class _Again:
+    """A block's forward pass that keeps only its input; a class, so that a model with it can be pickled and copied."""
+
+    def __init__(self, forward: Callable[..., Any], how: str) -> None:
+        self.forward = forward
+        self.how = how
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if self.how == "operators":
+            return checkpoint(self.forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        with early_stop(self.how == "early"):
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def _contexts() -> Any:
+    """Keep what attention and every other matrix product gave, and make the rest again."""
+    products = {False: 0, True: 0}  # so far, in the forward pass and in what is computed again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator._schema.name
+        if name in _PRODUCTS:
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % 2 == 1
+        else:
+            kept = _ATTENTION in name
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -1,0 +1,101 @@
+"""Holding a model trained by several ranks to the one that a single process trains on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.build import Built, build
+from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.parallel import World, world_of
+
+TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=5)
+"""Rows of its weights (5 classes, 5 positions) that neither 2 nor 4 ranks can share out evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a few steps left: losses, gradient norms, and every weight whole."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+Batches = Callable[[int, int], Any]
+"""Number of a step and how many samples: a batch that can be sliced by `part`."""
+
+
+def images(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Images (samples, 1, 8, 8) and classes (samples) of a step, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (samples, TINY.channels, TINY.image_size, TINY.image_size)
+    return torch.randn(shape, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of every tensor of a tuple or mapping."""
+    if isinstance(batch, dict):
+        return {name: value[start:stop] for name, value in batch.items()}
+    return tuple(value[start:stop] for value in batch)
+
+
+def micro_batches(batch: Any, plan: Plan, rank: int) -> list[Any]:
+    """This rank's micro-batches of a global batch, as the Loader deals samples out."""
+    size = plan.micro_batch
+    starts = [(index * plan.dp + rank) * size for index in range(plan.accumulate)]
+    return [part(batch, start, start + size) for start in starts]
+
+
+def trained(
+    model: ModelConfig | nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    steps: int,
+    recipe: Recipe | None = None,
+    batches: Batches = images,
+    double: bool = False,
+    world: World | None = None,
+    **options: Any,
+) -> Trained:
+    """Train under `plan` in this process, alone or as a rank of the group that stands."""
+    if world is None and plan.dp > 1:
+        world = world_of(plan, "cpu")
+    torch.manual_seed(0)
+    built = build(model, plan, recipe=recipe or Recipe(lr=1e-3), world=world, **options)
+    result = Trained()
+    for step in range(steps):
+        batch = batches(step, plan.global_batch)
+        if double:
+            batch = tuple(value.double() if value.is_floating_point() else value for value in batch)
+        out = built.step(micro_batches(batch, plan, world.rank if world else 0))
+        loss = out.loss.detach().clone()
+        if world is not None and not world.alone:
+            torch.distributed.all_reduce(loss)
+            loss /= world.size
+        result.losses.append(float(loss))
+        if out.grad_norm is not None:
+            result.norms.append(float(out.grad_norm))
+    result.weights.update(whole_weights(built))
+    return result
+
+
+def whole_weights(built: Built) -> dict[str, Tensor]:
+    """The state dict with every tensor whole, on all ranks."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in built.model.state_dict().items()
+    }
+
+
+def alone(plan: Plan) -> Plan:
+    """The Plan of a single process that sees the same micro-batches in the same order."""
+    from dataclasses import replace
+
+    return replace(plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp)

@@ -14,9 +14,10 @@ from penstock.config.plan import Plan
 from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
-from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
+from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.gemm import gemm_seconds
 from penstock.planner.layout import layout_problems, stage_blocks
+from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import rates_of
 from penstock.planner.search import explore
 from penstock.planner.shapes import shape_of
@@ -35,11 +36,45 @@ def test_the_bubble_of_equal_stages_is_exact() -> None:
         assert predict(model, A100, plan).bubble_fraction == pytest.approx((p - 1) / (v * m), rel=0.02)
 
 
-def test_zero_bubbles_leave_a_third() -> None:
-    plan = replace(HALF, tp=8, pp=8, accumulate=16)
-    whole = predict(TRANSFORMERS["gpt-22b"], A100, plan)
-    filled = predict(TRANSFORMERS["gpt-22b"], A100, replace(plan, schedule="zero_bubble"))
-    assert filled.bubble_fraction == pytest.approx(whole.bubble_fraction / 3)
+@pytest.mark.parametrize(("p", "m"), [(8, 16), (4, 64), (8, 8), (6, 3), (2, 9)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_zero_bubble_schedule_has_the_bubble_that_the_simulator_finds(
+    p: int, m: int, recompute: str
+) -> None:
+    """Played through with the predicted times: forward, gradients of inputs, gradients of weights."""
+    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    plan = replace(HALF, tp=8, pp=p, accumulate=m, schedule="zero_bubble", recompute=recompute)
+    one = predict(model, A100, plan)
+    weight = one.weight_gradient_seconds
+    costs = Costs(
+        forward=one.forward_seconds, backward_input=one.backward_seconds - weight, backward_weight=weight
+    )
+    played = simulate(generate("zb-h1", p, m), costs)
+    assert one.bubble_fraction == pytest.approx(float(played.bubble_over_ideal), rel=0.03)
+    whole = predict(model, A100, replace(plan, schedule="1f1b"))
+    assert 0.0 < one.bubble_fraction < whole.bubble_fraction
+    assert one.iteration_seconds < whole.iteration_seconds
+
+
+def test_the_share_of_a_zero_bubble_is_the_simulator_s_whatever_the_costs() -> None:
+    """With and without a closed form: few micro-batches and long gradients of weights have none."""
+    for p, m, forward, into, weight in (
+        (8, 16, 1.0, 1.2, 0.9),
+        (4, 4, 1.0, 1.0, 1.0),
+        (6, 2, 4.0, 2.0, 11.0),
+    ):
+        costs = Costs(forward=forward, backward_input=into, backward_weight=weight)
+        split = simulate(generate("zb-h1", p, m), costs)
+        whole = simulate(generate("1f1b", p, m), costs)
+        expected = (split.makespan - split.ideal) / (whole.makespan - whole.ideal)
+        assert zero_bubble_share(p, m, forward, into, weight) == pytest.approx(float(expected), rel=0.01)
+
+
+def test_what_is_put_off_takes_memory_on_the_last_stage() -> None:
+    plan = replace(HALF, tp=8, pp=8, accumulate=16, recompute="full")
+    model = TRANSFORMERS["gpt-22b"]
+    split = predict(model, A100, replace(plan, schedule="zero_bubble"))
+    assert split.memory["activations"] > predict(model, A100, plan).memory["activations"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +127,23 @@ def test_waves_are_whole() -> None:
     more = gemm_seconds(rates, 256 * 109, 128, 4096)
     assert more > 1.15 * full
     assert gemm_seconds(rates, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rates.gemm, rel=0.06)
+
+
+def test_a_product_of_few_deep_tiles_is_cut_along_its_depth() -> None:
+    """150 tiles on 108 multiprocessors are two waves, but in four parts of a quarter's depth they are 5.6 of 6."""
+    rates = rates_of(A100, HALF)
+    deep = gemm_seconds(rates, 1280, 3840, 16384)
+    ideal = 2 * 1280 * 3840 * 16384 / rates.gemm
+    assert deep < 1.2 * ideal
+    shallow = gemm_seconds(rates, 1280, 3840, 1024) / (2 * 1280 * 3840 * 1024 / rates.gemm)
+    assert shallow > 1.25
+
+
+def test_what_hides_slows_what_it_hides_behind() -> None:
+    rates = rates_of(A100, HALF)
+    assert rates.taken == pytest.approx(20 / 108)
+    assert exposed_seconds(rates, 1.0, 10.0) == pytest.approx(20 / 108)
+    assert exposed_seconds(rates, 3.0, 1.0) == 2.0
 
 
 def test_rows_that_cross_lines_are_slower() -> None:
@@ -161,17 +213,19 @@ def test_experts_are_spread() -> None:
     assert alone.memory["weights"] < predict(TRANSFORMERS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
 
 
-def test_one_prediction_and_a_whole_search_are_fast() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
     """The bounds are those that are promised: 0.2 ms and 2 s of one core, here with room for a busy machine."""
     model = TRANSFORMERS["gpt-1t"]
-    plan = replace(HALF, tp=8, sp=True, pp=64, dp=6, sharding="zero1", accumulate=512)
+    base = replace(HALF, schedule=schedule, precision="O2")
+    plan = replace(base, tp=8, sp=True, pp=64, dp=6, sharding="zero1", accumulate=512)
     predict(model, A100, plan)
     begin = time.process_time()
     for _ in range(200):
         predict(model, A100, plan)
     assert (time.process_time() - begin) / 200 < 0.4e-3
     begin = time.process_time()
-    assert search(model, A100, 3072, global_batch=3072)
+    assert search(model, A100, 3072, global_batch=3072, base=base)
     assert time.process_time() - begin < 2.0
 
 

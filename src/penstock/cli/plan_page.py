@@ -167,7 +167,8 @@ def _pipeline(best: Prediction) -> Section:
     chunks = schedule.stages // stages
     forward = best.forward_seconds / chunks * 1e3
     backward = best.backward_seconds / chunks * 1e3
-    costs = Costs(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
+    weight = best.weight_gradient_seconds / chunks * 1e3
+    costs = Costs(forward=forward, backward_input=backward - weight, backward_weight=weight)
     figure = schedule_figure(simulate(schedule, costs), title="The pipeline over time", unit="ms")
     drawn = (
         ""

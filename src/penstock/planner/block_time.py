@@ -10,8 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config.plan import Plan
-from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
-from penstock.planner.gemm import gemm_seconds
+from penstock.planner.collectives import (
+    exchange_seconds,
+    exposed_seconds,
+    gather_seconds,
+    group_of,
+    reduce_seconds,
+)
+from penstock.planner.gemm import attention_padding, gemm_seconds
 from penstock.planner.rates import FUSED, Rates
 from penstock.planner.shapes import Block
 
@@ -55,6 +61,8 @@ class BlockTime:
     again: Parts
     launches: int
     """Kernels, forward and backward."""
+    weights: float = 0.0
+    """Of `backward`, the gradients of weights: what a split backward pass can put off."""
 
     @property
     def total(self) -> float:
@@ -85,7 +93,7 @@ def block_time(block: Block, rates: Rates, plan: Plan) -> BlockTime:
         again.gemm = _every_other(block, rates, plan, tokens)
     if plan.recompute_every > 1:
         again = _scaled(again, 1 / plan.recompute_every)
-    return BlockTime(forward, backward, again, 60 if plan.compile == "none" else 40)
+    return BlockTime(forward, backward, again, 60 if plan.compile == "none" else 40, hideable)
 
 
 def _scaled(parts: Parts, times: float) -> Parts:
@@ -120,7 +128,7 @@ def _linears(
         last = gemm_seconds(rates, m, n, k, batch)
         forward.gemm += last
         backward.gemm += gemm_seconds(rates, m, k, n, batch)
-        weights += gemm_seconds(rates, k, n, m, batch)
+        weights += gemm_seconds(rates, k, n, m, batch, over_rows=True)
     backward.gemm += weights
     return weights, last
 
@@ -148,6 +156,8 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
         # A causal mask lets the kernel skip half of the scores of its own tokens.
         skipped = (block.tokens / 2 if block.causal else 0.0) if plan.attention != "plain" else 0.0
         flops = 4.0 * tokens * (seen - skipped) * heads * block.features
+        if not rates.cpu:
+            flops *= attention_padding(block.tokens, seen)
         moved = 4.0 * tokens * heads * block.features * rates.compute
         once = max(flops / rates.attention, moved / rates.memory) + rates.kernel_seconds
         back = (
@@ -195,8 +205,8 @@ def _context(
     group = group_of(rates, plan.cp, plan.tp)
     kv = 2.0 * tokens * max(1, block.kv_heads * block.features // plan.tp) * rates.compute
     turn = gather_seconds(group, kv * plan.cp)
-    forward.context += max(0.0, turn - once)
-    backward.context += max(0.0, 2 * turn - back)
+    forward.context += exposed_seconds(rates, turn, once)
+    backward.context += exposed_seconds(rates, 2 * turn, back)
 
 
 def _pointwise(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Parts, backward: Parts) -> None:
@@ -268,9 +278,11 @@ def _tensor(
         shown, hidden = shown + hidden, 0.0
     elif plan.tp_overlap == "all":
         # Products are cut into pieces, one per member, and the first piece's transfer stays visible.
+        whole = once
         once, shown, hidden = once / plan.tp, shown / plan.tp, hidden + shown * (1 - 1 / plan.tp)
+        once += rates.taken * (whole - once)
     forward.tensor += once
-    backward.tensor += shown + max(0.0, hidden - weights)
+    backward.tensor += shown + exposed_seconds(rates, hidden, weights)
 
 
 def _experts(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Parts, backward: Parts) -> None:

@@ -75,6 +75,12 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
     return moved / bandwidth + (rates.node_step if across else rates.link_step)
 
 
+def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
+    """What a transfer adds to the computing that it hides behind: all that outlasts it, or at least the share of the
+    multiprocessors that it takes while it lasts."""
+    return max(transfer - computing, rates.taken * transfer)
+
+
 def _latency(group: Group, steps: int) -> float:
     """Steps of a ring, or levels of a tree up and down where that is less."""
     levels = 2 * (group.size - 1).bit_length()

@@ -66,6 +66,7 @@ def prediction(
         bubble_fraction=step.bubble_fraction,
         forward_seconds=step.forward_seconds,
         backward_seconds=step.backward_seconds,
+        weight_gradient_seconds=step.weight_gradient_seconds,
         memory_limit_bytes=int(machine.memory_bytes),
     )
 

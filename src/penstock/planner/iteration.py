@@ -5,9 +5,11 @@ Overlap rules, all of them:
 - Forward and backward of different micro-batches never overlap on one device.
 - A pipeline of p stages and m micro-batches takes as long as its slowest stage does for all micro-batches, and once
   the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
-  2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work.
+  2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are put off
+  (schedule=zero_bubble), it shrinks as that of equal stages does in the schedule played through.
 - Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers.
 - Gradients are reduced behind the last micro-batch's backward pass, all but those of the last block.
+- What hides slows what it hides behind: a collective takes its share of the multiprocessors for as long as it lasts.
 - Tensor parallel collectives follow the rules in `block_time`.
 """
 
@@ -18,9 +20,17 @@ from dataclasses import dataclass, field
 
 from penstock.config.plan import Plan
 from penstock.planner.block_time import BlockTime, Parts, block_time
-from penstock.planner.collectives import Group, gather_seconds, group_of, reduce_seconds, send_seconds
+from penstock.planner.collectives import (
+    Group,
+    exposed_seconds,
+    gather_seconds,
+    group_of,
+    reduce_seconds,
+    send_seconds,
+)
 from penstock.planner.gemm import gemm_seconds
 from penstock.planner.layout import stage_blocks
+from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import Rates
 from penstock.planner.shapes import Shape
 from penstock.planner.states import gradient_size, optimizer_traffic, weight_size
@@ -40,6 +50,8 @@ class Iteration:
     forward_seconds: float = 0.0
     """Of one stage and one micro-batch."""
     backward_seconds: float = 0.0
+    weight_gradient_seconds: float = 0.0
+    """Of `backward_seconds`, the gradients of weights."""
     recompute_share: float = 0.0
 
     @property
@@ -57,6 +69,8 @@ class _Stage:
     output: float
     forward: float
     backward: float
+    weights: float
+    """Of `backward`, the gradients of weights."""
     others: float
     """What all the other stages take for one micro-batch."""
     data: float
@@ -102,11 +116,17 @@ def iteration(
         "launch": 0.0,
     }
     one = parts.total + stage.again + stage.output + stage.data
-    result = Iteration(seconds, forward_seconds=stage.forward, backward_seconds=stage.backward)
+    result = Iteration(
+        seconds,
+        forward_seconds=stage.forward,
+        backward_seconds=stage.backward,
+        weight_gradient_seconds=stage.weights,
+    )
     if plan.pp > 1:
         bubble = stage.others / plan.virtual
         if plan.schedule == "zero_bubble":
-            bubble /= 3.0
+            split = stage.backward - stage.weights
+            bubble *= zero_bubble_share(plan.pp, m, stage.forward, split, stage.weights)
         seconds["bubble"] = bubble
         seconds["pipeline"] = _transfers(shape, rates, plan)
         result.bubble_fraction = bubble / (m * one)
@@ -158,7 +178,7 @@ def held_parameters(shape: Shape, plan: Plan) -> float:
 def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _Stage:
     """The slowest stage, and the sum of the others."""
     n = shape.depth
-    parts, again, forward, backward = Parts(), 0.0, 0.0, 0.0
+    parts, again, forward, backward, weights = Parts(), 0.0, 0.0, 0.0, 0.0
     for block, time in zip(shape.blocks, times):
         share = block.count / n
         parts.plus(time.forward, share)
@@ -166,13 +186,16 @@ def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _S
         again += time.again.total * share
         forward += time.forward.total * share
         backward += (time.backward.total + time.again.total) * share
+        weights += time.weights * share
     data = _gathering(shape, rates, plan, forward, backward) if plan.sharding in ("fsdp", "hsdp") else 0.0
     one = forward + backward + data
     entrance, output = _ends(shape, rates, plan)
     if plan.pp == 1:
         whole = Parts()
         whole.plus(parts, n)
-        return _Stage(whole, n * again, entrance + output, n * forward, n * backward, 0.0, n * data)
+        return _Stage(
+            whole, n * again, entrance + output, n * forward, n * backward, n * weights, 0.0, n * data
+        )
     first, middle, last = stage_blocks(n, plan.pp)
     stages = [(first * one + entrance, first, entrance), (last * one + output, last, output)]
     if plan.pp > 2:
@@ -183,8 +206,9 @@ def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _S
     whole = Parts()
     whole.plus(parts, count)
     return _Stage(
-        whole, count * again, slowest[2], count * forward, count * backward, total - slowest[0], count * data
-    )
+        whole, count * again, slowest[2], count * forward, count * backward, count * weights, total - slowest[0],
+        count * data,
+    )  # fmt: skip
 
 
 def _ends(shape: Shape, rates: Rates, plan: Plan) -> tuple[float, float]:
@@ -197,7 +221,7 @@ def _ends(shape: Shape, rates: Rates, plan: Plan) -> tuple[float, float]:
     columns = -(-shape.output // plan.tp)
     output = gemm_seconds(rates, rows, columns, shape.width, linear=False)
     output += gemm_seconds(rates, rows, shape.width, columns, linear=False)
-    output += gemm_seconds(rates, shape.width, columns, rows, linear=False)
+    output += gemm_seconds(rates, shape.width, columns, rows, linear=False, over_rows=True)
     output += float(rows) * columns * LOSS_BYTES[plan.compile] / rates.memory
     if plan.tp > 1:
         group = group_of(rates, plan.tp, 1)
@@ -235,7 +259,7 @@ def _gathering(shape: Shape, rates: Rates, plan: Plan, forward: float, backward:
     copies = per_device * (2 * passes * weight_size(plan) + 4 * gradient_size(plan)) / rates.memory
     if not plan.overlap:
         return gather + again + scatter + copies
-    exposed = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+    exposed = exposed_seconds(rates, gather, forward) + exposed_seconds(rates, again + scatter, backward)
     # The first block's gathering and the last one's scattering have nothing to hide behind.
     ends = (gather + scatter) / shape.depth
     return exposed + ends + copies
@@ -251,7 +275,9 @@ def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stag
     if plan.sharding in ("fsdp", "hsdp"):
         if outer is not None:
             whole = reduce_seconds(outer, held / group.size * gradient_size(plan))
-            seconds += max(0.1 * whole, whole - stage.backward) if plan.overlap else whole
+            seconds += (
+                max(0.1 * whole, exposed_seconds(rates, whole, stage.backward)) if plan.overlap else whole
+            )
         return seconds
     if group.size == 1:
         return seconds
@@ -267,8 +293,8 @@ def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stag
     if not plan.overlap:
         return seconds + whole + after
     last = 1.0 / max(1, shape.depth // plan.pp)
-    seconds += max(whole * last, whole - stage.backward)
-    return seconds + max(after * last, after - stage.forward)
+    seconds += max(whole * last, exposed_seconds(rates, whole, stage.backward))
+    return seconds + max(after * last, exposed_seconds(rates, after, stage.forward))
 
 
 def _transfers(shape: Shape, rates: Rates, plan: Plan) -> float:

@@ -109,6 +109,20 @@ def block_activations(block: Block, plan: Plan) -> dict[str, float]:
     return parts
 
 
+def weight_inputs(block: Block, plan: Plan) -> float:
+    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what is left of a
+    micro-batch between the two halves of a split backward pass."""
+    tokens = plan.micro_batch * block.tokens / plan.cp
+    rows = tokens / (plan.tp if plan.sp else 1)
+    c = 4 if plan.precision == "O0" else 2
+    visits = (block.routed * block.capacity + block.shared) if block.experts else 1.0
+    a, kv = block.heads * block.features / plan.tp, block.kv_heads * block.features / plan.tp
+    hidden = tokens * block.hidden / plan.tp * visits
+    inputs = 2 * rows * block.width + tokens * a + hidden
+    gradients = 2 * rows * block.width + tokens * (a + 2 * kv) + hidden * (2 if block.gated else 1)
+    return (inputs + gradients) * c
+
+
 def block_bytes(block: Block, plan: Plan) -> tuple[float, float]:
     """Bytes that one block keeps from forward to backward, and those that it makes again when its turn comes."""
     whole = sum(block_activations(block, plan).values())
@@ -147,7 +161,12 @@ def _worst_stage(shape: Shape, plan: Plan) -> dict[str, float]:
     first, _, last = stage_blocks(shape.depth, plan.pp)
     flying = in_flight(plan)
     front = (kept / shape.depth * first * flying + entrance * flying, 0.0)
-    back = (kept / shape.depth * last, output)
+    resting = kept
+    if plan.schedule == "zero_bubble":
+        # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
+        late = min(plan.pp, plan.accumulate) - 1
+        resting += late * sum(block.count * weight_inputs(block, plan) for block in shape.blocks)
+    back = (resting / shape.depth * last, output)
     activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], work))
     return {"activations": activations} | _larger(output, work)
 

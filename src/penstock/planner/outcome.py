@@ -40,11 +40,13 @@ class Prediction:
     tokens_per_sample: int = 0
     parameters: int = 0
     bubble_fraction: float = 0.0
-    """Idle seconds of the pipeline over its busy seconds: (p-1)/(v m) for equal stages."""
+    """Idle seconds of the pipeline over its busy seconds: (p-1)/(v m) for equal stages, less under zero_bubble."""
     forward_seconds: float = 0.0
     """Of the slowest stage, for one micro-batch."""
     backward_seconds: float = 0.0
     """The same with what is computed again."""
+    weight_gradient_seconds: float = 0.0
+    """Of `backward_seconds`, the gradients of weights, which a zero-bubble schedule puts off."""
     memory_limit_bytes: int = 0
     """The machine's memory; 0 where it is unknown."""
 

@@ -53,6 +53,8 @@ class Rates:
     node_step: float
     ramp_seconds: float
     ramp_bytes: float
+    taken: float
+    """Share of the multiprocessors that a collective keeps from what runs beside it."""
     step_seconds: float
     straggling: float
 
@@ -126,6 +128,11 @@ def _rates(
         node_step=constants.node_step_seconds,
         ramp_seconds=constants.ramp_seconds,
         ramp_bytes=constants.ramp_bytes,
+        taken=0.0
+        if cpu
+        else min(
+            0.5, constants.collective_multiprocessors / (machine.multiprocessors or DEFAULT_MULTIPROCESSORS)
+        ),
         step_seconds=0.0 if cpu else constants.step_seconds,
         straggling=constants.straggling,
     )

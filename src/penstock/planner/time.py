@@ -5,7 +5,7 @@ On a GPU each operation takes max(FLOPs / rate, bytes / bandwidth) (Williams, Wa
 on a CPU it takes what `host_time` says. Launches come on top on a CPU, which runs what it launches; a GPU is launched
 ahead of, so there a step takes the longer of the two. Free of torch.
 
-The constants below are the only fitted numbers. They hold where a Machine has no measurement to say better.
+The constants below hold where a Machine has no measurement to say better; those of GPUs are in `constants`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from functools import lru_cache
 
 from penstock.config.machine import GemmSample, Machine
 from penstock.config.plan import Plan
-from penstock.planner.host_time import host_seconds
+from penstock.planner.constants import DEFAULT
+from penstock.planner.gemm import Chip, attention_padding, tiled_seconds
+from penstock.planner.host_time import TRACED_BACKWARD, host_seconds
 from penstock.planner.operations import Op
+from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, rates_of
 
-UNMEASURED_SHARE = 0.75
-"""Share of a datasheet's peak that large matrix products reach, where no measured ceiling is known."""
-TILE = 128
-"""Rows and columns of the tile that one multiprocessor of a GPU works on."""
-WAVE = 128
-"""Tiles that a GPU works on at once: between the 108 multiprocessors of an A100 and the 148 of a B200."""
-TILE_DEPTH = 64
-"""Inner length at which a tile's loads and stores take as long as its products."""
-SPLIT_DEPTH = 2048
-"""Inner length from which kernels split one product over several tiles."""
 PAGE_BYTES = 4096
 RETURNED_SHARE = 0.2
 """Share of a step's activations that glibc hands back to the kernel and faults in again, left to itself. It depends on
@@ -85,24 +78,26 @@ def compute_type(plan: Plan, machine: Machine) -> str:
     return wish if wish in machine.peak_flops or plan.precision != "O0" else "fp32"
 
 
-def gemm_rate(machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1) -> float:
+def gemm_rate(
+    machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1, *, over_rows: bool = False
+) -> float:
     """FLOP/s of `batch` products (m, k) @ (k, n) in one launch.
 
     Measured shapes are interpolated (by inverse square distance in the logarithms of m, n and k, over the nearest
-    few); without any, the best known rate is lowered by what tiles and waves leave idle. Raises KeyError where the
-    machine cannot compute in this type.
+    few); without any, the best known rate is lowered by what tiles and waves leave idle, as for layouts.
+    Raises KeyError where the machine cannot compute in this type.
     """
     samples = tuple(sample for sample in machine.gemm if sample.dtype == type_)
     if samples:
         return min(_interpolated(samples, m, n, k), machine.peak_flops[type_])
-    ceiling = machine.achievable_flops.get(type_, UNMEASURED_SHARE * machine.peak_flops[type_])
+    ceiling = machine.achievable_flops.get(type_)
     if machine.device == "cpu":
-        return ceiling
-    tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * batch
-    within = m * n * batch / (tiles * TILE * TILE)
-    parallel = tiles * math.ceil(k / SPLIT_DEPTH)
-    across = parallel / (math.ceil(parallel / WAVE) * WAVE)
-    return ceiling * within * across * k / (k + TILE_DEPTH)
+        return ceiling or machine.peak_flops[type_]
+    rate = (ceiling or DEFAULT.unmeasured_share * machine.peak_flops[type_]) * DEFAULT.gemm_share
+    memory = _bandwidth(machine) * DEFAULT.memory_share
+    sms = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
+    chip = Chip(rate, sms, DEFAULT.tile_depth, memory)
+    return 2.0 * m * n * k * batch / tiled_seconds(chip, m, n, k, batch, over_rows=over_rows)
 
 
 def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, float]:
@@ -208,13 +203,29 @@ def _op_seconds(op: Op, machine: Machine, plan: Plan) -> float:
     seconds = moved / _bandwidth(machine)
     rate = math.inf
     if op.kind in _MATRIX:
-        rate = gemm_rate(machine, compute_type(plan, machine), op.m, op.n, op.k, op.batch)
+        rate = gemm_rate(
+            machine,
+            compute_type(plan, machine),
+            op.m,
+            op.n,
+            op.k,
+            op.batch,
+            over_rows=_is_weight_gradient(op),
+        )
     if machine.device == "cpu":
         fused = _is_fused_attention(op, plan)
         if plan.precision != "O0" and fused:
             rate *= CPU_HALF_FUSED_SHARE
         return host_seconds(
             op, machine, gemm_rate=rate, moved_seconds=seconds, measured=plan.precision == "O0", fused=fused
+        )
+    if _is_fused_attention(op, plan):
+        rates = rates_of(machine, plan)
+        keys = op.k if op.n != op.m and "scaled_dot" not in op.name else op.n
+        again = TRACED_BACKWARD if "scaled_dot" in op.name and op.phase == "backward" else 1.0
+        computed = again * (op.flops + op.recomputed_flops) * attention_padding(op.m, keys)
+        return max(
+            seconds, computed / (rates.attention if op.phase == "forward" else rates.attention_backward)
         )
     if op.kind in _MATRIX:
         seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
@@ -239,6 +250,13 @@ def _is_fused_attention(op: Op, plan: Plan) -> bool:
     # As `operations.attention_form` takes `auto` on a CPU; a product's rows are tokens.
     half = plan.precision != "O0" and plan.dtype == "bf16"
     return plan.attention == "auto" and not (half and op.m <= 512)
+
+
+def _is_weight_gradient(op: Op) -> bool:
+    """Whether a product sums over rows of tokens: by its name, or in a traced model by its long inner length."""
+    if op.kind != "gemm" or op.phase != "backward":
+        return False
+    return op.name.endswith(".weight") or ("." not in op.name and op.k > max(op.m, op.n))
 
 
 def _part(op: Op) -> str:

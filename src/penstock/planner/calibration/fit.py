@@ -10,11 +10,21 @@ from importlib import resources
 from penstock.planner.calibration.rows import TABLES, Row, rows
 from penstock.planner.constants import DEFAULT, Constants
 
-FITTED = ("gemm_share", "fused_attention_share", "step_seconds", "kernel_seconds")
+FITTED = (
+    "gemm_share", "fused_attention_share", "step_seconds", "kernel_seconds", "memory_share", "node_share", "straggling"
+)  # fmt: skip
 """Constants that a fit changes. The others are read off one table (nccl), or are ranges that a source states."""
 WEIGHTS = {"korthikanti_table4": 0.5, "korthikanti_table5": 1.5, "mosaicml_a100": 1.0}
 STEPS = (1.04, 1.015, 1.005)
-CEILING = {"gemm_share": 1.0, "fused_attention_share": 1.0, "memory_share": 1.0}
+RANGE = {
+    "gemm_share": (0.0, 1.0),
+    "fused_attention_share": (0.0, 1.0),
+    "memory_share": (0.0, 1.0),
+    "node_share": (0.0, 1.0),
+    # Of what the tables cannot tell from a slower memory, physics must: a kernel that waits for another starts no
+    # sooner than this after its end.
+    "kernel_seconds": (1.5e-6, math.inf),
+}
 
 
 def error(row: Row, constants: Constants = DEFAULT) -> float:
@@ -40,7 +50,8 @@ def fit(given: Sequence[Row], start: Constants = DEFAULT, names: Sequence[str] =
             for name in names:
                 for factor in (step, 1 / step):
                     value = getattr(best, name) * factor
-                    if value > CEILING.get(name, math.inf):
+                    least_value, most_value = RANGE.get(name, (0.0, math.inf))
+                    if not least_value <= value <= most_value:
                         continue
                     trial = best.with_(**{name: value})
                     found = loss(trial, given)

@@ -37,7 +37,7 @@ RANKED = {
     "GBS Variations": (0.67, 0.80, 0.03),
     "Another round of NHEADS": (0.65, 0.77, 0.03),
     "Re-do": (0.59, 0.79, 0.042),
-    "Rebalancing layers": (0.79, 0.91, 0.03),
+    "Rebalancing layers": (0.78, 0.91, 0.03),
 }
 
 

@@ -155,9 +155,9 @@ What the errors are made of, as far as it is known:
 - BLOOM: Spearman stays below 0.9 in five of seven sections, and four rows in five are 5 to 20 % too fast, for reasons
   that lie in how these runs were made and cannot be fitted to. Each figure is one iteration, the second of a run; one
   layout differs by up to 6 % between days, while a quarter to a half of a section's pairs lie closer together than
-  that, so the share of pairs further apart stands beside the plain rank correlation. Every launch waited for its kernel:
-  a block takes some 5 to 20 ms longer per micro-batch than its operators do, whatever its width and degree, so that small
-  micro-batches on 8 tensor parallel devices are slower than predicted. The 20 µs counted per kernel for that are what
+  that, so the share of pairs further apart stands beside the plain rank correlation. Every launch waited for its
+  kernel: a block takes some 5 to 20 ms longer per micro-batch than its operators do, whatever its width and degree, so
+  that small micro-batches on 8 tensor parallel devices are slower than predicted. The 20 µs counted per kernel for that are what
   `penstock probe` measures of an eager operator on the same generation of host (23 µs); what waiting itself adds is
   unknown, and the source's own comparisons of it range from nothing to 6 %. Three layouts with heads of 128 numbers,
   12, 14 or 26 of them on a device, run 15 % slower than their neighbours, which have 16, 24 or 28 of the same heads;

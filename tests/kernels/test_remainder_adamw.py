@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels.remainder_adamw import (
     Batch,
+    Form,
     Hyper,
     adamw_,
     have_triton,
@@ -205,12 +206,13 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 def test_pieces_and_packs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are cut and small ones joined; with pieces of 64 nearly every way of cutting occurs."""
     sizes = [200, 64, 1, 63, 128, 5, 7, 65]
-    for form in ("fused", "loop"):
+    forms: tuple[Form, ...] = ("fused", "loop")
+    for form in forms:
         whole, cut = make_batch(sizes, torch.bfloat16), make_batch(sizes, torch.bfloat16)
-        adamw_(whole, HYPER, form=form)  # type: ignore[arg-type]
+        adamw_(whole, HYPER, form=form)
         with monkeypatch.context() as patch:
             patch.setattr("penstock.kernels.remainder_adamw._PIECE", {"cpu": 64})
-            adamw_(cut, HYPER, form=form)  # type: ignore[arg-type]
+            adamw_(cut, HYPER, form=form)
         assert all(map(torch.equal, tensors_of(whole), tensors_of(cut)))
         assert [step.item() for step in cut.steps] == [float(age + 1) for age in range(len(sizes))]
 
@@ -319,11 +321,19 @@ def check_unaligned(device: str) -> None:
     assert all(map(torch.equal, tensors_of(batch), tensors_of(same)))
 
 
-def check_nan(device: str) -> None:
+def check_nan(device: str, form: Form = "triton") -> None:
+    """Whatever its payload: 0x7FFFFFFF, which a GPU makes, would be rounded to minus zero."""
     batch = make_batch([16], torch.float32, device=device)
     batch.gradients[0][3] = float("nan")
-    adamw_(batch, HYPER, form="triton")
-    assert batch.weights[0].isnan().nonzero().flatten().tolist() == [3]
+    bits_of(batch.exp_avgs[0])[7] = 0x7FFFFFFF
+    adamw_(batch, HYPER, form=form)
+    assert batch.weights[0].isnan().nonzero().flatten().tolist() == [3, 7]
+    assert fp32_of(batch)[0].isnan().nonzero().flatten().tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("form", ["fused", "loop"])
+def test_no_nan_becomes_a_number_in_a_step(form: Form) -> None:
+    check_nan("cpu", form)
 
 
 def check_many_steps(device: str) -> None:

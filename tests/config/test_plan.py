@@ -149,7 +149,8 @@ def test_sound_plans_pass(machine: Machine) -> None:
     [
         "tp=8 sp=true",
         "pp=4 schedule=interleaved virtual=2",
-        "recompute=full",
+        "recompute=selective",
+        "dp=2 sharding=fsdp offload=activations",
     ],
 )
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
@@ -157,7 +158,8 @@ def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan.refuse_unrunnable()
     for word in line.split():
-        assert any(f"plan.{word} " in problem for problem in caught.value.problems), word
+        if not word.startswith(("dp=", "sharding=")):
+            assert any(f"plan.{word} " in problem for problem in caught.value.problems), word
     Plan().refuse_unrunnable()
 
 
@@ -165,3 +167,20 @@ def test_devices_and_batch_of_a_plan() -> None:
     plan = Plan(dp=4, tp=8, pp=6, cp=2, micro_batch=2, accumulate=16)
     assert plan.gpus == 384
     assert plan.global_batch == 128
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dp=6 sharding=hsdp shard=4", "shard=4 does not divide the plan.dp=6 replicas"),
+        ("dp=4 sharding=fsdp shard=2", "shard=2 is of plan.sharding=hsdp only"),
+        (
+            "dp=2 offload=optimizer",
+            "offload=optimizer keeps shards in host memory, but the plan shards nothing",
+        ),
+        ("sharding=fsdp offload=optimizer", "the plan shards nothing"),
+    ],
+)
+def test_sharding_that_cannot_be_is_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan.parse(line).refuse_unrunnable()

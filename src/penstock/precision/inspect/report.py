@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from penstock.precision.inspect.undisturbed import (
     moved,
     undisturbed,
 )
+from penstock.precision.lists import apply_modules, default_lists, restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace, Where
 from penstock.precision.settings import Precision, resolve
 
@@ -154,7 +155,10 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
                 model = copy.deepcopy(model)
                 accelerate(model, precision=precision.level, dtype=precision.dtype)
             else:
-                wrap_forward(model, precision)
+                lists = default_lists(precision.dtype, device_of(model).type)
+                stack.callback(restore_modules, model)
+                apply_modules(model, lists)
+                wrap_forward(model, replace(precision, lists=lists))
                 stack.callback(unwrap_forward, model)
         yield model
 

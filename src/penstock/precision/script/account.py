@@ -69,15 +69,10 @@ class Account:
 
     def conclude(self, trained: int) -> None:
         """The script has ended; it made `trained` optimizers."""
-        if not self._accelerated:
-            why = (
-                "the script made no optimizer of torch.optim, so it trains nothing"
-                if not trained
-                else "no model that an optimizer trains was called with gradients"
-                if not self._told
-                else "see below"
-            )
-            self._lines.insert(0, f"{self._level} accelerated nothing: {why}")
+        if not self._accelerated and not trained:
+            self.left("the script", "it made no optimizer of torch.optim, so it trains nothing")
+        elif not self._accelerated and not self._told:
+            self.left("the script", "no model that an optimizer trains was called with gradients")
         self.tell()
 
 

@@ -22,6 +22,8 @@ from penstock.precision.script.account import Account
 from penstock.precision.script.live import roots_owning, trained_by
 from penstock.precision.settings import Precision, resolve
 
+_PATIENCE = 50
+"""Steps that an optimizer waits for models of its that have not been called: watching costs microseconds a call."""
 _HALVES = (torch.float16, torch.bfloat16)
 _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
 
@@ -35,6 +37,7 @@ class Pairing:
         self._waiting: list[weakref.ref[Optimizer]] = []
         self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """By optimizer, the ids of parameters whose model has not been called yet."""
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._accelerated: list[weakref.ref[Optimizer]] = []
         self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -103,8 +106,8 @@ class Pairing:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
-        if optimizer in self._partly and not roots_owning(self._partly[optimizer]):
-            del self._partly[optimizer]  # what is left belongs to no module: nothing to wait for
+        if optimizer in self._partly:
+            self._wait_on(optimizer)
         if not any(optimizer is waiting for waiting in self._alive()):
             return
         if all(parameter.grad is None for parameter in trained_by(optimizer)):
@@ -125,6 +128,20 @@ class Pairing:
             )
 
     # -- what comes of it
+
+    def _wait_on(self, optimizer: Optimizer) -> None:
+        """See after a step whether the rest of an optimizer's parameters may still be called."""
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if steps not in (1, _PATIENCE):
+            return
+        owners = roots_owning(self._partly[optimizer])
+        if steps == 1 and owners:
+            return
+        del self._partly[optimizer]  # nothing to wait for: what is left belongs to no module
+        for owner in owners:
+            self._account.left(
+                type(owner).__name__, f"weights of its own that it was not called with in {_PATIENCE} steps"
+            )
 
     def _alive(self) -> list[Optimizer]:
         alive = [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
@@ -161,6 +178,7 @@ class Pairing:
         self._accelerated += [weakref.ref(o) for o in takers if o not in self.accelerated]
         self._done(takers)
         self._ours.update(models)
+        self._seen.update(root.modules())
         self._account.accelerated(models if not called else [root], takers, precision)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
@@ -201,6 +219,7 @@ class Pairing:
                 accelerate(root, **self._asked)
                 session.models.append(root)
             self._ours.add(root)
+            self._seen.update(root.modules())
             self._account.joined(root)
             for other in list(self._partly):
                 self._partly[other] -= owned

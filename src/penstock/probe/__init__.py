@@ -44,11 +44,12 @@ _PROBE = 2
 """Raised when a probe learns to measure more."""
 
 
-def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machine:
+def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bool = False) -> Machine:
     """Measure `device` (`auto`: the current GPU, else the CPU) in about a minute, or in seconds with `quick`.
 
     Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
-    the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once). On a
+    the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once, unless
+    `alone`). On a
     GPU that a datasheet is shipped for, `peak_flops`, links and power are the datasheet's and `achievable_flops` is
     measured; elsewhere the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
     """
@@ -62,7 +63,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
         page = page_seconds() if on_cpu else 0.0
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
-        collective = all_reduce_bandwidth(where, quick)
+        collective = None if alone else all_reduce_bandwidth(where, quick)
     best: dict[str, float] = {}
     for sample in samples:
         best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
@@ -88,7 +89,8 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False) -> Machin
 def machine_for(device: str | torch.device = "auto") -> Machine:
     """The Machine that `device` is: as `penstock probe` measured it, else by datasheet, else measured quickly now.
 
-    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version.
+    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version. One rank of
+    a group may ask: it measures nothing that needs the others.
     """
     where = resolve_device(device)
     kept = cached_machine(machine_name(where))
@@ -102,7 +104,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
     log.info(
         "measuring this machine (%s), once; `penstock probe` measures it more closely", machine_name(where)
     )
-    machine = probe(where, quick=True)
+    machine = probe(where, quick=True, alone=True)
     keep(machine)
     return machine
 

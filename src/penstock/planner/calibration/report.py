@@ -156,15 +156,15 @@ What the errors are made of, as far as it is known:
   that lie in how these runs were made and cannot be fitted to. Each figure is one iteration, the second of a run; one
   layout differs by up to 6 % between days, while a quarter to a half of a section's pairs lie closer together than
   that, so the share of pairs further apart stands beside the plain rank correlation. Every launch waited for its
-  kernel: a block takes some 5 to 20 ms longer per micro-batch than its operators do, whatever its width and degree, so
-  that small micro-batches on 8 tensor parallel devices are slower than predicted. The 20 µs counted per kernel for that are what
-  `penstock probe` measures of an eager operator on the same generation of host (23 µs); what waiting itself adds is
-  unknown, and the source's own comparisons of it range from nothing to 6 %. Three layouts with heads of 128 numbers,
-  12, 14 or 26 of them on a device, run 15 % slower than their neighbours, which have 16, 24 or 28 of the same heads;
-  heads of 108 numbers, whose rows are no multiple of 16 bytes, run a third slower than predicted, as if attention's
-  products were kept from tensor cores. One row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the batch of 2,048
-  beside it. The layout ranked first is within 1.1 % of the fastest, but in one section of five layouts where it is
-  4.1 % behind one that is predicted 0.2 % slower.
+  kernel: a block takes some 5 to 20 ms longer per micro-batch than its operators do, whatever its width and degree,
+  so that small micro-batches on 8 tensor parallel devices are slower than predicted. The 20 µs counted per kernel for
+  that are what `penstock probe` measures of an eager operator on the same generation of host (23 µs); what waiting
+  itself adds is unknown, and the source's own comparisons of it range from nothing to 6 %. Three layouts with heads
+  of 128 numbers, 12, 14 or 26 of them on a device, run 15 % slower than their neighbours, which have 16, 24 or 28 of
+  the same heads; heads of 108 numbers, whose rows are no multiple of 16 bytes, run a third slower than predicted, as
+  if attention's products were kept from tensor cores. One row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the
+  batch of 2,048 beside it. The layout ranked first is within 1.1 % of the fastest, but in one section of five layouts
+  where it is 4.1 % behind one that is predicted 0.2 % slower.
 """
 
 

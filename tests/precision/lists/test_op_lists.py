@@ -195,6 +195,10 @@ class TestCasts:
         with accelerated(OpLists(half=("torch.exp",), fp32=("torch.softmax",))):
             assert torch.ones(4, dtype=torch.float64).exp().dtype == torch.float64
             assert torch.ones(4).softmax(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
+        fine = torch.tensor([1.0 + 2.0**-10])
+        with accelerated(OpLists(half=("torch.sum",))):
+            assert fine.sum() == 1.0
+            assert fine.sum(dtype=torch.float32) == fine
             assert torch.ones(4, dtype=torch.int64).sum().dtype == torch.int64
 
     def test_where_autocast_is_off_nothing_is_cast(self) -> None:

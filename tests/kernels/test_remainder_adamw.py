@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.kernels import remainder_adamw
 from penstock.kernels.remainder_adamw import (
     Batch,
     Form,
@@ -159,11 +160,15 @@ def test_other_types_are_refused() -> None:
         join(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.int16))
 
 
-def test_forms_are_chosen_by_device_and_never_in_silence() -> None:
+def test_forms_are_chosen_by_device_and_never_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     cpu = torch.device("cpu")
     assert resolve("auto", cpu) == "fused"
     assert resolve("auto", torch.device("meta")) == "loop"
     assert resolve("loop", cpu) == "loop"
+    if not have_triton():
+        remainder_adamw._say_once.cache_clear()
+        assert resolve("auto", torch.device("cuda")) == "fused"
+        assert "reads more memory" in caplog.text
     with pytest.raises(ConfigError, match="no form 'best'"):
         resolve("best", cpu)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"needs Triton and a CUDA device, and .*; use 'auto'"):

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.optim import EMA, RemainderAdamW, clipped_step, grad_norm
+from penstock.optim import EMA, RemainderAdamW, clipped_step, contiguous, grad_norm
 from penstock.optim.remainder import from_adamw, join, split
 from penstock.precision import LossScaler
 
@@ -491,6 +491,12 @@ def test_fp16_weights_and_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="dense gradients"):
         optimizer.step()
+
+
+def test_flat_buffers_are_refused() -> None:
+    weight = Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"would round its fp32 moments; use it without contiguous"):
+        contiguous(RemainderAdamW, [weight], elementwise=True)
 
 
 def test_a_refused_group_is_not_added() -> None:

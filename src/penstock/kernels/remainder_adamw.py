@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 Form = Literal["auto", "loop", "fused", "triton"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -116,6 +119,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)
+
+
 def resolve(form: Form, device: torch.device) -> Form:
     """What `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel, else the loop.
 
@@ -127,6 +135,10 @@ def resolve(form: Form, device: torch.device) -> Form:
     if form == "auto":
         if device.type == "cuda" and can_triton:
             return "triton"
+        if device.type == "cuda":
+            _say_once(
+                "Triton is not installed, so RemainderAdamW takes torch's fused kernel, which reads more memory."
+            )
         return "fused" if device.type in _HAVE_FUSED else "loop"
     if form == "triton" and not can_triton:
         why = "Triton is not installed" if not have_triton() else f"the weights are on {device.type}"

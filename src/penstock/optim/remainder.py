@@ -42,6 +42,11 @@ class RemainderAdamW(Optimizer):
     amsgrad and differentiable, a learning rate that is a tensor, and Parameters of other types or with gaps in memory.
     """
 
+    NOT_CONTIGUOUS = (
+        "flat buffers keep state in the weights' type, which would round its fp32 moments; use it without contiguous, "
+        "it gathers small tensors by itself."
+    )
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -109,6 +109,9 @@ def shard(
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     _materialise(model, units, device, shares or {})
     _follow_moves(units)
+    for module in model.modules():
+        if _own(module):
+            module.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
         rebind(optimizer, before, model)
     return Sharded(model=model, world=world, plan=plan, units=units, buffers=running_statistics(model))
@@ -222,6 +225,21 @@ def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:
     alive = entry()
     if alive is not None:
         alive._sharded_param_data = slot
+
+
+def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: of tensors that come whole, the same on all ranks, take this rank's rows."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for key, parameter in module._parameters.items():
+        value: Any = state.get(prefix + key)
+        sharded: Any = parameter
+        if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == sharded.shape:  # else torch reports it
+            state[prefix + key] = distribute_tensor(
+                value.to(local(sharded).device), sharded.device_mesh, sharded.placements, src_data_rank=None
+            )
 
 
 def whole_state(model: nn.Module, world: World) -> dict[str, Tensor]:

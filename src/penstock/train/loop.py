@@ -34,8 +34,8 @@ from penstock.launch.heartbeat import beat, beating
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
-from penstock.parallel import World, joined, local_device
-from penstock.parallel.agree import Ballot, average, main_first
+from penstock.parallel import World, joined, local_device, whole_state
+from penstock.parallel.agree import Ballot, average, main_first, together
 from penstock.planner import Prediction, predict
 from penstock.planner.counts import parameters
 from penstock.probe import resolve_device
@@ -53,7 +53,14 @@ from penstock.train.metrics import (
     resident_memory,
     used_memory,
 )
-from penstock.train.prepare import machine_of, open_sources, reading, set_aside, with_classes
+from penstock.train.prepare import (
+    as_many_ranks_as_there_are,
+    machine_of,
+    open_sources,
+    reading,
+    set_aside,
+    with_classes,
+)
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
 from penstock.train.state import changes, own_random, random_states, restore_random, seed_random
@@ -99,6 +106,7 @@ def train(
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
     output, device = Path(config.output), local_device(resolve_device(config.device))
+    config = as_many_ranks_as_there_are(config)
     with (
         joined(config.plan, device) as world,
         _held(output, world) as lock,
@@ -420,7 +428,7 @@ class _Run:
             return
         beat(self.step)
         started = time.perf_counter()
-        require_finite(self.built.model, self.step)
+        together(lambda: require_finite(self.built.model, self.step), self.world)
         weights = {"weights": self.built.model.state_dict()}
         if self.built.ema is not None:
             weights["ema"] = self.built.ema.state_dict()
@@ -486,15 +494,18 @@ class _Run:
         export = self.output / "export"
         partial = self.output / "export.tmp"
 
+        model = self.built.model
+        with self._final_weights():
+            weights = whole_state(model, self.world)
+
         def write() -> None:
             shutil.rmtree(partial, ignore_errors=True)
-            assert isinstance(self.built.model, ViT)
-            save_pretrained(self.built.model, partial)
+            assert isinstance(model, ViT)
+            save_pretrained(model, partial, weights=weights)
             set_aside(export)
             partial.rename(export)
 
-        with self._final_weights():
-            main_first(write, self.world)
+        main_first(write, self.world)
         if self.step_seconds:
             # The first steps compile, allocate and choose kernels.
             settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]

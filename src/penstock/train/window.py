@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import NumericError
+from penstock.optim.layout import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,14 @@ REMEDY = (
 
 
 def require_finite(model: nn.Module, step: int) -> None:
-    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device.
+    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device. Of
+    sharded weights a rank sees its own rows.
 
     Raises:
         NumericError: names the weights that are not finite after `step`.
     """
     state = model.state_dict()
-    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    bad = [name for name, value in state.items() if not bool(local(value).isfinite().all())]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise NumericError(

@@ -22,15 +22,16 @@ from penstock.models.vit import ViT
 OWN_TYPE = "penstock_vit"
 
 
-def save_pretrained(model: ViT, folder: str | Path) -> None:
+def save_pretrained(model: ViT, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
     such a model, else in Penstock's own names (`model_type` penstock_vit). `from_pretrained` here reads both.
 
-    Each file appears whole or not at all; weights are written last.
+    Each file appears whole or not at all; weights are written last. `weights` stand for the model's state dict where
+    the model itself holds only a part of them.
     """
     folder, config = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)
-    state: Mapping[str, Tensor] = model.state_dict()
+    state: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
     if unrepresentable(config):
         values: dict[str, Any] = {
             "model_type": OWN_TYPE,

@@ -116,6 +116,10 @@ def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch
     assert "tensorwise scales need 8.9 only" in problem
     capability = (9, 0)
     assert fp8_problem("cuda", "rowwise") is None
+    # Weights that are not there yet say nothing of where the model will run.
+    convert_to_fp8(ViT(TINY, device="meta"), "rowwise", device="cuda")
+    with pytest.raises(ConfigError, match="on cpu; move it"):
+        convert_to_fp8(ViT(TINY, device="meta"), "rowwise", device="cpu")
 
 
 def test_fp16_is_refused() -> None:

@@ -80,15 +80,20 @@ def fp8_problem(device: torch.device | str, scaling: Scaling = "tensorwise") -> 
 
 
 def convert_to_fp8(
-    model: nn.Module, scaling: Scaling = "tensorwise", *, skip: Sequence[str] = (), emulate: bool = False
+    model: nn.Module,
+    scaling: Scaling = "tensorwise",
+    *,
+    skip: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    emulate: bool = False,
 ) -> Conversion:
     """Let the linear layers inside a model's repeated blocks multiply in fp8, in place.
 
     What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
     most sensitive and a small part of the work. So do layers whose sides are no multiples of 16, and those whose
     qualified name fits a pattern of `skip`. Weights stay what they are and so do state dicts; `restore_from_fp8`
-    undoes it, and a second conversion changes `scaling`. The model must be on its device; convert it before
-    compiling. `emulate` computes the same numbers slowly, on any device.
+    undoes it, and a second conversion changes `scaling`. Convert before compiling and sharding. `device` is where the
+    model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any device.
 
     Raises:
         ConfigError: the device has no fp8, no layer can be converted, or a pattern fits no linear layer.
@@ -102,7 +107,7 @@ def convert_to_fp8(
         if not any(fnmatchcase(name, pattern) for name in linears)
     ]
     if not emulate:
-        devices = {module.weight.device for module in linears.values()}
+        devices = {module.weight.device for module in linears.values()} if device is None else {device}
         problems += sorted({problem for device in devices if (problem := fp8_problem(device, scaling))})
     if problems:
         raise ConfigError(problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -28,6 +29,8 @@ def train(
     from penstock.train.display import display_for
 
     result = run(config, resume=resume, tensorboard=tensorboard, display=display_for(sys.stdout))
+    if int(os.environ.get("RANK", "0")):
+        return  # all ranks of a run return the same
     found = result.evaluation
     print(f"done: top-1 {found.top1:.2%}, top-5 {found.top5:.2%} of {found.samples:,} validation samples")
     print(f"weights in {result.export}, metrics in {result.metrics}")

@@ -54,7 +54,8 @@ class Life:
         try:
             for local in range(settings.procs):
                 seen = layout.first_rank + local == 0
-                self.ranks.append(Rank(program, layout, local, settings.procs, folder, seen))
+                rank = Rank(program, layout, local, settings.procs, folder, seen, elastic=settings.elastic)
+                self.ranks.append(rank)
         except BaseException:
             self.end()
             raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ExitCode
-from penstock.launch import heartbeat, report, worker
+from penstock.launch import ELASTIC, heartbeat, report, worker
 from penstock.launch.heartbeat import Heartbeat
 from penstock.launch.verdict import Failure
 
@@ -40,7 +40,15 @@ class Rank:
     """One rank's process."""
 
     def __init__(
-        self, program: Sequence[str], layout: Layout, local: int, procs: int, folder: Path, seen: bool
+        self,
+        program: Sequence[str],
+        layout: Layout,
+        local: int,
+        procs: int,
+        folder: Path,
+        seen: bool,
+        *,
+        elastic: bool = False,
     ) -> None:
         """Start it; with `seen`, its output goes where this process's does, else the agent passes it on by lines."""
         self.number = layout.first_rank + local
@@ -55,6 +63,8 @@ class Rank:
             worker.STACK: str(self._stack),
             worker.AGENT: str(os.getpid()),
         }
+        if elastic:
+            environment[ELASTIC] = "1"
         out = None if seen else subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, *_flags(), "-m", "penstock.launch.worker", *program],

@@ -68,6 +68,11 @@ class LaunchSettings:
         """Whether agents have to meet at all: a rendezvous was named."""
         return self.rendezvous is not None
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self.nodes[0] < self.nodes[1]
+
     def endpoint(self) -> tuple[str, int]:
         """Host and port of the rendezvous."""
         assert self.rendezvous is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,26 @@ from penstock.config.model import ViTConfig
 from penstock.config.run import RunConfig
 from penstock.data import Source, open_source
 from penstock.errors import ConfigError
+from penstock.launch import ELASTIC
+from penstock.parallel.world import fit_to_world, launched
 from penstock.probe import machine_for
 
 _log = logging.getLogger(__name__)
+
+
+def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
+    """`config`, with a Plan for the ranks of this life where the launcher lets nodes come and go.
+
+    The global batch stays. Raises ConfigError with the numbers of ranks that share it out evenly, if this one does not.
+    """
+    if ELASTIC not in os.environ or config.plan.gpus == launched():
+        return config
+    plan = fit_to_world(config.plan, launched())
+    _log.warning(
+        "%d ranks are there instead of %d: plan.dp=%d, micro_batch=%d, accumulate=%d.",
+        launched(), config.plan.gpus, plan.dp, plan.micro_batch, plan.accumulate,
+    )  # fmt: skip
+    return replace(config, plan=plan)
 
 
 def machine_of(config: RunConfig, device: torch.device) -> Machine:

@@ -116,7 +116,13 @@ _HOME = {
 __all__ = sorted([*_HOME, "__version__"])
 
 
+_ROOMS = ("precision",)
+"""Modules that are written out where they are used: `penstock.precision.report(…)`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"penstock.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

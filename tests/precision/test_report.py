@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.build import build
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.precision import PrecisionReport, report
 
@@ -204,6 +207,23 @@ def test_an_accelerated_model_is_seen_as_it_is() -> None:
     assert "weights fp16" in report(nn.parallel.DataParallel(model).module, batch()).precision
     with pytest.raises(ConfigError, match="accelerated as O2, but the report was asked for as O1"):
         report(model, batch(), precision="O1")
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("O2", "O2"), ("O3", "O3")])
+def test_a_model_that_a_plan_has_built(plan: str, precision: str) -> None:
+    config = ViTConfig(
+        image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=32, classes=10
+    )
+    built = build(config, Plan.parse(f"precision={plan} dtype=bf16"))
+    given = (torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))
+    before = state(built.model)
+    found = report(built.model, given, loss=built.loss, precision=precision)
+    same(before, state(built.model))
+    assert found.precision.startswith(f"{precision} in bf16")
+    assert {dtype for _, dtype in times(found, "addmm")} == {"bf16"}
+    assert found.loss == pytest.approx(found.loss_fp32, rel=0.05)
+    with pytest.raises(ConfigError, match="has bfloat16 weights; say whether"):
+        report(built.model, given, loss=built.loss)
 
 
 def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:

@@ -24,7 +24,16 @@ _NAMES = {
 }  # fmt: skip
 _CASTS = ("_to_copy", "to_copy")
 # Names for the same data, which compute nothing and have no precision.
-_NOTHING = ("detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "set_data")
+_NOTHING = (
+    "detach",
+    "alias",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "_unsafe_view",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate, gradients_beside
-from penstock.precision.forward import unwrap_forward, unwrapped, wrap_forward
+from penstock.precision.forward import unwrapped, wrap_forward
 from penstock.precision.histogram import LARGEST, power_of_two
 from penstock.precision.inspect.gradients import LayerGradients, Tally, together, watched
 from penstock.precision.inspect.operations import Operation, Recorder
 from penstock.precision.inspect.table import describe
 from penstock.precision.inspect.undisturbed import (
+    HALVES,
     Loss,
     checked,
     default_loss,
@@ -30,7 +31,7 @@ from penstock.precision.inspect.undisturbed import (
     moved,
     undisturbed,
 )
-from penstock.precision.lists import apply_modules, default_lists, restore_modules
+from penstock.precision.lists import apply_modules, default_lists
 from penstock.precision.overflow import Overflow, OverflowTrace, Where
 from penstock.precision.settings import Precision, resolve
 
@@ -125,6 +126,14 @@ def report(
 
 def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) -> Precision:
     own: Precision | None = model.__dict__.get("_penstock_precision")
+    half = _half_of(model)
+    if own is None and half is not None:
+        if precision not in ("O2", "O3"):
+            raise ConfigError(
+                f"This model has {str(half).removeprefix('torch.')} weights; say whether it computes as "
+                'precision="O2", where the op lists decide, or as "O3", half throughout.'
+            )
+        dtype = half
     if own is None:
         return resolve("O1" if precision is None else precision, dtype=dtype, device=device_of(model))
     if precision is not None and resolve(precision, dtype=dtype, device=device_of(model)).level != own.level:
@@ -133,6 +142,11 @@ def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) 
             f"out to see it as it is, or give a fresh model."
         )
     return own
+
+
+def _half_of(model: nn.Module) -> torch.dtype | None:
+    """The type of the first weight that is half."""
+    return next((p.dtype for p in model.parameters() if p.dtype in HALVES), None)
 
 
 def _scale(precision: Precision, optimizer: Optimizer | None, scale: float | None) -> float:
@@ -151,16 +165,36 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
     """The model as it trains in a precision: itself, or, where its weights would have to change, a copy."""
     with ExitStack() as stack:
         if "_penstock_precision" not in model.__dict__ and precision.dtype is not None:
-            if precision.weights == "half":
+            if precision.weights == "half" and _half_of(model) is None:
                 model = copy.deepcopy(model)
                 accelerate(model, precision=precision.level, dtype=precision.dtype)
             else:
-                lists = default_lists(precision.dtype, device_of(model).type)
-                stack.callback(restore_modules, model)
-                apply_modules(model, lists)
-                wrap_forward(model, replace(precision, lists=lists))
-                stack.callback(unwrap_forward, model)
+                stack.enter_context(_same_classes(model))
+                if precision.autocast:
+                    precision = replace(
+                        precision, lists=default_lists(precision.dtype, device_of(model).type)
+                    )
+                    apply_modules(model, precision.lists)
+                wrap_forward(model, precision)
         yield model
+
+
+@contextmanager
+def _same_classes(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module has its class again, and the marks that accelerating left on it."""
+
+    def marks(module: nn.Module) -> dict[str, Any]:
+        return {key: value for key, value in module.__dict__.items() if key.startswith("_penstock")}
+
+    kept = [(module, type(module), marks(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, kind, marked in kept:
+            module.__class__ = kind
+            for key in marks(module):
+                del module.__dict__[key]
+            module.__dict__.update(marked)
 
 
 class _Unseen(OverflowTrace):

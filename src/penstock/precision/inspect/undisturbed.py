@@ -19,7 +19,7 @@ from penstock.precision.settings import resolve
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -79,7 +79,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             for key, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.dtype in _HALVES:
+                if parameter is not None and parameter.dtype in HALVES:
                     if id(parameter) not in wide:
                         wide[id(parameter)] = Parameter(
                             parameter.detach().float(), requires_grad=parameter.requires_grad
@@ -87,7 +87,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                     kept.append((module, key, parameter))
                     setattr(module, key, wide[id(parameter)])  # recurrent layers keep a second list
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.dtype in _HALVES:
+                if buffer is not None and buffer.dtype in HALVES:
                     buffers.append((module, key, buffer))
                     module._buffers[key] = buffer.float()
             for number, hook in list(module._forward_pre_hooks.items()):

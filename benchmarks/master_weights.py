@@ -11,7 +11,8 @@ is the update span: all that lies between the end of the backward pass and the n
     remainder   RemainderAdamW.step, in each form that runs here
 
 Both end with the same bits where the form is torch's (checked first). All in one process, in rounds whose order is
-reversed each time; ratios are medians of the ratios within a round. Bytes are counted, not estimated: those held
+reversed each time; ratios are medians of the ratios within a round, and the processor's time beside them leaves out
+what other processes took meanwhile. Bytes are counted, not estimated: those held
 between steps, and the most that torch's allocator handed out during one update beyond them (on a CPU from the
 profiler, on a GPU from the allocator's own peak).
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -52,6 +54,7 @@ class Contestant:
     held: int
     """Bytes between steps: what the model computes with, and what the optimizer keeps."""
     seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
     temporary: int = 0
 
 
@@ -140,17 +143,19 @@ def run(device: torch.device, rounds: int) -> dict[str, Any]:
     for turn in range(WARM_UP + rounds):
         for contestant in everyone if turn % 2 else reversed(everyone):
             wait(device)
-            start = time.perf_counter()
+            start, started = time.perf_counter(), time.process_time()
             contestant.update()
             wait(device)
             if turn >= WARM_UP:
                 contestant.seconds.append(time.perf_counter() - start)
+                contestant.processor_seconds.append(time.process_time() - started)
     count = sum(parameter.numel() for parameter in shapes)
     return {
         "tensors": len(shapes),
         "parameters": count,
         "rounds": rounds,
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
         "reference": REFERENCE,
         "contestants": {c.name: summary(c, everyone[0], count) for c in everyone},
     }
@@ -165,6 +170,7 @@ def summary(contestant: Contestant, reference: Contestant, count: int) -> dict[s
         "quartile_high_ms": high * 1e3,
         "least_ms": min(contestant.seconds) * 1e3,
         "times_as_fast_as_reference": statistics.median(ratios),
+        "processor_median_ms": statistics.median(contestant.processor_seconds) * 1e3,
         "held_bytes_per_parameter": contestant.held / count,
         "temporary_bytes_per_parameter": contestant.temporary / count,
     }
@@ -182,10 +188,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     result = run(torch.device(arguments.device), arguments.rounds)
     print(f"{result['tensors']} tensors, {result['parameters']:,} parameters")
-    print(f"{'':20}{'update ms':>12}{'× ' + REFERENCE:>10}{'held B':>10}{'at once B':>12}")
+    print(f"{'':20}{'update ms':>12}{'processor':>12}{'× ' + REFERENCE:>10}{'held B':>10}{'at once B':>12}")
     for name, facts in result["contestants"].items():
         print(
-            f"{name:20}{facts['median_ms']:12.2f}{facts['times_as_fast_as_reference']:10.2f}"
+            f"{name:20}{facts['median_ms']:12.2f}{facts['processor_median_ms']:12.2f}{facts['times_as_fast_as_reference']:10.2f}"
             f"{facts['held_bytes_per_parameter']:10.2f}{facts['temporary_bytes_per_parameter']:12.2f}"
         )
     if arguments.output:

@@ -70,7 +70,12 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensor" in document:
         return _tensor(document["$tensor"], tensors)
     if "$array" in document:
-        return _tensor(document["$array"], tensors).numpy().astype(document["dtype"])
+        dtype = np.dtype(document["dtype"])
+        if dtype.kind not in "biuf":
+            raise CheckpointError(
+                f"The checkpoint's state is refused: an array of '{dtype}' is none of numbers."
+            )
+        return _tensor(document["$array"], tensors).numpy().astype(dtype)
     if "$tuple" in document:
         return tuple(unpack(item, tensors) for item in document["$tuple"])
     if "$items" in document:

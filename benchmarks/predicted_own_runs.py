@@ -29,12 +29,12 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
+from penstock.ladder.tensor_memory import TensorMemory
 from penstock.ladder.trace import trace
 from penstock.planner.outcome import Prediction
 from penstock.planner.prediction import predict, predict_workload
 from penstock.probe import probe, resolve_device
 from penstock.report.record import environment
-from penstock.testing.tensor_memory import TensorMemory
 
 CASES = (
     ("vit-digits", "micro_batch=64"),
@@ -45,6 +45,7 @@ CASES = (
     ("vit-s16", "micro_batch=2 attention=plain optimizer=fused"),
     ("vit-b16", "micro_batch=1 optimizer=fused"),
     ("vit-l16", "micro_batch=1 optimizer=fused"),
+    ("vit-h16", "micro_batch=1 optimizer=fused"),
     ("gpt2, 4 blocks", "micro_batch=2 optimizer=fused"),
     ("gpt2, 4 blocks", "micro_batch=8 optimizer=fused host_memory=keep"),
 )
@@ -72,7 +73,7 @@ def gpt(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Ten
     torch.manual_seed(0)
     shape = GPT2Config(
         n_embd=256, n_layer=4, n_head=4, n_positions=256, vocab_size=4096, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cli.plan_scaling import overtrained
 from penstock.config.load import read_file
 from penstock.config.plan import Plan
 from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ExitCode
+from penstock.planner.scaling_laws import BESIROGLU
 
 SMALL = ["plan", "gpt-7.5b", "--machine", "a100-80g", "--gpus", "16", "--global-batch", "128"]
 
@@ -86,6 +88,14 @@ def test_one_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "matrix products" in out
     assert "pipeline bubble" in out
     assert "GiB on the fullest device" in out
+    assert re.search(r"Activations of 8 micro-batches: .*mlp [\d.]+ GiB", out)
+    code, out, _ = run(
+        capsys, "plan", "gpt-175b", "--machine", "a100-80g", "--explain", line, "--json", "--tokens", "1e9"
+    )
+    assert code == 0
+    data = json.loads(out)
+    assert data["gpus"] == data["layouts"][0]["gpus"] == 64
+    assert data["layouts"][0]["days"] > 0
 
 
 def test_scaling_laws_disagree_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +107,29 @@ def test_scaling_laws_disagree_by_name(capsys: pytest.CaptureFixture[str]) -> No
     code, out, _ = run(capsys, "plan", "--budget-gpu-hours", "1e5", "--served-tokens", "1e12", "--json")
     assert code == 0
     assert len(json.loads(out)["allocations"]) == 7
+
+
+def test_the_page_of_scaling_laws_says_how_far_they_disagree(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "laws.html"
+    code, out, _ = run(capsys, "plan", "--compute", "1e22", "--served-tokens", "1e12", "--html", str(page))
+    assert code == 0
+    assert "trained to the same loss" in out
+    text = page.read_text(encoding="utf-8")
+    assert "give 92.6 where Besiroglu et al.&#x27;s refit of the same points gives 18.4" in text
+    assert "Over-training by Besiroglu 2024" in text
+    assert text.count("<svg") == 1
+
+
+def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve() -> None:
+    free = overtrained(BESIROGLU, 1e22, 0.0)
+    assert free[0]["total_flops"] == pytest.approx(1e22)
+    costs = [one["training_flops"] for one in free]
+    assert costs == sorted(costs)
+    served = overtrained(BESIROGLU, 1e22, 1e14)
+    assert served[0]["total_flops"] > served[2]["total_flops"]
+    assert served[0]["total_flops"] == pytest.approx(1e22 + 2e14 * served[0]["parameters"])
 
 
 @pytest.mark.parametrize(
@@ -113,6 +146,14 @@ def test_scaling_laws_disagree_by_name(capsys: pytest.CaptureFixture[str]) -> No
         (["plan", "gpt-1t", "--gpus", "8"], ExitCode.OUT_OF_MEMORY, "To make it fit: use "),
         (["plan", "gpt2", "--tokens", "1", "--images", "1"], ExitCode.CONFIG, "both given"),
         (["plan", "vit-b16", "--sequence", "5"], ExitCode.CONFIG, "follow from its image"),
+        (
+            ["plan", "gpt2", "--explain", "tp=2", "--toml", "x.toml"],
+            ExitCode.CONFIG,
+            "--explain was given with --toml",
+        ),
+        (["plan", "gpt2", "--compute", "1e20"], ExitCode.CONFIG, "--compute was given with a model"),
+        (["plan", "--compute", "1e20", "--budget-gpu-hours", "1"], ExitCode.CONFIG, "were both given"),
+        (["plan", "--compute", "-1"], ExitCode.CONFIG, "must be above 0"),
     ],
 )
 def test_bad_input_says_what_to_do(

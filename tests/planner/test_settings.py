@@ -70,6 +70,20 @@ def test_sequence_parallelism_costs_no_time_and_saves_memory() -> None:
     assert with_.seconds["pointwise"] < without.seconds["pointwise"]
 
 
+def test_activations_by_kind_are_all_of_them() -> None:
+    for changes in (
+        {}, {"recompute": "full", "recompute_every": 2}, {"recompute": "full"}, {"attention": "plain"},
+        {"tp": 2, "pp": 4, "dp": 1, "sharding": "ddp", "sp": False},
+    ):  # fmt: skip
+        one = at(**changes)
+        assert sum(one.activations.values()) == pytest.approx(one.memory["activations"], rel=1e-6), changes
+    assert set(at(recompute="full").activations) == {"checkpoints"}
+    assert at(attention="plain").activations["scores"] > 10 * at().activations["scores"]
+    assert at(tp=2, pp=4, dp=1, sharding="ddp", sp=False).micro_batches_held == 4
+    vit = predict(PRESETS["vit-b16"], A100, Plan(micro_batch=64))
+    assert sum(vit.activations.values()) == vit.memory["activations"]
+
+
 def test_fused_attention_keeps_no_scores() -> None:
     assert at(attention="plain").memory["activations"] > 1.5 * at().memory["activations"]
     assert at(attention="plain").seconds["attention"] > at().seconds["attention"]

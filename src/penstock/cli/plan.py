@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from penstock.planner.search import Found
 
 GIB = 2**30
-ASSUMED_MFU = 0.45
-"""What a budget of device hours is turned into FLOPs with, where no model says better."""
 
 
 def plan(
@@ -71,22 +69,23 @@ def plan(
     With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
     """
     if compute is not None or budget_gpu_hours is not None:
-        return _scaling(load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json)
+        _only_search("--compute", {"a model": model, "--explain": explain, "--toml": toml})
+        return _scaling(
+            load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json, html=html
+        )
     config = named_model(model, sequence)
     device = load_machine(machine)
+    samples = _samples(config, tokens, images, epochs)
+    question = {"model": model, "machine": device.name, "gpus": gpus, "samples": samples, "price": price}
     if explain is not None:
-        from penstock.planner.explain import explain as words
-
-        print("\n".join(words(config, device, Plan.parse(explain))))
-        return int(ExitCode.DONE)
+        _only_search("--explain", {"--toml": toml, "--html": html, "--base": base})
+        return _explain(config, device, Plan.parse(explain), question, as_json=json)
     fixed = None if base is None else Plan.parse(base)
     from penstock.planner.search import explore, nothing_fits
 
     found = explore(config, device, gpus, global_batch=global_batch, base=fixed, keep=None)
     if not found.predictions:
         raise OutOfMemory(nothing_fits(config, device, gpus, found))
-    samples = _samples(config, tokens, images, epochs)
-    question = {"model": model, "machine": device.name, "gpus": gpus, "samples": samples, "price": price}
     levers = _levers(config, device, gpus, found, fixed) if sensitivity or html else []
     if toml is not None:
         _write(toml, f'model = "{model}"\n\n' + _plan_toml(found.predictions[0].plan))
@@ -98,6 +97,63 @@ def plan(
         print(json_module.dumps(as_data(question, found, top, levers, device), indent=1))
     else:
         _show(config, device, gpus, found, top, samples, price, levers if sensitivity else [])
+    return int(ExitCode.DONE)
+
+
+def _only_search(option: str, others: dict[str, Any]) -> None:
+    """Refuse what would be left aside beside `option`."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{option} was given with {' and '.join(given)}, which it has no use for; leave one out."
+        )
+
+
+def _explain(
+    config: ViTConfig | TransformerConfig,
+    machine: Machine,
+    line: Plan,
+    question: dict[str, Any],
+    *,
+    as_json: bool,
+) -> int:
+    """One layout in sentences, or as JSON in the form of a search that found only this."""
+    from penstock.planner.explain import explain as words
+    from penstock.planner.prediction import predict
+
+    one = predict(config, machine, line)
+    if as_json:
+        print(
+            json_module.dumps(
+                question | {"gpus": one.gpus, "layouts": [_layout(one, question, machine)]}, indent=1
+            )
+        )
+        return int(ExitCode.DONE)
+    print("\n".join(words(config, machine, line)))
+    said = totals(one, question["samples"], machine, question["price"])
+    if said:
+        print(", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in said.items()))
+    return int(ExitCode.DONE)
+
+
+def _scaling(
+    machine: Machine,
+    compute: float | None,
+    hours: float | None,
+    served: float,
+    *,
+    as_json: bool,
+    html: Path | None,
+) -> int:
+    from penstock.cli import plan_scaling
+
+    flops = plan_scaling.compute_of(machine, compute, hours)
+    if html is not None:
+        _write(html, plan_scaling.scaling_page(machine, flops, hours, served))
+    if as_json:
+        print(plan_scaling.as_json(flops, served))
+    else:
+        print(plan_scaling.as_text(machine, flops, hours, served))
     return int(ExitCode.DONE)
 
 
@@ -144,13 +200,7 @@ def as_data(
     question: dict[str, Any], found: Found, top: int, levers: list[Any], machine: Machine
 ) -> dict[str, Any]:
     """The answer as plain data, units in the names."""
-    layouts = []
-    for one in found.predictions[:top]:
-        entry: dict[str, Any] = plain(one)
-        entry["plan"] = one.plan.line()
-        entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
-        entry |= totals(one, question["samples"], machine, question["price"])
-        layouts.append(entry)
+    layouts = [_layout(one, question, machine) for one in found.predictions[:top]]
     return {
         **question,
         "layouts_tried": found.tried,
@@ -160,6 +210,13 @@ def as_data(
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
     }
+
+
+def _layout(one: Prediction, question: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    entry: dict[str, Any] = plain(one)
+    entry["plan"] = one.plan.line()
+    entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
+    return entry | totals(one, question["samples"], machine, question["price"])
 
 
 def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
@@ -265,36 +322,3 @@ def _show(
         console.print("what would help most:")
         for lever in levers:
             console.print(f"  {lever.gain:+.1%}  {lever.words}", soft_wrap=True)
-
-
-def _scaling(
-    machine: Machine, compute: float | None, hours: float | None, served: float, *, as_json: bool
-) -> int:
-    from penstock.planner.scaling_laws import LAWS, optima
-
-    if compute is None:
-        peak = (
-            machine.peak_flops.get("bf16")
-            or machine.peak_flops.get("fp16")
-            or max(machine.peak_flops.values())
-        )
-        compute = (hours or 0.0) * 3600 * peak * ASSUMED_MFU
-    if not compute > 0:
-        raise ConfigError(f"--compute is {compute:g} FLOPs, but must be above 0.")
-    found = [plain(one) | {"tokens_per_parameter": one.tokens_per_parameter} for one in optima(compute)]
-    for law in LAWS if served else ():
-        smaller = law.with_inference(law.optimum(compute), served)
-        name = f"{law.name}, serving {served:.3g} tokens"
-        found.append(plain(smaller) | {"law": name, "tokens_per_parameter": smaller.tokens_per_parameter})
-    if as_json:
-        print(json_module.dumps({"compute_flops": compute, "allocations": found}, indent=1))
-        return int(ExitCode.DONE)
-    if hours is not None:
-        print(f"{hours:,.4g} hours of {machine.name} at an assumed MFU of {ASSUMED_MFU:.0%}")
-    print(f"{compute:.4g} FLOPs of training, C = 6 N D. The laws disagree: each was fitted to other runs.")
-    for one in found:
-        print(
-            f"  {one['law']:45s} {one['parameters'] / 1e9:10.4g} B parameters {one['tokens'] / 1e9:10.5g} B tokens "
-            f"{one['tokens_per_parameter']:8.3g} per parameter  loss {one['loss']:.4f}"
-        )
-    return int(ExitCode.DONE)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from penstock.ladder.tensor_memory import TensorMemory
 from penstock.planner.operations import Op, OpKind
 from penstock.planner.time import Workload
 
@@ -31,9 +32,12 @@ def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
     """
     recorder = _Recorder()
     kept = _Kept(model)
-    with recorder:
+    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *given])
+    with living, recorder:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
             value = loss(model, batch)
+        kept.let_go()
         recorder.phase = "backward"
         value.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
@@ -44,6 +48,7 @@ def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
         parameters=sum(parameter.numel() for parameter in trained),
         tensors=len(trained),
         activation_bytes=kept.bytes,
+        working_bytes=max(0, living.peak - kept.bytes),
     )
 
 
@@ -54,6 +59,10 @@ class _Kept:
         self.bytes = 0
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._alive: list[Tensor] = []  # so that no address is used twice while counting
+
+    def let_go(self) -> None:
+        """Stop holding what was kept, once all is counted: backward frees it as it goes."""
+        self._alive.clear()
 
     def pack(self, saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()

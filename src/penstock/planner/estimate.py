@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.iteration import Memo, held_parameters, iteration
 from penstock.planner.layout import layout_problems
-from penstock.planner.memory_model import memory
+from penstock.planner.memory_model import activation_kinds, in_flight, memory
 from penstock.planner.outcome import Prediction
 from penstock.planner.rates import FUSED, Rates, rates_of
 from penstock.planner.shapes import Shape, shape_of
@@ -59,6 +59,8 @@ def prediction(
         peak_name=rates.peak_name,
         seconds=step.seconds,
         memory={name: int(size) for name, size in parts.items()},
+        activations={n: int(size) for n, size in activation_kinds(shape, plan, parts["activations"]).items()},
+        micro_batches_held=in_flight(plan) if plan.pp > 1 else 1.0,
         gpus=gpus,
         global_batch=batch,
         tokens_per_sample=shape.samples_are_tokens,

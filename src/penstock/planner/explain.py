@@ -73,6 +73,13 @@ def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) 
             lines.append(
                 f"  {size / GIB:10.2f} GiB  {size / one.memory_bytes:6.1%}  {MEMORY_WORDS.get(name, name)}"
             )
+    if one.activations:
+        kinds = sorted(one.activations.items(), key=lambda item: -item[1])
+        said = ", ".join(
+            f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for name, size in kinds if size > GIB / 200
+        )
+        held = f" of {one.micro_batches_held:.3g} micro-batches" if plan.pp > 1 else ""
+        lines.append(f"Activations{held}: {said or 'less than 0.01 GiB'}.")
     return lines
 
 

@@ -109,6 +109,25 @@ def block_activations(block: Block, plan: Plan) -> dict[str, float]:
     return parts
 
 
+def activation_kinds(shape: Shape, plan: Plan, activations: float) -> dict[str, float]:
+    """`activations`, the part of `memory`, by kind: what each kind of one micro-batch takes of it."""
+    kinds: dict[str, float] = {}
+    for block in shape.blocks:
+        whole = block_activations(block, plan)
+        kept, _ = block_bytes(block, plan)
+        if plan.recompute in ("full", "early"):
+            inputs = plan.micro_batch * block.tokens / plan.cp / (plan.tp if plan.sp else 1) * block.width
+            checkpoint = inputs * (4 if plan.precision == "O0" else 2) / plan.recompute_every
+            kinds["checkpoints"] = kinds.get("checkpoints", 0.0) + block.count * checkpoint
+            share = max(0.0, kept - checkpoint) / sum(whole.values())
+        else:
+            share = 1.0
+        for name, size in whole.items():
+            kinds[name] = kinds.get(name, 0.0) + block.count * size * share
+    total = sum(kinds.values())
+    return {name: activations * size / total for name, size in kinds.items() if size > 0} if total else {}
+
+
 def weight_inputs(block: Block, plan: Plan) -> float:
     """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what is left of a
     micro-batch between the two halves of a split backward pass."""

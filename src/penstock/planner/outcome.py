@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.plan import Plan
 
@@ -34,6 +34,10 @@ class Prediction:
     """`iteration_seconds` by part."""
     memory: dict[str, int]
     """`memory_bytes` by part."""
+    activations: dict[str, int] = field(default_factory=dict)
+    """`memory["activations"]` by kind."""
+    micro_batches_held: float = 1.0
+    """Micro-batches whose activations the pipeline's first stage holds at its high-water mark; 1 without a pipeline."""
     gpus: int = 1
     global_batch: int = 0
     """Samples of one optimizer step, over all devices."""

@@ -7,7 +7,7 @@ from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
-from penstock.planner.activations import activation_bytes, working_bytes
+from penstock.planner.activations import activation_bytes, activation_parts, working_bytes
 from penstock.planner.counts import operations, parameters
 from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
@@ -48,6 +48,7 @@ def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
         parameters=parameters(model),
         tensors=parameter_tensors(model),
         activation_bytes=activation_bytes(model, batch, plan, device=device),
+        activation_parts=activation_parts(model, batch, plan, device=device),
         working_bytes=working_bytes(model, batch, plan, device=device),
     )
 
@@ -88,6 +89,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
         peak_name=peak_name,
         seconds=seconds,
         memory=memory,
+        activations=work.activation_parts if memory["activations"] else {},
         global_batch=work.samples * plan.accumulate,
         parameters=work.parameters,
         memory_limit_bytes=int(machine.memory_bytes),

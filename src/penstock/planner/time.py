@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from penstock.config.machine import GemmSample, Machine
@@ -63,6 +63,8 @@ class Workload:
     """Parameter tensors: an optimizer that loops launches its operators for each."""
     activation_bytes: int
     """Kept from forward for backward, under the plan at hand."""
+    activation_parts: dict[str, int] = field(default_factory=dict)
+    """The same by kind, where it is known."""
     working_bytes: int = 0
     """What the backward pass of the last block needs on top, while all others' activations are still kept."""
 

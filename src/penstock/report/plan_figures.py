@@ -158,3 +158,59 @@ def pareto(
     canvas.text(WIDTH - right, height - 6, "devices", size=12, anchor="end", fill="--muted")
     said = "; ".join(f"{devices:,.0f} devices: {seconds:.4g}" for devices, seconds, _ in points)
     return canvas.svg(title, said, alone=alone)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One line of a figure: its name and its points, (x, y) each above 0."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+
+
+def curves(lines: Sequence[Curve], *, title: str, x_label: str, y_label: str, alone: bool = False) -> str:
+    """Curves on logarithmic axes, a colour each, their ends named. Raises ValueError without any point."""
+    xs = [math.log10(x) for line in lines for x, _ in line.points]
+    ys = [math.log10(y) for line in lines for _, y in line.points]
+    if not xs:
+        raise ValueError("A figure of curves needs at least one point.")
+    height, left, right, top, bottom = 340.0, 84.0, 30.0, 60.0, 48.0
+    canvas = Canvas(WIDTH, height)
+    x_low, x_high = min(xs) - 0.06, max(xs) + 0.06
+    y_low, y_high = min(ys) - 0.06, max(ys) + 0.06
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            left + (math.log10(x) - x_low) / (x_high - x_low) * (WIDTH - left - right),
+            height - bottom - (math.log10(y) - y_low) / (y_high - y_low) * (height - top - bottom),
+        )
+
+    for mark in _marks(10**x_low, 10**x_high):
+        x, _ = place(mark, 10**y_low)
+        canvas.line(x, top, x, height - bottom, stroke="--line")
+        canvas.text(x, height - bottom + 18, f"{mark:g}", size=11.5, anchor="middle", fill="--muted")
+    for mark in _marks(10**y_low, 10**y_high):
+        _, y = place(10**x_low, mark)
+        canvas.line(left, y, WIDTH - right, y, stroke="--line")
+        canvas.text(left - 8, y + 4, f"{mark:.2g}", size=11.5, anchor="end", fill="--muted")
+    canvas.text(2, 16, y_label, size=12, fill="--muted")
+    canvas.text(WIDTH - right, height - 8, x_label, size=12, anchor="end", fill="--muted")
+    x = left
+    for i, line in enumerate(lines):
+        color = CURVE_COLORS[i % len(CURVE_COLORS)]
+        canvas.polyline([place(*point) for point in line.points], stroke=color, width=2)
+        for px, py in line.points:
+            canvas.circle(*place(px, py), 3.5, fill=color, tip=f"{line.label}: {px:.4g}, {py:.4g}")
+        canvas.rect(x, 30, 12, 12, fill=color, radius=2)
+        canvas.text(x + 17, 40, line.label, size=12, fill="--muted")
+        x += 6.6 * len(line.label) + 40
+    said = "; ".join(f"{line.label}: {len(line.points)} points" for line in lines)
+    return canvas.svg(title, said, alone=alone)
+
+
+def _marks(low: float, high: float) -> list[float]:
+    """Round numbers between two ends of a logarithmic axis: 1, 2 and 5 of each decade, or decades alone where many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
+    every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    return [mark for mark in every if low <= mark <= high]

@@ -1,0 +1,97 @@
+"""`penstock checkpoint`: what it prints, what it writes and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock import checkpoint
+from penstock.cli import main
+from penstock.config.load import to_dict
+from penstock.config.model import ViTConfig
+from penstock.config.run import RunConfig
+from penstock.models import create
+from penstock.models.convert import from_pretrained
+from penstock.testing.checkpoints import numbered, same_snapshot
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The output folder of a run with two checkpoints."""
+    for step in (3, 7):
+        checkpoint.save(tmp_path / "run" / "checkpoints", numbered(step))
+    return tmp_path / "run"
+
+
+def test_verify_says_what_is_whole_and_ends_with_5_where_something_is_not(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert "step-7 is whole" in capsys.readouterr().out
+    file = run / "checkpoints" / "step-7" / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert main(["checkpoint", "verify", str(run)]) == 5
+    assert "step-7 is refused: ema.safetensors has changed" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(run), "--step", "3"]) == 0
+    assert file.parent.is_dir(), "looking moves nothing"
+    assert main(["checkpoint", "verify", str(run), "--step", "4"]) == 2
+
+
+def test_list_shows_each_and_says_which_cannot_be_trusted(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == [3, 7]
+    assert all((row["ranks"], row["format"], row["plan"]) == (1, 2, "precision=O1") for row in rows)
+    file = run / "checkpoints" / "step-3" / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert main(["checkpoint", "list", str(run)]) == 0  # sizes are right
+    assert "sizes right" in capsys.readouterr().out
+    assert main(["checkpoint", "list", str(run), "--thorough"]) == 5
+    out = capsys.readouterr().out
+    assert "refused" in out
+    assert "verified" in out
+    assert main(["checkpoint", "list", str(run / "nothing")]) == 2
+
+
+def test_convert_rewrites_the_newest(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    assert main(["checkpoint", "convert", str(run), str(two), "--ranks", "2"]) == 0
+    assert "as 2 ranks" in capsys.readouterr().out
+    assert (two / "step-7" / "weights-1-of-2.safetensors").is_file()
+    assert main(["checkpoint", "convert", str(two), str(one)]) == 0
+    expected = numbered(7)
+    found = checkpoint.load(one / "step-7")
+    assert same_snapshot(found, checkpoint.Snapshot(**{**fields(expected), "local": {}}))
+    assert main(["checkpoint", "convert", str(two), str(one)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def fields(snapshot: checkpoint.Snapshot) -> dict[str, object]:
+    return {name: getattr(snapshot, name) for name in snapshot.__slots__}
+
+
+def test_export_writes_the_average_as_transformers_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vit = ViTConfig(depth=1, width=8, heads=2, mlp_width=16, image_size=8, patch_size=4, classes=3)
+    config = RunConfig(model=vit, output=str(tmp_path))
+    weights = create(vit).state_dict()
+    average = {name: tensor + 1 for name, tensor in weights.items()}
+    sets = {"weights": weights, "ema": average}
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(2, sets, {}, to_dict(config)))
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "a")]) == 0
+    assert "'ema' of" in capsys.readouterr().out
+    assert torch.equal(from_pretrained(tmp_path / "a").state_dict()["head.weight"], average["head.weight"])
+    options = ["--weights", "weights", "--names", "plain", "--shard-gb", "0.000001"]
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "b"), *options]) == 0
+    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "b" / file)[name], weights[name])
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "c"), "--weights", "x"]) == 2
+    assert "it has weights, ema" in capsys.readouterr().err

@@ -1,11 +1,10 @@
-"""Op lists as data, and what follows from them: casts, promotion, bans, nesting, compilation, checkpointing."""
+"""Op lists as data, and what they cast: the half and fp32 lists, promotion, bans, and the cache of weights."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,30 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
-    apply_modules,
     autocast_policy,
     default_lists,
     differences,
     region,
-    restore_modules,
 )
 from penstock.precision.lists.names import functions_of, name_of
 from penstock.precision.lists.op_lists import watched
+from penstock.testing.op_lists import GELU_FP32, accelerated
 
 HALVES = [torch.float16, torch.bfloat16]
-
-
-@contextmanager
-def accelerated(
-    lists: OpLists | None, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> Iterator[None]:
-    with torch.autocast(device, dtype=dtype), region(lists, device, dtype):
-        yield
 
 
 class TestData:
@@ -266,125 +255,6 @@ class TestPromotion:
                 assert x.dtype == mine
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.linear(self.norm(x))).exp()
-
-
-class Model(nn.Module):
-    def __init__(self, how: str = "plain") -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 4)
-        self.how = how
-        self.types: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = (
-                block(x)
-                if self.how == "plain"
-                else checkpoint(block, x, use_reentrant=self.how == "reentrant")
-            )
-            x = x / x.sum()
-        return self.head(x)
-
-
-GELU_FP32 = default_lists(torch.bfloat16, "cpu").with_(fp32=[F.gelu, torch.exp])
-
-
-def gradients(model: Model, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    model.zero_grad()
-    x = x.clone().requires_grad_()  # reentrant checkpointing needs one
-    with accelerated(GELU_FP32):
-        y = (model if forward is None else forward)(x)
-    y.float().square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-class TestWhereItRuns:
-    def reference(self) -> tuple[Model, Tensor, list[Tensor]]:
-        torch.manual_seed(0)
-        model, x = Model(), torch.randn(3, 8)
-        expected = gradients(model, x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model.zero_grad()
-            model(x).float().square().sum().backward()
-        plain = [p.grad for p in model.parameters()]
-        assert any(not torch.equal(a, b) for a, b in zip(expected, plain)), "the lists matter here"
-        return model, x, expected
-
-    def like(self, model: Model, how: str) -> Model:
-        other = Model(how)
-        other.load_state_dict(model.state_dict())
-        return other
-
-    def test_compiled_whole(self) -> None:
-        model, x, expected = self.reference()
-
-        def forward(x: Tensor) -> Tensor:
-            with accelerated(GELU_FP32):
-                return model(x)
-
-        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
-        apply_modules(model, GELU_FP32)
-        for found, wanted in zip(gradients(model, x, compiled), expected):
-            torch.testing.assert_close(found, wanted)
-
-    def test_compiled_blocks(self) -> None:
-        model, x, expected = self.reference()
-        other = self.like(model, "plain")
-        apply_modules(other, GELU_FP32)
-        for block in other.blocks:
-            block.compile(fullgraph=True, backend="aot_eager")
-        for found, wanted in zip(gradients(other, x), expected):
-            torch.testing.assert_close(found, wanted)
-
-    @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_checkpointed(self, how: str, compiled: bool) -> None:
-        model, x, expected = self.reference()
-        other = self.like(model, how)
-        apply_modules(other, GELU_FP32)
-        if compiled:
-            for block in other.blocks:
-                block.compile(fullgraph=True, backend="aot_eager")
-        for found, wanted in zip(gradients(other, x), expected):
-            torch.testing.assert_close(found, wanted)
-
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks when it resumes
-    def test_a_checkpoint_inside_compiled_code_breaks_the_graph_or_is_refused(self) -> None:
-        model, x, expected = self.reference()
-        other = self.like(model, "not reentrant")
-        apply_modules(other, GELU_FP32)
-        for found, wanted in zip(gradients(other, x, torch.compile(other, backend="aot_eager")), expected):
-            torch.testing.assert_close(found, wanted)
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="Compile the modules inside the checkpoint"):
-            gradients(other, x, torch.compile(other, fullgraph=True, backend="aot_eager"))
-
-    def test_nested_forwards(self) -> None:
-        lists = OpLists(fp32=("torch.exp",))
-        half = torch.ones(4, dtype=torch.bfloat16)
-        with accelerated(lists):
-            with accelerated(lists):
-                assert half.exp().dtype == torch.float32
-                assert len(_get_current_function_mode_stack()) == 1
-            assert half.exp().dtype == torch.float32
-        assert half.exp().dtype == torch.bfloat16
-        with accelerated(lists), pytest.raises(ConfigError, match="only the outer"):
-            region(OpLists(half=("torch.exp",)), "cpu", torch.bfloat16)
-
-    def test_no_lists_are_no_region(self) -> None:
-        with region(None, "cpu", torch.bfloat16):
-            assert _get_current_function_mode_stack() == []
-
-
 class TestCachedWeights:
     """Within one forward pass autocast casts a weight once; nothing of it may outlive the pass."""
 
@@ -433,145 +303,3 @@ class TestCachedWeights:
             with Count() as count, accelerated(GELU_FP32):
                 linear(linear(x))
             assert count.casts == 1
-
-
-class TestModules:
-    def types(self, model: nn.Module, lists: OpLists) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """Input and output type of each module in an accelerated pass."""
-        seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        handles = []
-        for name, module in model.named_modules():
-
-            def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-                seen[name] = (args[0].dtype, output.dtype)
-
-            handles.append(module.register_forward_hook(note))
-        with accelerated(lists):
-            model(torch.randn(3, 8))
-        for handle in handles:
-            handle.remove()
-        return seen
-
-    def test_by_name_pattern_and_class(self) -> None:
-        model = Model()
-        names = list(model.state_dict())
-        plain = self.types(model, default_lists(torch.bfloat16, "cpu"))
-        assert plain["head"][1] == plain["blocks.0.linear"][1] == torch.bfloat16
-        lists = default_lists(torch.bfloat16, "cpu").with_(
-            fp32_modules=("head", "blocks.1.*"), half_modules=(nn.LayerNorm,)
-        )
-        with pytest.raises(ConfigError, match="one place"):
-            lists.with_(half_modules=("head",))
-        apply_modules(model, lists)
-        found = self.types(model, lists)
-        assert found["head"][1] == found["blocks.1.linear"][1] == torch.float32
-        assert found["blocks.0.linear"][1] == torch.bfloat16
-        assert list(model.state_dict()) == names
-        assert type(model.head).__name__ == "Linear"
-        assert isinstance(model.head, nn.Linear)
-        restore_modules(model)
-        assert type(model.head) is nn.Linear
-        assert self.types(model, default_lists(torch.bfloat16, "cpu")) == plain
-
-    def test_half_modules_get_half_inputs(self) -> None:
-        model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
-        lists = OpLists(half_modules=("1",))
-        apply_modules(model, lists)
-        with accelerated(lists):
-            assert model(torch.randn(2, 8)).dtype == torch.bfloat16
-        assert model(torch.randn(2, 8)).dtype == torch.float32, "outside, it is as it was"
-
-    def test_an_fp32_module_is_fp32_throughout(self) -> None:
-        model = Model()
-        lists = OpLists(fp32_modules=("blocks.0",), half_modules=("blocks.0.linear",))
-        apply_modules(model, lists)
-        assert self.types(model, lists)["blocks.0.linear"][1] == torch.float32
-
-    @pytest.mark.parametrize("choice", ["haed", nn.Conv2d])
-    def test_what_fits_no_module_is_refused(self, choice: Any) -> None:
-        with pytest.raises(ConfigError, match=r"Did you mean 'head'|no module"):
-            apply_modules(Model(), OpLists(fp32_modules=(choice,)))
-
-    def test_a_replaced_forward_is_refused(self) -> None:
-        model = Model()
-        model.head.forward = lambda x: x  # type: ignore[method-assign]
-        with pytest.raises(ConfigError, match="replaced on the instance"):
-            apply_modules(model, OpLists(fp32_modules=("head",)))
-
-    def test_copies_and_pickles(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        lists = OpLists(fp32_modules=("1",))
-        apply_modules(model, lists)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with accelerated(lists):
-                assert other(torch.randn(2, 8)).dtype == torch.float32
-
-    def test_compiles(self) -> None:
-        model = Model()
-        lists = OpLists(fp32_modules=("head",))
-        apply_modules(model, lists)
-
-        def forward(x: Tensor) -> Tensor:
-            with accelerated(lists):
-                return model(x)
-
-        x = torch.randn(3, 8)
-        found = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, forward(x))
-
-
-class TestKept:
-    def test_norms_and_softmax_stay_half_on_cuda(self) -> None:
-        """Seen with fake tensors: what a GPU would do, without one."""
-        lists = default_lists(torch.bfloat16, "cuda")
-        with FakeTensorMode(), torch.no_grad():
-            model = nn.Sequential(
-                nn.LayerNorm(8, device="cuda"),
-                nn.RMSNorm(8, device="cuda"),
-                nn.GroupNorm(2, 8, device="cuda"),
-                nn.Softmax(-1),
-            )
-            x = torch.randn(3, 8, device="cuda", dtype=torch.bfloat16)
-            found = {}
-            for treated in (False, True):
-                apply_modules(model, lists if treated else None)
-                torch.set_autocast_enabled("cuda", True)
-                torch.set_autocast_dtype("cuda", torch.bfloat16)
-                found[treated] = [module(x).dtype for module in model]
-                assert model[0](x.float()).dtype == torch.float32, "an fp32 stream stays fp32"
-                torch.set_autocast_enabled("cuda", False)
-        assert found == {False: [torch.float32] * 4, True: [torch.bfloat16] * 4}
-        assert model[0].weight.dtype == torch.float32
-
-    def test_on_a_cpu_they_are_left_alone(self) -> None:
-        model = nn.Sequential(nn.LayerNorm(8))
-        apply_modules(model, default_lists(torch.bfloat16, "cpu"))
-        assert type(model[0]) is nn.LayerNorm
-
-    @pytest.mark.gpu
-    def test_keeping_pays(self) -> None:
-        """A norm over half activations, forward and backward: no copies in fp32, so less memory and less time."""
-        lists = default_lists(torch.bfloat16, "cuda")
-        norm = nn.Sequential(nn.LayerNorm(4096)).cuda()
-        x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        found = {}
-        for treated in (False, True, False, True):
-            apply_modules(norm, lists if treated else None)
-            for _ in range(3):  # the last is measured
-                torch.cuda.reset_peak_memory_stats()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                with torch.autocast("cuda", dtype=torch.bfloat16), region(lists, "cuda", torch.bfloat16):
-                    y = norm(x)
-                # What the next product is given; half, whoever makes it so.
-                y.to(torch.bfloat16).backward(torch.ones_like(x))
-                end.record()
-                torch.cuda.synchronize()
-                found[treated] = (start.elapsed_time(end), torch.cuda.max_memory_allocated(), y.detach())
-                x.grad = norm[0].weight.grad = norm[0].bias.grad = None
-        (slow, much, wide), (fast, little, narrow) = found[False], found[True]
-        assert narrow.dtype == torch.bfloat16
-        torch.testing.assert_close(narrow, wide.bfloat16())
-        assert fast < 0.8 * slow
-        assert little < 0.8 * much

@@ -120,7 +120,7 @@ class Meter:
             self._add(flat[start : start + at_once].float())
 
     def _add(self, values: Tensor) -> None:
-        # The bits of an fp32 are sign (1), exponent field (8) and fraction (23). All of this takes as long as frexp alone.
+        # The bits of an fp32 are sign (1), exponent field (8), fraction (23). All of this takes as long as frexp alone.
         bits = values.view(torch.int32) & 0x7FFFFFFF
         field = bits >> 23
         # A subnormal's bits are its value in units of 2^-149: as a float they have an exponent field of their own.

@@ -56,19 +56,22 @@ def run(
             unfit.append(error)
             raise
 
+    finished = True
     try:
         with when_imported("torch", install):
             run_script(script, arguments, module=module)
     except PenstockError as error:
+        finished = False
         place = None if error in unfit else place_in_script(error)
         print(f"penstock: {error}" + (f"\n  at {place}" if place else ""), file=sys.stderr)
         return int(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the script's own, shown as Python shows it
+        finished = False
         show(error)
         return 1
     finally:
         for interception in installed:
-            interception.remove()
+            interception.remove(finished=finished)
     return int(ExitCode.DONE)
 
 

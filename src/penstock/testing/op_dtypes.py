@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "linear")
 
 
-class ProductDtypes(TorchDispatchMode):
+class ProductDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, counts the floating types that products give."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -73,7 +73,6 @@ class Account:
             self.left("the script", "it made no optimizer of torch.optim, so it trains nothing")
         elif not self._accelerated and not self._told:
             self.left("the script", "no model that an optimizer trains was called with gradients")
-        self.tell()
 
 
 def _weights(models: Iterable[nn.Module]) -> str:

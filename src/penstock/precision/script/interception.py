@@ -78,8 +78,8 @@ class Interception:
         put(processes, "start_processes", spawning)
         return self
 
-    def remove(self) -> None:
-        """Undo `install`, and tell what has not been told."""
+    def remove(self, *, finished: bool = True) -> None:
+        """Undo `install`, and tell what has not been told; of a script that `finished`, also if it was nothing."""
         global _installed
         if _installed is not self:
             return
@@ -89,14 +89,15 @@ class Interception:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
-        if not self._plain:
+        if finished and not self._plain:
             self._account.conclude(self._pairing.made_count)
+        self._account.tell()
 
     def __enter__(self) -> Interception:
         return self.install()
 
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.remove(finished=kind is None)
 
     # -- what replaces torch's own
 

@@ -93,6 +93,10 @@ class Pairing:
         if not torch.is_grad_enabled():
             return
         root = unwrapped(module)
+        for own in [o for o in self._alive() if "_penstock" in o.__dict__]:
+            for model in gradients_beside(own).session.models:
+                self._leave(type(model).__name__, [own], "the script accelerates it itself")
+                self._seen.update(model.modules())
         if root in self._seen:
             return
         owned = self._owned(root)
@@ -116,8 +120,8 @@ class Pairing:
         owners = roots_owning(_ids(optimizer))
         if not owners:
             self._leave(name, [optimizer], "it trains no module's weights")
-        elif "torch._dynamo" in sys.modules:
-            # Compiled code called the model by itself; a class that changes makes it compile anew.
+        elif _compiles():
+            # Compiled code called the model by itself; its class changes now, which makes it compile anew.
             self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
         else:
             models = ", ".join(type(owner).__name__ for owner in owners)
@@ -173,7 +177,8 @@ class Pairing:
         models = [root]
         if precision.weights == "half" or not called:
             models, takers = self._all_that_belong(root, takers)
-            _refuse_shared(takers, precision)
+            if precision.master != "none":
+                _refuse_shared(takers, precision)
         accelerate(models, takers, **self._asked)
         self._accelerated += [weakref.ref(o) for o in takers if o not in self.accelerated]
         self._done(takers)
@@ -251,7 +256,7 @@ class Pairing:
             return "the script scales its loss with a GradScaler of its own"
         if root in self._ours:
             return None
-        if "_penstock_precision" in root.__dict__ or any("_penstock" in o.__dict__ for o in takers):
+        if "_penstock_precision" in root.__dict__:
             return "the script accelerates it itself"
         if self._is_accelerated(root, takers):
             return None
@@ -298,6 +303,12 @@ class Pairing:
                     f"{precision.level} replaces the weights of {name}, and {type(wrapper).__name__} holds on to those "
                     "that the script gave it; use --precision O1, or call penstock.accelerate before wrapping."
                 )
+
+
+def _compiles() -> bool:
+    """Whether torch.compile has compiled anything here."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

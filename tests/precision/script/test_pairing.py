@@ -1,0 +1,360 @@
+"""Which models and optimizers find each other, when, and what is left alone or refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, Optimizer
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.precision.script import Interception
+from penstock.precision.script import pairing as pairing_module
+from penstock.testing.op_dtypes import ProductDtypes
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+@contextmanager
+def _run(precision: str = "O1", **options: Any) -> Iterator[list[str]]:
+    told: list[str] = []
+    with Interception(precision=precision, say=told.append, **options):
+        yield told
+
+
+def _products(model: Any, x: Tensor = X) -> set[torch.dtype]:
+    with ProductDtypes() as seen:
+        model(x)
+    return set(seen.counts)
+
+
+BF16, FP32 = {torch.bfloat16}, {torch.float32}
+
+
+def _torchs_own() -> list[Any]:
+    return [
+        Optimizer.__init__, Optimizer.add_param_group, nn.Module.__call__, nn.Module.zero_grad,
+        torch.autograd.backward, torch.amp.GradScaler.__init__, torch.multiprocessing.start_processes,
+    ]  # fmt: skip
+
+
+def test_all_is_undone() -> None:
+    before = _torchs_own()
+    with _run():
+        model = _net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        assert all(now is not was for now, was in zip(_torchs_own(), before))
+        model(X).sum().backward()
+        assert nn.Module.__call__ is before[2], "modules are watched only while an optimizer waits"
+        optimizer.step()
+    assert all(now is was for now, was in zip(_torchs_own(), before))
+    with pytest.raises(ZeroDivisionError), _run():
+        raise ZeroDivisionError
+    assert all(now is was for now, was in zip(_torchs_own(), before))
+
+
+def test_o0_changes_nothing() -> None:
+    before = _torchs_own()
+    with _run("O0") as told:
+        assert all(now is was for now, was in zip(_torchs_own(), before))
+    assert told == []
+
+
+def test_one_at_a_time() -> None:
+    with _run(), pytest.raises(ConfigError, match="already runs under"):
+        Interception(say=print).install()
+
+
+def test_evaluation_comes_first_and_stays_plain() -> None:
+    model = _net()
+    with _run() as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            assert _products(model) == FP32
+        assert _products(model) == BF16
+        with torch.no_grad():
+            assert _products(model) == BF16
+        model(X).sum().backward()
+        assert told == []
+        optimizer.step()
+        assert len(told) == 1
+        optimizer.step()
+        assert len(told) == 1
+    assert len(told) == 1
+    assert told[0].startswith("penstock: O1 in bf16: ")
+    assert told[0].splitlines()[1:] == [
+        "penstock:   accelerated Sequential (58 weights), trained by SGD (4 tensors)"
+    ]
+
+
+def test_the_outermost_call_is_what_is_accelerated() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = _net(), _net()
+
+        def train_left(self) -> Tensor:
+            return self.left(X)  # type: ignore[no-any-return]
+
+    both = Both()
+    with _run() as told:
+        optimizer = SGD(both.parameters(), lr=0.1)
+        both.train_left().sum().backward()
+        optimizer.step()
+        assert _products(both.right) == BF16
+        assert "_penstock_precision" not in both.__dict__
+        assert "_penstock_precision" not in both.left[0].__dict__
+    assert told[0].count("accelerated") == 1
+    assert told[1].endswith("accelerated Sequential (58 weights), trained by the same")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_half_weights_reach_every_model_of_an_optimizer_at_once(level: str) -> None:
+    first, second = _net(), _net()
+    with _run(level):
+        optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        other = Adam(second[0].parameters(), lr=0.1) if level == "O3" else None
+        first(X)
+        assert {p.dtype for p in (*first.parameters(), *second.parameters())} == BF16
+        assert _products(second) == BF16
+        second(X).sum().backward()
+        optimizer.step()
+    assert {v.dtype for v in second.state_dict().values()} == FP32
+    assert other is None or other.param_groups
+
+
+def test_models_that_nobody_trains_are_left_alone() -> None:
+    teacher, student = _net(), _net()
+    with _run() as told:
+        optimizer = SGD(student.parameters(), lr=0.1)
+        assert _products(teacher) == FP32
+        (student(X) - teacher(X)).square().sum().backward()
+        optimizer.step()
+        assert _products(teacher) == FP32
+    assert "left alone Sequential: no optimizer trains it" in told[0]
+
+
+def test_an_optimizer_of_free_tensors_is_left_alone() -> None:
+    image = torch.zeros(3, 4, requires_grad=True)
+    net = _net()
+    with _run() as told:
+        optimizer = Adam([image], lr=0.1)
+        net(image).sum().backward()
+        optimizer.step()
+        assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+    assert any("left alone Adam: it trains no module's weights" in text for text in told)
+
+
+def test_a_module_that_is_never_called_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing_module, "_compiles", lambda: False)  # other tests may have
+    model = _net()
+    with _run() as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model[0].weight.square().sum().backward()
+        optimizer.step()
+    assert "Sequential was trained without being called" in told[0]
+
+
+def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing_module, "_PATIENCE", 3)
+    model, idle = _net(), nn.Linear(4, 2)
+    free = nn.Parameter(torch.ones(()))
+    original = nn.Module.__call__
+    with _run() as told:
+        optimizer = SGD([*model.parameters(), *idle.parameters(), free], lr=0.1)
+        for _ in range(3):
+            assert nn.Module.__call__ is not original
+            model(X).sum().backward()
+            optimizer.step()
+        assert nn.Module.__call__ is original
+        free_only = SGD([*_net().parameters(), free], lr=0.1)
+    assert told[-1] == (
+        "penstock: left alone Linear: weights of its own that it was not called with in 3 steps"
+    )
+    assert free_only.param_groups
+
+
+def test_nothing_to_do_is_said() -> None:
+    with _run() as told:
+        pass
+    assert told == [
+        "penstock: left alone the script: it made no optimizer of torch.optim, so it trains nothing"
+    ]
+    with _run() as told:
+        optimizer = SGD(_net().parameters(), lr=0.1)
+    assert "no model that an optimizer trains was called" in told[0]
+    assert optimizer.param_groups
+
+
+def test_optimizers_that_are_gone_are_not_waited_for() -> None:
+    model = _net()
+    with _run():
+        SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        assert _products(model) == FP32
+        assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_second_optimizer_for_the_same_model(dtype: str) -> None:
+    model = _net()
+    with _run(dtype=dtype) as told:
+        for lr in (0.1, 0.01):
+            optimizer = SGD(model.parameters(), lr=lr)
+            before = model[0].weight.detach().clone()
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(X).mean().backward()
+                optimizer.step()
+            assert not torch.equal(before, model[0].weight)
+            assert before.isfinite().all()
+    assert len(told) == 1 or dtype == "bf16" or told[1].count("accelerated") == 1
+
+
+def test_what_master_weights_cannot_follow_is_refused() -> None:
+    model = _net()
+    with _run("O2"):
+        optimizer = SGD(model[0].parameters(), lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        with pytest.raises(ConfigError, match=r"adds parameters.*use --precision O1"):
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        second = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=r"makes another SGD.*use --precision O1"):
+            model(X)
+    shared = _net()
+    with _run("O2"):
+        pair = SGD(shared.parameters(), lr=0.1), Adam(shared.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=r"SGD and Adam train the same weights.*O1"):
+            shared(X)
+    assert second.param_groups
+    assert len(pair) == 2
+
+
+def test_parameters_may_be_added_where_weights_stay() -> None:
+    model = _net()
+    with _run():
+        optimizer = SGD(model[0].parameters(), lr=0.1)
+        model(X).sum().backward()
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        before = model[2].weight.detach().clone()
+        optimizer.step()
+    assert not torch.equal(before, model[2].weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_distributed_data_parallel(level: str, tmp_path: Any) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    try:
+        model = DistributedDataParallel(_net())
+        with _run(level):
+            optimizer = SGD(model.parameters(), lr=0.1)
+            if level == "O2":
+                with pytest.raises(ConfigError, match=r"DistributedDataParallel holds on.*--precision O1"):
+                    model(X)
+            else:
+                model(X).sum().backward()
+                optimizer.step()
+                assert _products(model) == BF16
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- scripts with mixed precision of their own
+
+
+def test_own_autocast() -> None:
+    model = _net()
+    with _run() as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(X)
+        assert "_penstock_precision" not in model.__dict__
+    assert told == ["penstock: left alone Sequential: it runs under the script's own torch.autocast"]
+    assert optimizer.param_groups
+
+
+def test_own_grad_scaler() -> None:
+    model = _net()
+    with _run(dtype="fp16") as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(X).sum()).backward()
+        scaler.step(optimizer)
+    assert "GradScaler of its own" in told[0]
+    for weight, theirs in zip(model.parameters(), _net().parameters()):
+        assert weight.dtype == theirs.dtype
+
+
+def test_a_grad_scaler_that_comes_too_late() -> None:
+    model = _net()
+    with _run(dtype="fp16"):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        torch.amp.GradScaler("cpu", enabled=False)
+        with pytest.raises(ConfigError, match="scaled twice"):
+            torch.amp.GradScaler("cpu")
+    assert optimizer.param_groups
+
+
+def test_a_script_that_calls_penstock_itself() -> None:
+    model = _net()
+    with _run() as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        penstock.accelerate(model, optimizer, precision="O2")
+        model(X).sum().backward()
+        optimizer.step()
+    assert told == ["penstock: left alone Sequential: the script accelerates it itself"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.bfloat16, "half weights"), (torch.float64, "torch.float64")]
+)
+def test_weights_of_other_types(dtype: torch.dtype, words: str) -> None:
+    model = _net().to(dtype)
+    with _run() as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(X.to(dtype)).sum().backward()
+        optimizer.step()
+    assert words in told[0]
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_engines_with_mixed_precision_of_their_own_are_refused() -> None:
+    engine = type("DeepSpeedEngine", (nn.Sequential,), {"__module__": "deepspeed.runtime.engine"})(_net())
+    with _run():
+        optimizer = SGD(engine.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="DeepSpeed, which has mixed precision of its own"):
+            engine(X)
+    assert optimizer.param_groups
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "o1"}, "begins with a small o"),
+        ({"dtype": "int8"}, "int8"),
+        ({"precision": "O2", "master": "remainder"}, "makes a new optimizer"),
+        ({"precision": "O3", "dtype": "fp16", "loss_scale": 8.0}, "use O2"),
+        ({"nonsense": 1}, "no property"),
+        ({"precision": "O0", "dtype": "bf16"}, "no effect with O0"),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Interception(say=print, **options)

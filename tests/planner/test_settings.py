@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import KernelSample, Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.transformer import TRANSFORMERS
@@ -152,6 +152,31 @@ def test_one_device_and_several_agree_on_a_vision_model() -> None:
     layouts = predict(PRESETS["vit-l16"], A100, replace(plan, sharding="zero1"))
     assert layouts.iteration_seconds == pytest.approx(one.iteration_seconds, rel=0.25)
     assert layouts.parameters == one.parameters
+
+
+def test_operators_and_layouts_predict_a_cpu_alike() -> None:
+    kernels = [
+        KernelSample(name=name, per_second=rate)
+        for name, rate in (
+            ("gelu", 1.1e9), ("gelu_backward", 8e8), ("norm", 2e9), ("norm_backward", 2e9), ("softmax", 7e8),
+        )
+    ] + [
+        KernelSample(name="attention", per_second=5e10, tokens=197, features=64),
+        KernelSample(name="attention_backward", per_second=4.5e10, tokens=197, features=64),
+    ]  # fmt: skip
+    cpu = Machine(
+        name="desk", device="cpu", source="measured", peak_flops={"fp32": 9e10}, memory_bytes=16e9,
+        memory_bytes_per_second=2e10, launch_seconds=3e-6, operator_seconds=23e-6, kernels=tuple(kernels),
+    )  # fmt: skip
+    for name, line in (
+        ("vit-s16", "micro_batch=4"),
+        ("vit-b16", "micro_batch=1"),
+        ("vit-digits", "micro_batch=8"),
+    ):
+        plan = Plan.parse(f"{line} optimizer=fused host_memory=keep")
+        alone = predict(PRESETS[name], cpu, plan)
+        layout = predict(PRESETS[name], cpu, replace(plan, sharding="zero1"))
+        assert layout.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=0.08), name
 
 
 def test_a_cpu_is_predicted_by_what_was_measured() -> None:

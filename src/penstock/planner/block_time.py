@@ -7,6 +7,7 @@ query heads, K of all key heads, M hidden width; t the tensor parallel degree.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from penstock.config.plan import Plan
@@ -18,6 +19,7 @@ from penstock.planner.collectives import (
     reduce_seconds,
 )
 from penstock.planner.gemm import attention_padding, gemm_seconds
+from penstock.planner.host_time import kernel_rate
 from penstock.planner.rates import FUSED, Rates
 from penstock.planner.shapes import Block
 
@@ -159,11 +161,13 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
         if not rates.cpu:
             flops *= attention_padding(block.tokens, seen)
         moved = 4.0 * tokens * heads * block.features * rates.compute
-        once = max(flops / rates.attention, moved / rates.memory) + rates.kernel_seconds
-        back = (
-            max(BACKWARD_ATTENTION * flops / rates.attention_backward, 2.5 * moved / rates.memory)
-            + rates.kernel_seconds
-        )
+        measured = [
+            kernel_rate(rates.kernels, name, block.tokens, block.features)
+            for name in ("attention", "attention_backward")
+        ]
+        ahead, behind = measured[0] or rates.attention, measured[1] or rates.attention_backward
+        once = max(flops / ahead, moved / rates.memory) + rates.kernel_seconds
+        back = max(BACKWARD_ATTENTION * flops / behind, 2.5 * moved / rates.memory) + rates.kernel_seconds
         forward.attention += once
         backward.attention += back
         again = once if plan.recompute != "selective" or plan.attention != "auto" else 0.0
@@ -251,6 +255,13 @@ def _pointwise(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
         cast = (3 * block.width + 2 * hidden) * (2 * c + 1)
         once += cast
         back += cast
+    if rates.kernels:
+        computed = {"norm": block.norms * d, "gelu": hidden}
+        for name, elements in computed.items():
+            forward.pointwise += tokens * elements / (kernel_rate(rates.kernels, name, 0, 0) or math.inf)
+            backward.pointwise += (
+                tokens * elements / (kernel_rate(rates.kernels, f"{name}_backward", 0, 0) or math.inf)
+            )
     kernels = 8 if fused else 14
     forward.pointwise += tokens * once / rates.memory + kernels * rates.kernel_seconds
     backward.pointwise += tokens * back / rates.memory + kernels * rates.kernel_seconds

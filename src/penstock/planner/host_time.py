@@ -13,6 +13,9 @@ from functools import lru_cache
 from penstock.config.machine import KernelSample, Machine
 from penstock.planner.operations import Op
 
+IN_PLACE = 0.75
+"""Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
+third array, whose lines are first read, four accesses for the three that are counted."""
 NEAREST = 2
 """Measured shapes between which a kernel's rate is interpolated."""
 TRACED_BACKWARD = 1.25

@@ -29,6 +29,7 @@ from penstock.planner.collectives import (
     send_seconds,
 )
 from penstock.planner.gemm import gemm_seconds
+from penstock.planner.host_time import IN_PLACE
 from penstock.planner.layout import stage_blocks
 from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import Rates
@@ -133,7 +134,9 @@ def iteration(
     held = held_parameters(shape, plan) if held is None else held
     seconds["data"] += _reduction(shape, rates, plan, held, stage)
     moved, launched = optimizer_traffic(held, plan)
-    seconds["optimizer"] = moved / rates.memory + _accumulation(rates, plan, held)
+    seconds["optimizer"] = moved * (IN_PLACE if rates.cpu else 1.0) / rates.memory + _accumulation(
+        rates, plan, held
+    )
     if plan.gpus > 1:
         seconds["step"] = rates.step_seconds
     group, outer = data_group(rates, plan)

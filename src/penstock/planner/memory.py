@@ -9,6 +9,7 @@ the other, layer by layer.
 from __future__ import annotations
 
 from penstock.config.plan import Plan
+from penstock.planner.states import master_size
 from penstock.planner.time import Workload
 
 
@@ -25,7 +26,7 @@ def step_memory(work: Workload, plan: Plan) -> dict[str, int]:
     parts = {"weights": weights, "optimizer": 2 * work.parameters * number}
     gradients = weights
     if plan.precision == "O2":
-        parts["master_weights"] = work.parameters * number
+        parts["master_weights"] = int(work.parameters * master_size(plan))
         # Collected in fp32 for the master weights.
         gradients += work.parameters * number
     # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.machine import Machine
+from penstock.config.machine import KernelSample, Machine
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
@@ -37,6 +37,8 @@ class Rates:
     kernel_seconds: float
     launch_seconds: float
     cpu: bool
+    kernels: tuple[KernelSample, ...]
+    """What was measured of a CPU's operators in fp32; none in other types."""
     stream: int
     """Bytes of a number of the residual stream."""
     compute: int
@@ -114,9 +116,12 @@ def _rates(
         attention_backward=backward,
         memory=(machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share),
         multiprocessors=machine.multiprocessors or DEFAULT_MULTIPROCESSORS,
-        kernel_seconds=machine.launch_seconds if cpu else constants.kernel_seconds,
+        kernel_seconds=(machine.operator_seconds or machine.launch_seconds)
+        if cpu
+        else constants.kernel_seconds,
         launch_seconds=machine.launch_seconds,
         cpu=cpu,
+        kernels=machine.kernels if precision == "O0" else (),
         stream=4 if precision == "O0" or (precision == "O1" and not gathered) else 2,
         compute=compute,
         linear=1 if type_ == "fp8" else compute,

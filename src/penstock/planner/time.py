@@ -19,7 +19,7 @@ from penstock.config.machine import GemmSample, Machine
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT
 from penstock.planner.gemm import Chip, attention_padding, tiled_seconds
-from penstock.planner.host_time import TRACED_BACKWARD, host_seconds
+from penstock.planner.host_time import IN_PLACE, TRACED_BACKWARD, host_seconds
 from penstock.planner.operations import Op
 from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, rates_of
 
@@ -28,9 +28,6 @@ RETURNED_SHARE = 0.2
 """Share of a step's activations that glibc hands back to the kernel and faults in again, left to itself. It depends on
 what happens to lie at the top of the heap: 0 to 0.3 of the pages were counted in steps of six models and batches, 0.5
 in a seventh."""
-IN_PLACE = 0.75
-"""Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
-third array, whose lines are first read, four accesses for the three that are counted."""
 UPDATE_LAUNCHES = 4
 """Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 NEAR_SAMPLES = 4

@@ -25,6 +25,8 @@ from penstock.optim.clip import gradients_of
 from penstock.parallel import DataParallel, World, recompute_blocks, replicate, shard, world_of
 from penstock.parallel.unmade import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
+from penstock.precision.fp8_linear import convert_to_fp8
+from penstock.precision.remainders import complete
 from penstock.train.step import Loss, TrainStep, classification_loss
 
 __all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
@@ -111,6 +113,8 @@ def build(
 
     # Cast on the way to the device, and before anything keeps a reference to a parameter.
     module = cast_model(module, plan, device)
+    if plan.fp8:
+        convert_to_fp8(module, device=device)
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
 
@@ -142,8 +146,11 @@ def build(
             recipe.eps,
         )
 
-    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
-    masters = None if sharded else _masters(module, optimizer, plan)
+    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones; or
+    # both share them, the model the upper 16 bits of each and the optimizer the others.
+    masters = None if sharded or plan.master == "remainder" else _masters(module, optimizer, plan)
+    if plan.master == "remainder":
+        (optimizer,) = complete([optimizer], [module])
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if world is not None and not world.alone and not sharded:

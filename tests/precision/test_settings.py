@@ -56,6 +56,7 @@ def test_other_levels_are_listed(typed: str) -> None:
         ("O1", "bf16", {"norms": "half"}, "contradicts weights='fp32'"),
         ("O2", "fp16", {"master": "remainder"}, "fp16's shorter exponent"),
         ("O3", "bf16", {"fp8": "tensorwise"}, "needs autocast=True"),
+        ("O1", "fp16", {"fp8": "tensorwise"}, "needs dtype='bf16'"),
         ("O1", "fp8", {}, "choose bf16, fp16 or auto"),
         ("O1", "fp16", {"loss_scale": -1.0}, "finite number above 0"),
         ("O1", "fp16", {"loss_scale": True}, "finite number above 0"),

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
 HalfDtype = Literal["bf16", "fp16"]
+Master = Literal["copy", "remainder"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 Layout = Literal["batch_first", "batch_second"]
@@ -39,7 +40,7 @@ _COUNTS = (
 )  # fmt: skip
 # What the planner predicts and the runtime cannot run yet: each with the one value that it runs.
 _RUNS_ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1, "fp8": False,
+    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 # The same, of settings of which it runs some: each with what it does not.
@@ -55,6 +56,8 @@ class Plan:
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
     dtype: HalfDtype = "bf16"
     """The half-width type that O1, O2 and O3 compute in."""
+    master: Master = "copy"
+    """Where O2 keeps its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which spares 2 bytes."""
     matmul: Matmul = "highest"
     """Precision of fp32 matrix products, in torch's words: `high` is TF32 on a GPU, `medium` bf16 passes on a CPU."""
     optimizer: OptimizerForm = "loop"
@@ -100,7 +103,7 @@ class Plan:
     recompute_every: int = 1
     """Each so-manieth block recomputes."""
     fp8: bool = False
-    """Whether linear layers multiply in fp8."""
+    """Whether linear layers inside the blocks multiply in fp8, with one scale per tensor."""
     algorithm: Algorithm = "adamw"
     """What the optimizer computes, which decides how many numbers it keeps per weight."""
     gradients: GradientType = "weights"
@@ -233,6 +236,11 @@ class Plan:
             )
         if self.sharding != "hsdp" and self.shard > 1:
             yield f"plan.shard={self.shard} is of plan.sharding=hsdp only; use shard=1, or sharding=hsdp."
+        if self.master == "remainder" and self.sharding != "ddp":
+            yield (
+                f"plan.master=remainder keeps whole weights, and plan.sharding={self.sharding} shares them out; use "
+                "master=copy, whose shards are the fp32 weights alone."
+            )
         if self.offload == "optimizer" and (self.sharding == "ddp" or self.dp == 1):
             yield (
                 "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
@@ -264,6 +272,25 @@ class Plan:
             yield (
                 f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={self.optimizer} cannot skip an overflowed "
                 "step without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
+            )
+        if self.master == "remainder" and (self.precision, self.dtype, self.optimizer) != (
+            "O2",
+            "bf16",
+            "fused",
+        ):
+            yield (
+                "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
+                "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
+            )
+        if self.fp8 and (self.precision not in ("O1", "O2") or self.dtype != "bf16"):
+            yield (
+                f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
+                f"plan has precision={self.precision} dtype={self.dtype}; change these, or leave fp8 out."
+            )
+        elif self.fp8 and "fp8" not in machine.peak_flops:
+            yield (
+                f"plan.fp8=true needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
+                f"{machine.name} has none; leave it out."
             )
         if self.host_memory != "release" and machine.device == "cuda":
             yield (

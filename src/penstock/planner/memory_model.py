@@ -17,7 +17,6 @@ from penstock.planner.layout import stage_blocks
 from penstock.planner.rates import FUSED
 from penstock.planner.shapes import Block, Shape
 from penstock.planner.states import (
-    MasterForm,
     gradient_size,
     master_size,
     optimizer_size,
@@ -41,7 +40,6 @@ def memory(
     constants: Constants = DEFAULT,
     *,
     held: float | None = None,
-    master_form: MasterForm = "copy",
 ) -> dict[str, float]:
     """Bytes of the fullest device by part; their sum is the peak. `held` is its number of parameters, if known."""
     held = held_parameters(shape, plan) if held is None else held
@@ -50,12 +48,12 @@ def memory(
     # What sharding leaves on each device: experts are shared out over fewer replicas, for ep has split them already.
     experts = held_experts(shape, plan)
     sharded = (held - experts) / group + experts / max(1, group // plan.ep)
-    master = master_size(plan, master_form)
+    master = master_size(plan)
     kept = held if plan.sharding == "ddp" else sharded
     parts = {
         "weights": stored_size(plan) * (sharded if plan.sharding in ("fsdp", "hsdp") else held),
         "gradients": gradient_size(plan) * (sharded if plan.sharding in ("zero2", "fsdp", "hsdp") else held),
-        "optimizer": kept * (optimizer_size(plan, master_form) - master),
+        "optimizer": kept * (optimizer_size(plan) - master),
         "master_weights": kept * master,
     }
     if plan.offload == "optimizer":

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from penstock.config.plan import Master, Plan
 
-from penstock.config.plan import Plan
-
-MasterForm = Literal["copy", "remainder"]
 """How O2 keeps its fp32 weights: whole beside the half ones, or as the sixteen bits that bf16 weights lack."""
-MASTER_BYTES: dict[MasterForm, float] = {"copy": 4.0, "remainder": 2.0}
+MASTER_BYTES: dict[Master, float] = {"copy": 4.0, "remainder": 2.0}
 MOMENTS = {"adamw": 2.0, "adam8bit": 2.0, "sgd": 1.0, "muon": 1.0}
 """Numbers that an optimizer keeps per weight."""
 EIGHT_BIT = 1.03
@@ -34,20 +31,20 @@ def gradient_size(plan: Plan) -> int:
     return 4 if plan.gradients == "fp32" else stored_size(plan)
 
 
-def master_size(plan: Plan, form: MasterForm = "copy") -> float:
+def master_size(plan: Plan) -> float:
     """Bytes per weight of master weights, beside the weights that forward and backward compute with."""
-    return MASTER_BYTES[form] if plan.precision == "O2" else 0.0
+    return MASTER_BYTES[plan.master] if plan.precision == "O2" else 0.0
 
 
-def optimizer_size(plan: Plan, form: MasterForm = "copy") -> float:
+def optimizer_size(plan: Plan) -> float:
     """Bytes per weight that the optimizer keeps, master weights among them."""
     number = stored_size(plan) if plan.precision == "O3" else 4.0
     if plan.algorithm == "adam8bit":
         number = EIGHT_BIT
-    return MOMENTS[plan.algorithm] * number + master_size(plan, form)
+    return MOMENTS[plan.algorithm] * number + master_size(plan)
 
 
-def update_bytes(plan: Plan, form: MasterForm = "copy") -> float:
+def update_bytes(plan: Plan) -> float:
     """Bytes per weight that one update reads and writes, gradient clipping among them.
 
     A fused AdamW reads weight, gradient and both moments and writes all but the gradient; written as single operators
@@ -55,7 +52,7 @@ def update_bytes(plan: Plan, form: MasterForm = "copy") -> float:
     back. In the remainder's form one pass reads and writes the half weight, its remainder and both moments, reads the
     gradient as it is, and takes clipping's factor along; the norm has read the gradient once before.
     """
-    if plan.precision == "O2" and form == "remainder":
+    if plan.precision == "O2" and plan.master == "remainder":
         return 2.0 * (2.0 + 2.0) + 2.0 * 4.0 * MOMENTS[plan.algorithm] + 2.0 * gradient_size(plan)
     number = 2.0 if plan.precision == "O3" else 4.0
     kept = MOMENTS[plan.algorithm]

@@ -22,13 +22,15 @@ from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError, NumericError
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.remainder import RemainderAdamW, from_adamw
+from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.traps import loses_updates
 from penstock.precision import scaling
 from penstock.precision.forward import unwrapped, wrap_forward
-from penstock.precision.lists import apply_modules, default_lists, fp32_modules_of
-from penstock.precision.master import MasterWeights, is_norm
+from penstock.precision.fp8_linear import convert_to_fp8
+from penstock.precision.lists import apply_modules, default_lists
+from penstock.precision.master import MasterWeights
 from penstock.precision.overflow import OverflowTrace
+from penstock.precision.remainders import complete
 from penstock.precision.scaler import PATIENCE, Agree, LossScaler, agree_over
 from penstock.precision.scaling import Gradients, Skip
 from penstock.precision.settings import Precision, resolve
@@ -203,8 +205,11 @@ def accelerate(
     properties = resolve(precision, dtype=dtype, device=_device_of(models), **overrides)
     bare = [unwrapped(m) for m in models]
     _check(properties, models, bare, optimizers, losses)
+    if properties.fp8 != "none":
+        for module in bare:
+            convert_to_fp8(module, properties.fp8)
     if properties.master == "remainder":
-        optimizers = _with_remainder(optimizers, bare, properties)
+        optimizers = list(complete(optimizers, bare, norms=properties.norms, lists=properties.lists))
         optimizer = optimizers[0] if isinstance(optimizer, Optimizer) else type(optimizer)(optimizers)
     session = Session(
         properties,
@@ -419,27 +424,6 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
             for group in optimizer.param_groups:
                 group["fused"], group["foreach"] = False, False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-
-
-def _with_remainder(
-    optimizers: list[Optimizer], models: list[nn.Module], properties: Precision
-) -> list[Optimizer]:
-    """Replace each AdamW by one that keeps 16 more bits to each bf16 weight."""
-    norms = (
-        [m for model in models for m in model.modules() if is_norm(m)] if properties.norms == "fp32" else []
-    )
-    wide = {module for model in models for module in fp32_modules_of(model, properties.lists)}
-    kept = [parameter for module in {*norms, *wide} for parameter in module.parameters(recurse=False)]
-    replaced = [from_adamw(optimizer, keep_fp32=kept) for optimizer in optimizers]
-    MasterWeights.cast(
-        models,
-        torch.bfloat16,
-        norms=properties.norms,
-        buffers=False,
-        lists=properties.lists,
-        remainders=replaced,
-    )
-    return list(replaced)
 
 
 # -- the optimizer's own methods

@@ -246,6 +246,8 @@ def _contradictions(p: Precision) -> Iterator[str]:
         )
     if p.fp8 != "none" and not p.autocast:
         yield f"fp8={p.fp8!r} is a type of O1's and O2's matrix products; it needs autocast=True."
+    elif p.fp8 != "none" and p.dtype != torch.bfloat16:
+        yield f"fp8={p.fp8!r} has bf16 around its products; it needs dtype='bf16'."
     if p.lists is not None and not p.autocast:
         yield "lists have no effect with autocast=False, where each operation runs in the type of its arguments."
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import NumericError
+from penstock.parallel.agree import collect
+from penstock.parallel.world import ALONE
 from penstock.precision import LossScaler
 from penstock.precision.scaler import PATIENCE
 from penstock.train.step import TrainStep
@@ -39,8 +41,13 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
         if step.scaler is None and step.guard is None:
             raise
         first = step.first_overflow(micro_batches)
-        if first is not None:
-            told = f"{error} In the latest batch the overflow begins in {first}."
-        else:
-            told = f"{error} In the latest batch of this rank nothing overflows."
-        raise NumericError(told) from error
+        world = step.replicas.world if step.replicas else ALONE
+        found = collect(None if first is None else str(first), world)
+        rank, place = next(((rank, place) for rank, place in enumerate(found) if place), (0, None))
+        where = "the latest batch" if world.alone else f"the latest batch of rank {rank}"
+        told = (
+            f"In {where} the overflow begins in {place}."
+            if place
+            else "In the latest batch nothing overflows."
+        )
+        raise NumericError(f"{error} {told}") from error

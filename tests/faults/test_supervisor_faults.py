@@ -1,0 +1,372 @@
+"""What kills, hangs, signals, exceptions and poisoned gradients do to a run under `penstock launch`: rows of the table.
+
+Every row has a short form, which runs with all tests, and a whole one under the marker `faults`, whose figures go to
+benchmarks/results/faults_supervisor.json. Dropout is on throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock import checkpoint
+from penstock.config.load import dump_toml
+from penstock.config.machine import Machine, save_machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Augment, Recipe, RunConfig
+from penstock.errors import NumericError
+from penstock.testing.agents import Agent, free_port, no_orphans
+from penstock.testing.doomed import poison
+from penstock.testing.rows import record
+from penstock.testing.spawn import spawn
+from penstock.train.metrics import read_metrics
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_supervisor.json"
+STEPS = 60
+whole = pytest.mark.faults
+
+MODEL = ViTConfig(
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10,
+    dropout=0.1, drop_path=0.2,
+)  # fmt: skip
+
+
+def note(row: str, **figures: Any) -> None:
+    command = "make test-faults PYTEST=tests/faults/test_supervisor_faults.py"
+    record(RESULTS, row, figures, command=command)
+
+
+def config_in(folder: Path, plan: Plan, *, steps: int = STEPS, **changes: Any) -> RunConfig:
+    machine = Machine(
+        name="desk", device="cpu", source="measured", launch_seconds=1e-6,
+        peak_flops=dict.fromkeys(("fp32", "bf16", "fp16"), 1e11),
+    )  # fmt: skip
+    recipe = Recipe(
+        steps=steps, lr=3e-3, warmup_steps=4, ema_decay=0.9, eval_every_epochs=1000.0,
+        augment=Augment(crop_scale_min=0.6, mixup=0.3, label_smoothing=0.1),
+    )  # fmt: skip
+    config = RunConfig(
+        model=MODEL, recipe=recipe, plan=plan, machine=str(save_machine(machine, folder / "machine.json")),
+        output=str(folder / "run"), device="cpu", seed=3, checkpoint_every=4, log_every=2,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def written(config: RunConfig) -> Path:
+    file = Path(config.output).parent / "config.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    return file
+
+
+def launched(config: RunConfig, *faults: str, options: tuple[str, ...] = (), name: str = "log") -> Agent:
+    program = ("-m", "penstock.testing.doomed", str(written(config)), *faults)
+    return Agent(*options, "--", *program, log=Path(config.output).parent / name)
+
+
+def losses(config: RunConfig) -> list[float]:
+    records = read_metrics(Path(config.output) / "metrics.jsonl")
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+def same_end(config: RunConfig, other: RunConfig) -> None:
+    assert losses(config) == losses(other)
+    ours, theirs = (load_file(Path(c.output) / "export" / "model.safetensors") for c in (config, other))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.equal(theirs[name]), name
+
+
+PLANS = {
+    "ddp": Plan(micro_batch=16, dp=2, optimizer="fused"),
+    "fsdp": Plan(micro_batch=16, dp=2, sharding="fsdp", optimizer="fused"),
+}
+TWO = ("--procs", "2")
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    config = config_in(tmp_path_factory.mktemp(request.param), PLANS[request.param])
+    with launched(config, options=TWO) as agent:
+        assert agent.wait(180) == 0, agent.said
+    assert len(losses(config)) == STEPS
+    return config
+
+
+# -- SIGKILL of a random rank at a random step
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=whole)])
+def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: Path, kills: int) -> None:
+    dice = random.Random(kills)
+    config = config_in(tmp_path, undisturbed.plan)
+    faults = [f"kill:{dice.randrange(2)}:{dice.randint(1, 6)}" for _ in range(kills)]
+    started = time.monotonic()
+    with launched(config, *faults, options=(*TWO, "--max-restarts", str(kills))) as agent:
+        assert agent.wait(60 * (kills + 1)) == 0, agent.said
+    took = time.monotonic() - started
+    assert len(list((tmp_path / "struck").iterdir())) == kills
+    assert agent.said.count("was killed by SIGKILL") == kills
+    same_end(config, undisturbed)
+    no_orphans(tmp_path)
+    if kills > 1:
+        name = undisturbed.plan.sharding
+        note(
+            f"SIGKILL of a random rank, {name}",
+            kills=kills,
+            bit_identical=True,
+            seconds_a_life=took / (kills + 1),
+        )
+
+
+# -- SIGTERM and SIGUSR1 at random times, a second one during the save
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stops", [2, pytest.param(20, marks=whole)])
+def test_being_stopped_at_random_times_changes_no_bit(
+    undisturbed: RunConfig, tmp_path: Path, stops: int
+) -> None:
+    if undisturbed.plan.sharding == "fsdp" and stops == 2:
+        pytest.skip("the whole suite stops sharded runs too")
+    dice = random.Random(stops)
+    config = config_in(tmp_path, undisturbed.plan)
+    folder, slowest, during = Path(config.output) / "checkpoints", 0.0, 0
+    for number in range(stops):
+        known = checkpoint.steps(folder)
+        with launched(config, "slow:150", "slowsync:30", options=TWO, name=f"log.{number}") as agent:
+            agent.until(lambda agent=agent: "predicted:" in agent.said, timeout=120)  # type: ignore[misc]
+            time.sleep(dice.uniform(0.0, 1.2))
+            first, second = dice.sample([signal.SIGTERM, signal.SIGUSR1], 2)
+            agent.send(first)
+            asked = time.monotonic()
+            end = asked + 10
+            while agent.process.poll() is None and not list(folder.glob("*.tmp")) and time.monotonic() < end:
+                time.sleep(0.002)
+            if agent.process.poll() is None:
+                during += bool(list(folder.glob("*.tmp")))
+                agent.send(second)
+            code = agent.wait()
+        if code == 0:
+            break  # it had come to its end
+        assert code == 75, agent.said
+        slowest = max(slowest, time.monotonic() - asked)
+        newest = checkpoint.steps(folder)[-1] if checkpoint.steps(folder) else 0
+        assert newest >= max(known, default=0)
+        assert checkpoint.find(folder) is not None or newest == 0
+        no_orphans(tmp_path)
+    assert slowest < 25
+    assert during, "no second signal fell into a save"
+    with launched(config, options=TWO) as agent:
+        assert agent.wait(180) == 0, agent.said
+    same_end(config, undisturbed)
+    if stops > 2:
+        name = undisturbed.plan.sharding
+        note(f"SIGTERM and SIGUSR1, {name}", stops=stops, second_during_a_save=during, code=75,
+             slowest_seconds=slowest, bit_identical=True)  # fmt: skip
+
+
+# -- one rank hangs, raises; the supervisor is killed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Path, times: int) -> None:
+    dice, slowest, timeout = random.Random(times), 0.0, 4.0
+    for number in range(times):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = config_in(folder, PLANS["ddp"], steps=12)
+        rank = dice.randrange(2)
+        options = (*TWO, "--hang-seconds", str(timeout), "--max-restarts", "0")
+        with launched(config, f"stop:{rank}:{dice.randint(1, 9)}", options=options) as agent:
+            agent.until(lambda folder=folder: (folder / "struck" / "0").exists(), timeout=120)  # type: ignore[misc]
+            struck = time.monotonic()
+            assert agent.wait() == 8, agent.said
+        slowest = max(slowest, time.monotonic() - struck)
+        assert slowest < timeout + 10
+        assert f"rank {rank} hangs:" in agent.said
+        assert agent.said.index("in _strike") < agent.said.index(f"Stack of rank {1 - rank}")
+        no_orphans(folder)
+        with launched(config, f"stop:{rank}:1", options=TWO) as agent:
+            assert agent.wait(120) == 0, agent.said
+    if times > 1:
+        note("SIGSTOP of a rank", times=times, code=8, timeout_seconds=timeout, slowest_seconds=slowest)
+
+
+@pytest.mark.timeout(600)
+def test_an_exception_on_one_rank_is_told_first(tmp_path: Path) -> None:
+    config = config_in(tmp_path, PLANS["ddp"], steps=12)
+    with launched(config, "raise:1:3", options=(*TWO, "--max-restarts", "0")) as agent:
+        assert agent.wait(120) == 1
+    assert agent.said.index("rank 1 ended with code 1:\nTraceback") < agent.said.index("rank 0 then lost it.")
+    assert "ValueError: only on rank 1" in agent.said
+    no_orphans(tmp_path)
+
+
+@whole
+@pytest.mark.timeout(600)
+def test_exceptions_leave_nothing(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / str(number)).mkdir()
+        test_an_exception_on_one_rank_is_told_first(tmp_path / str(number))
+    note("exception on rank 1 only", times=5, its_traceback_first=True, orphans_after_10_seconds=0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, times: int) -> None:
+    dice = random.Random(times)
+    reference = config_in(tmp_path, PLANS["ddp"], steps=16)
+    (tmp_path / "again").mkdir()
+    config = config_in(tmp_path / "again", PLANS["ddp"], steps=16)
+    slowest = 0.0
+    for number in range(times):
+        with launched(config, "slow:100", options=TWO, name=f"log.{number}") as agent:
+            agent.until(lambda agent=agent: "predicted:" in agent.said, timeout=120)  # type: ignore[misc]
+            time.sleep(dice.uniform(0.0, 0.6))
+            agent.send(signal.SIGKILL)
+            assert agent.wait() == -9
+        killed = time.monotonic()
+        no_orphans(tmp_path / "again")
+        slowest = max(slowest, time.monotonic() - killed)
+    for each in (config, reference):
+        with launched(each, options=TWO) as agent:
+            assert agent.wait(120) == 0, agent.said
+    same_end(config, reference)
+    if times > 1:
+        note("SIGKILL of the supervisor", times=times, orphans_after_10_seconds=0, slowest_seconds=slowest,
+             bit_identical=True)  # fmt: skip
+
+
+# -- a node is lost
+
+
+@whole
+@pytest.mark.timeout(600)
+def test_a_lost_node_is_gone_on_without(tmp_path: Path) -> None:
+    config = config_in(tmp_path, PLANS["ddp"], steps=200)
+    common = (
+        *("--procs", "1", "--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}"),
+        *("--settle-seconds", "5", "--lost-seconds", "4"),
+    )
+    a = launched(config, "slow:50", options=(*common, "--node-rank", "0"), name="a")
+    b = launched(config, "slow:50", options=(*common, "--node-rank", "1"), name="b")
+    folder = Path(config.output) / "checkpoints"
+    with a, b:
+        a.until(lambda: bool(checkpoint.steps(folder)), timeout=120)
+        b.send(signal.SIGKILL)
+        killed, known = time.monotonic(), checkpoint.steps(folder)[-1]
+        a.until(lambda: checkpoint.steps(folder)[-1] > known + 8, timeout=120)
+        took = time.monotonic() - killed
+        a.send(signal.SIGTERM)
+        assert a.wait(60) == 75, a.said
+    assert "1 ranks are there instead of 2: plan.dp=1" in a.said
+    no_orphans(tmp_path)
+    note("a node is lost", nodes="1:2", went_on_with_ranks=1, seconds_until_going_on=took)
+
+
+# -- NaN or Inf in one rank's gradient; a scaler fed Inf for ever
+
+
+def _poisoned(
+    text: str, first: int, count: int, value: float
+) -> tuple[list[list[float]], list[float | None], str]:
+    """Weights after each step, the losses logged, and how it ended, on one rank."""
+    import tomllib
+
+    from penstock.config.load import from_dict
+    from penstock.train import loop
+
+    run: Any = loop._Run
+    if os.environ["RANK"] == "1":
+        poison(first, count, value)
+    original, seen = run._train_step, []
+
+    def step(self: Any) -> None:
+        original(self)
+        flat = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.built.model.parameters()]
+        seen.append(torch.cat([p.detach().flatten() for p in flat])[::37].tolist())
+
+    run._train_step = step
+    config = from_dict(RunConfig, tomllib.loads(text), origin="the test")
+    try:
+        loop.train(config)
+        ended = "done"
+    except NumericError as error:
+        ended = str(error)
+    found = read_metrics(Path(config.output) / "metrics.jsonl")
+    return seen, [loss for row in found if row["event"] == "steps" for loss in row["losses"]], ended
+
+
+@pytest.mark.parametrize(
+    ("sharding", "optimizer", "value"),
+    [
+        ("ddp", "fused", "nan"),
+        ("fsdp", "loop", "inf"),
+        *[
+            pytest.param(s, o, v, marks=whole)
+            for s in ("ddp", "fsdp")
+            for o in ("loop", "foreach", "fused", "contiguous")
+            for v in ("nan", "inf")
+            if (s, o) != ("fsdp", "contiguous")
+        ],
+    ],
+)
+def test_all_ranks_skip_a_step_that_one_rank_poisons(
+    tmp_path: Path, sharding: Any, optimizer: Any, value: str
+) -> None:
+    plan = Plan(micro_batch=16, dp=2, sharding=sharding, optimizer=optimizer)
+    config = config_in(tmp_path, plan, steps=8)
+    zero, one = spawn(_poisoned, 2, dump_toml(config), 4, 1, float(value), group=False, timeout=120)
+    assert zero == one, "ranks agree in all they have"
+    weights, logged, ended = zero
+    assert ended == "done"
+    changed = [before != after for before, after in pairwise(weights)]
+    assert changed == [True, True, False, True, True, True, True], "the fourth step alone changes nothing"
+    assert len(logged) == 8
+    skipped = [row for row in read_metrics(Path(config.output) / "metrics.jsonl") if row.get("skipped")]
+    assert [(row["step"], row["skipped"]) for row in skipped] == [(4, 1)]
+
+
+def test_three_poisoned_steps_in_a_row_end_the_run_and_name_the_layer(tmp_path: Path) -> None:
+    config = config_in(tmp_path, PLANS["ddp"], steps=40)
+    zero, one = spawn(_poisoned, 2, dump_toml(config), 5, 40, float("nan"), group=False, timeout=120)
+    for weights, _, ended in (zero, one):
+        assert "By step 8, 3 steps in a row" in ended
+        assert "In the latest batch of rank 1 the overflow begins in the" in ended
+        assert weights[3] == weights[-1], "the weights are those of before"
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == [4]
+
+
+def test_a_scaler_fed_inf_for_ever_stops_at_its_floor(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=4, dp=2, precision="O1", dtype="fp16", optimizer="fused")
+    config = config_in(tmp_path, plan, steps=60)
+    zero, one = spawn(_poisoned, 2, dump_toml(config), 3, 60, float("inf"), group=False, timeout=240)
+    for weights, _, ended in (zero, one):
+        assert "the loss scale has fallen to 1 " in ended
+        assert "In the latest batch of rank 1 the overflow begins in the" in ended
+        assert len(weights) < 50
+        assert weights[1] == weights[-1]
+
+
+@whole
+def test_the_rows_of_numbers(tmp_path: Path) -> None:
+    """The figures of the rows above, once they hold."""
+    config = config_in(tmp_path, replace(PLANS["ddp"], precision="O1", dtype="fp16", micro_batch=4), steps=60)
+    seen, _, _ = spawn(_poisoned, 2, dump_toml(config), 3, 60, float("inf"), group=False, timeout=240)[0]
+    note("a scaler fed Inf for ever", stopped_after_steps=len(seen) - 2, code=6, names_the_layer=True)
+    note("NaN or Inf in one rank's gradient", plans=14, skipped_on_all_ranks=True, weights_unchanged=True)
+    assert json.loads(RESULTS.read_text())["rows"]

@@ -87,10 +87,31 @@ def test_what_no_rung_objects_to_is_a_valid_plan_once_climbed_to(machine: str) -
 def test_the_order_is_that_of_the_ladder() -> None:
     order = [rung.name for rung in all_rungs()]
     told = [
-        "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "classifier", "layout",
-        "attention-plain", "compile-blocks", "compile-whole", "batch-x2", "image", "whole-half",
+        "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
+        "masters-remainder", "classifier", "layout",
+        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "image", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
+
+
+def test_masters_and_fp8_build_upon_what_they_need() -> None:
+    hopper, ampere = _situation(load_machine("h100")), _situation(load_machine("a100-80g"))
+    masters, remainder, fp8 = _named("masters"), _named("masters-remainder"), _named("fp8")
+    assert "not both" in str(remainder.obstacle(FIRST, hopper))
+    assert "did not pay" in str(fp8.obstacle(FIRST, hopper))
+    fused = replace(FIRST, plan=Plan(micro_batch=8, optimizer="fused"))
+    plan = remainder.apply(masters.apply(fused, hopper), hopper)
+    assert remainder.obstacle(masters.apply(fused, hopper), hopper) is None
+    assert fp8.obstacle(plan, hopper) is None
+    assert "does not multiply in fp8" in str(fp8.obstacle(plan, ampere))
+    top = fp8.apply(plan, hopper)
+    assert top.plan.line() == "precision=O2 master=remainder optimizer=fused fp8=true"
+    assert top.model is not None
+    top.plan.validate(top.model, hopper.machine)
+    whole = _named("whole-half").apply(top, hopper)
+    assert whole.plan.line() == "precision=O3 optimizer=fused"
+    whole.plan.validate(PRESETS["vit-s16"], hopper.machine)
+    assert "fused optimizers only" in str(masters.obstacle(FIRST, _situation(load_machine("v100"))))
 
 
 @pytest.mark.parametrize("name", ["classifier", "image"])

@@ -11,7 +11,9 @@ def _dtype(situation: Situation) -> HalfDtype:
 
 
 def _apply(setting: Setting, situation: Situation) -> Setting:
-    return replace(setting, plan=replace(setting.plan, precision="O3", dtype=_dtype(situation)))
+    # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
+    plan = replace(setting.plan, precision="O3", dtype=_dtype(situation), master="copy", fp8=False)
+    return replace(setting, plan=plan)
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:

@@ -25,6 +25,7 @@ BUILD = {
 }
 # Where a package's own metadata gives no SPDX expression: read from its licence file.
 LICENCES = {
+    "accelerate": "Apache-2.0",
     "jinja2": "BSD-3-Clause",
     "markdown-it-py": "MIT",
     "mdurl": "MIT",

@@ -133,7 +133,7 @@ class ScaledBackward:
             return [], []
         hidden = False
         if inputs is None:
-            reached, hidden = _leaves(root.grad_fn for root in roots if isinstance(root, Tensor))
+            reached, hidden = leaves_behind(root.grad_fn for root in roots if isinstance(root, Tensor))
         else:
             reached = {id(t): t for t in _listed(inputs) if isinstance(t, Tensor)}
         taking = []
@@ -167,7 +167,7 @@ def _scale(taking: list[Gradients]) -> Tensor:
     return torch.stack([scale.to(scales[0].device) for scale in scales]).amin()
 
 
-def _leaves(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
+def leaves_behind(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
     """Every tensor that a backward pass from some nodes gives a gradient, by id, and whether one of the nodes may run
     a backward pass of its own, as checkpointing does, whose leaves are not to be seen from here.
     """

@@ -1,0 +1,178 @@
+"""`penstock launch`: what it is told, what it runs, and the templates that call it."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.cli import app, main
+from penstock.cli.launch import launch as verb
+from penstock.cli.launch import python_arguments
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError, ExitCode
+from penstock.launch.verdict import FINAL
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        (
+            ["vit-digits", "--recipe.steps", "3"],
+            ["-m", "penstock", "train", "vit-digits", "--recipe.steps", "3"],
+        ),
+        (["train", "vit-digits"], ["-m", "penstock", "train", "vit-digits"]),
+        (["--config", "run.toml"], ["-m", "penstock", "train", "--config", "run.toml"]),
+        (["train.py", "--lr", "3"], ["train.py", "--lr", "3"]),
+        (["-m", "my.trainer", "-v"], ["-m", "my.trainer", "-v"]),
+    ],
+)
+def test_what_follows_the_dashes_is_what_python_runs(program: list[str], command: list[str]) -> None:
+    assert python_arguments(program) == command
+
+
+@pytest.mark.parametrize("program", [[], ["-m"]])
+def test_nothing_to_run_is_refused(program: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        python_arguments(program)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--procs 0", "--procs is 0, but must be at least 1."),
+        ("--procs many", "--procs is 'many', but must be a number or auto."),
+        ("--nnodes 3:2 --rdzv a:1", "--nnodes is 3:2"),
+        ("--nnodes x", "--nnodes is 'x'"),
+        ("--nnodes 2", "Several nodes need a place to meet"),
+        ("--nnodes 2 --rdzv host", "--rdzv is 'host', but must be HOST:PORT"),
+        ("--nnodes 2 --rdzv host:99999", "--rdzv is 'host:99999'"),
+        ("--nnodes 2 --rdzv host:1 --node-rank 2", "--node-rank is 2, but must be from 0 to 1"),
+        ("--max-restarts -1", "--max-restarts is -1"),
+        ("--hang-seconds -1", "--hang-seconds is -1"),
+    ],
+)
+def test_what_cannot_be_is_said(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *options.split(), "--", "vit-digits"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_train_lacks_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--procs", "2", "--", "vit-digits", "--foo", "3"]) == 2
+    assert capsys.readouterr().out.count("--foo") + capsys.readouterr().err.count("--foo") <= 1
+
+
+def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) -> None:
+    script = tmp_path / "quick.py"
+    script.write_text("")
+    program = (
+        "import sys\nfrom penstock.cli import main\n"
+        f"code = main(['launch', '--procs', '1', '--', {str(script)!r}])\n"
+        "assert code == 0 and 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "COLUMNS": "100"})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(times) < 0.6, "the agent and one empty rank, in processor seconds"
+
+
+def test_the_ranks_of_a_command_line_train_one_model(tmp_path: Path) -> None:
+    from penstock.config.machine import Machine, save_machine
+
+    machine = Machine(
+        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
+    )  # fmt: skip
+    path = save_machine(machine, tmp_path / "machine.json")
+    small = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
+    rest = (
+        f"--recipe.steps 4 --recipe.warmup_steps 1 --machine {path} --output {tmp_path / 'run'} --device cpu"
+    )
+    command = [
+        *(sys.executable, "-m", "penstock", "launch", "--procs", "2", "--", "vit-digits"),
+        *("--plan", "micro_batch=16 dp=2", *small.split(), *rest.split()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done: top-1") == 1
+    assert "done: top-1" not in done.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+# -- templates
+
+
+def _accepted(words: list[str]) -> tuple[Any, Plan]:
+    """What the command line makes of a template's words, and the Plan in them. Anything wrong raises."""
+    assert words[:2] == ["penstock", "launch"]
+    command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert command is verb
+    program = list(bound.args)
+    assert python_arguments(program)[:3] == ["-m", "penstock", "train"]
+    return bound, Plan.parse(program[program.index("--plan") + 1])
+
+
+def _filled(text: str, values: dict[str, str]) -> list[str]:
+    """The words of the `penstock launch` command in a shell script, its variables filled in."""
+    joined = text.replace("\\\n", " ")
+    line = next(
+        line for line in joined.splitlines() if "penstock launch" in line and not line.startswith("#")
+    )
+    words = shlex.split(line[line.index("penstock launch") :])
+    return [re.sub(r"\$\{?(\w+)\}?", lambda found: values[found[1]], word) for word in words]
+
+
+def test_the_slurm_template_parses_and_is_accepted() -> None:
+    path = EXAMPLES / "slurm.sh"
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    values = {"SLURM_NNODES": "4", "HEAD": "node-1", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "x"}
+    bound, plan = _accepted(_filled(text, values))
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert bound.arguments["nnodes"] == options["nodes"]
+    assert bound.arguments["procs"] == options["gpus-per-node"]
+    assert plan.gpus == int(options["nodes"]) * int(options["gpus-per-node"])
+    assert options["signal"].startswith("USR1@")
+    assert re.search(r"^#SBATCH --requeue$", text, re.MULTILINE)
+    assert '"$CODE" -eq 75' in text
+
+
+def test_the_skypilot_template_parses_and_is_accepted() -> None:
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    values = {
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "HEAD": "10.0.0.1",
+    }  # fmt: skip
+    _, plan = _accepted(_filled(task["run"], values))
+    kind, each = task["resources"]["accelerators"].split(":")
+    assert plan.gpus == task["num_nodes"] * int(each), kind
+    assert 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    subprocess.run(["bash", "-n"], input=task["run"].encode(), check=True)
+
+
+def test_the_kubeflow_template_parses_and_is_accepted() -> None:
+    runtime, job = yaml.safe_load_all((EXAMPLES / "trainjob.yaml").read_text())
+    assert (runtime["kind"], job["kind"]) == ("ClusterTrainingRuntime", "TrainJob")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer = job["spec"]["trainer"]
+    node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in node["podFailurePolicy"]["rules"]}
+    assert rules["Ignore"] == [ExitCode.SAVED_REQUEUE]
+    assert set(rules["FailJob"]) < FINAL
+    bound, plan = _accepted(trainer["command"])
+    assert bound.arguments["nnodes"] == str(trainer["numNodes"])
+    assert plan.gpus == trainer["numNodes"] * trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    name, replica = job["metadata"]["name"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["name"]
+    assert bound.arguments["rdzv"].startswith(f"{name}-{replica}-0-0.{name}:")

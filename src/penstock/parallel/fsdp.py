@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
-from penstock.optim.layout import local
+from penstock.optim.layout import local, whole
 from penstock.optim.shards import MOVED
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.rebind import rebind
@@ -184,24 +184,26 @@ def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
 def _materialise(
     model: nn.Module, units: Sequence[Any], device: torch.device, shares: Mapping[str, Tensor]
 ) -> None:
-    """Memory for this rank's rows of parameters that have none, and their values."""
-    missing = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    """Give parameters that have no memory this rank's rows, which become their storage: nothing is held twice."""
+    missing = {id(parameter): name for name, parameter in model.named_parameters() if parameter.is_meta}
     if not missing:
         return
-    model._apply(  # type: ignore[no-untyped-call]
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-    )
+
+    def give(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        name = missing[id(tensor)]
+        rows = shares.get(name)
+        if rows is None or rows.shape != local(tensor).shape:
+            raise ConfigError(
+                f"The parameter {name} has no memory, and nobody kept {tuple(local(tensor).shape)} values for it; make "
+                "the model by a function: build(lambda: MyModel(…), plan)."
+            )
+        return whole(tensor, rows.to(device=device, dtype=tensor.dtype))
+
+    model._apply(give)  # type: ignore[no-untyped-call]
     for entry in _entries(units):
         entry._setattr_on_modules(entry.sharded_param)  # tied weights were given memory one by one
-    for name, parameter in model.named_parameters():
-        if name in missing:
-            own = local(parameter)
-            if name not in shares or shares[name].shape != own.shape:
-                raise ConfigError(
-                    f"The parameter {name} has no memory, and nobody kept {tuple(own.shape)} values for it; make "
-                    "the model by a factory: build(lambda: MyModel(…), plan)."
-                )
-            own.copy_(shares[name])
 
 
 def _follow_moves(units: Sequence[Any]) -> None:

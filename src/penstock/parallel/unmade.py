@@ -9,6 +9,7 @@ every model, whatever way it has of initialising itself.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -26,6 +28,7 @@ _SMALL = 4096
 """Elements; what is smaller is made at once."""
 _ROOM = 32 << 20
 """Bytes of whole tensors that may stand beside the one being worked on."""
+_EMPTY = frozenset({"empty_like", "new_empty", "new_empty_strided"})
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "trunc_normal_"}
 )
@@ -53,8 +56,18 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, place: int, size: int, group: distributed.ProcessGroup | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._place, self._size, self._group = place, size, group
+        self._looks = _Looks(self)
         self._tensors: dict[int, _Tensor] = {}
         self._whole: OrderedDict[int, Tensor] = OrderedDict()
+
+    def __enter__(self) -> Drawing:
+        self._looks.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)  # type: ignore[no-untyped-call]
+        self._looks.__exit__(*problem)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,9 +78,14 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
             self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
             return made
-        touched = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and self._knows(t)]
-        if not touched or func.is_view or name in ("detach", "empty_like"):
-            return self._like(func, args, kwargs, name)
+        touched = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and self.knows(t)]
+        if not touched or func.is_view or torch.Tag.inplace_view in func.tags or name == "detach":
+            return func(*args, **kwargs)
+        if name in _EMPTY:
+            made = func(*args, **kwargs)
+            if made.is_meta:
+                self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
+            return made
         overwritten = args[0] if name in _OVERWRITES and args and self._covers(args[0]) else None
         for tensor in touched:
             self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
@@ -78,19 +96,13 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written += [kwargs[i.name] for i in func._schema.arguments if i.is_write and i.name in kwargs]
         return written[0] if written and isinstance(result, Tensor) else result
 
-    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-        made = func(*args, **kwargs)
-        if name == "empty_like" and made.is_meta:
-            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
-        return made
-
-    def _knows(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and _key(tensor) in self._tensors
+    def knows(self, tensor: Tensor) -> bool:
+        return _key(tensor) in self._tensors
 
     def _covers(self, tensor: Any) -> bool:
         return (
             isinstance(tensor, Tensor)
-            and self._knows(tensor)
+            and self.knows(tensor)
             and tensor.numel() == self._tensors[_key(tensor)].shape.numel()
         )
 
@@ -100,24 +112,31 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._whole.move_to_end(key)
             return
         known = self._tensors[key]
-        self._make_room(known.shape.numel() * known.dtype.itemsize)
+        spare = self._make_room(known.shape.numel() * known.dtype.itemsize)
         if known.rows is None or fresh:
-            self._whole[key] = torch.empty(known.shape, dtype=known.dtype)
+            if spare is None or spare.shape != known.shape or spare.dtype != known.dtype:
+                spare = torch.empty(known.shape, dtype=known.dtype)
+            self._whole[key] = spare
         else:
             self._whole[key] = self._gathered(known)
 
     def _real(self, tensor: Tensor) -> Tensor:
-        if not self._knows(tensor):
+        if not self.knows(tensor):
             return tensor
         whole = self._whole[_key(tensor)]
         return whole.view(-1).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _make_room(self, needed: int) -> None:
+    def _make_room(self, needed: int) -> Tensor | None:
+        """Put whole tensors away; returns the last one, to be used again: freed, it would leave a hole that the rows to
+        come break up, and a host's memory would grow by a whole tensor each time.
+        """
+        spare: Tensor | None = None
         held = needed + sum(t.numel() * t.element_size() for t in self._whole.values())
         while self._whole and held > max(_ROOM, needed):
-            key, whole = self._whole.popitem(last=False)
-            held -= whole.numel() * whole.element_size()
-            self._keep(key, whole)
+            key, spare = self._whole.popitem(last=False)
+            held -= spare.numel() * spare.element_size()
+            self._keep(key, spare)
+        return spare
 
     def _keep(self, key: int, whole: Tensor) -> None:
         known = self._tensors[key]
@@ -148,7 +167,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def rows_of(self, parameter: Tensor) -> Tensor | None:
         """This rank's rows of a tensor made inside; None for one that was made outside, or at once."""
-        if not self._knows(parameter):
+        if not self.knows(parameter):
             return None
         known = self._tensors[_key(parameter)]
         if known.rows is None:
@@ -159,6 +178,27 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known.shape == parameter.shape:
             return known.rows
         return _rows(self._gathered(known).view(parameter.shape), self._place, self._size)
+
+
+class _Looks(TorchFunctionMode):
+    """Lets a tensor without memory look like one that has some: torch's initialisers, and others', pass over a tensor
+    that says it is on the meta device.
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self._drawing = weakref.ref(drawing)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        asked = getattr(func, "__self__", None)  # of a property's __get__, which is a new object each time
+        if asked is Tensor.is_meta or asked is Tensor.device:
+            drawing = self._drawing()
+            if drawing is not None and drawing.knows(args[0]):
+                return False if asked is Tensor.is_meta else torch.device("cpu")
+        return found
 
 
 def _rows(whole: Tensor, place: int, size: int) -> Tensor:
@@ -177,7 +217,8 @@ def _to_be_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    # Of sparse tensors and the like, which have no storage, we make none.
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
 
 
 def make(factory: Callable[[], nn.Module], drawing: Drawing) -> nn.Module:

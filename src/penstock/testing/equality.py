@@ -15,8 +15,11 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.parallel import World, world_of
 
-TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=5)
-"""Rows of its weights (5 classes, 5 positions) that neither 2 nor 4 ranks can share out evenly."""
+TINY = ViTConfig(
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=5, qkv_bias=False
+)  # fmt: skip
+"""Neither 2 nor 4 ranks can share out its 5 classes and 5 positions evenly. Without biases of keys: a softmax is blind
+to them, so that their gradients are nothing but rounding, which Adam divides by its own size."""
 
 
 @dataclass(frozen=True, slots=True)

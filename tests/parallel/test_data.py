@@ -1,0 +1,245 @@
+"""What replicas and shards say to each other, and when they say nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.build import build
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.optim import clip_grad_norm_, grad_norm, make_optimizer, parameter_groups
+from penstock.parallel import Sharded, shard, world_of
+from penstock.testing.equality import TINY, images, micro_batches, whole_weights
+from penstock.testing.spawn import spawn
+
+CPU = torch.device("cpu")
+CONV = ViTConfig(
+    image_size=16, patch_size=16, channels=1, width=16, depth=1, heads=2, mlp_width=16, classes=4, stem="conv"
+)  # fmt: skip
+
+
+class Heard(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _reductions(line: str) -> Counter[str]:
+    """How often each collective ran in one step."""
+    plan = Plan.parse(line)
+    world = world_of(plan, CPU)
+    built = build(TINY, plan, recipe=Recipe(clip_norm=None), world=world)
+    batches = micro_batches(images(0, plan.global_batch), plan, world.rank)
+    built.step(batches)
+    with Heard() as heard:
+        built.step(batches)
+    return heard.counts
+
+
+def _counted(lines: list[str]) -> list[Counter[str]]:
+    return [_reductions(line) for line in lines]
+
+
+def test_accumulation_spares_needless_reductions() -> None:
+    units = TINY.depth + 1
+    names = ("zero1", "zero2", "fsdp", "hsdp shard=1")
+    zero1, zero2, fsdp, hsdp = spawn(
+        _counted, 2, [f"dp=2 micro_batch=1 accumulate=3 sharding={name}" for name in names]
+    )[0]
+
+    def count(said: Counter[str], *words: str) -> int:
+        return sum(n for name, n in said.items() if any(word in name for word in words))
+
+    assert count(zero1, "reduce_scatter") == units
+    assert count(zero2, "reduce_scatter") == count(fsdp, "reduce_scatter") == 3 * units
+    # Weights of zero1 and zero2 stay whole for the step; fsdp gathers blocks twice per micro-batch, the root once.
+    assert count(zero1, "gather") == count(zero2, "gather") == units
+    assert count(fsdp, "gather") == 3 * (2 * TINY.depth + 1)
+    print(zero1, fsdp, hsdp)
+    # Between groups, one sum per unit and step.
+    assert count(hsdp, "allreduce", "all_reduce") == units
+
+
+def _partial() -> tuple[bool, bool]:
+    plan = Plan(dp=2, micro_batch=1, accumulate=2)
+    world = world_of(plan, CPU)
+    built = build(TINY, plan, world=world)
+    replicas = built.replicas
+    assert replicas is not None
+    batches = micro_batches(images(0, 4), plan, world.rank)
+    alike = []
+    for index, batch in enumerate(batches):
+        replicas.begin(index, 2)
+        (built.loss(built.model, batch) / 2).backward()
+        gradient = built.model.head.weight.grad  # type: ignore[union-attr]
+        both = [torch.empty_like(gradient) for _ in range(2)]
+        torch.distributed.all_gather(both, gradient)
+        alike.append(torch.equal(*both))
+    return alike[0], alike[1]
+
+
+def test_replicas_reduce_with_the_last_micro_batch_only() -> None:
+    assert spawn(_partial, 2) == [(False, True)] * 2
+
+
+def _overflowed(line: str) -> tuple[bool, list[float], float]:
+    plan = Plan.parse(line)
+    world = world_of(plan, CPU)
+    built = build(TINY, plan, world=world)
+    assert built.scaler is not None
+    (picture, target), *more = micro_batches(images(0, plan.global_batch), plan, world.rank)
+    built.step([(picture, target), *more])
+    before, scale = whole_weights(built), float(built.scaler.scale)
+    bad = picture.clone()
+    if world.rank == 1:
+        bad[0, 0, 0, 0] = float("inf")
+    built.step([(bad, target), *more])
+    after = whole_weights(built)
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    scales = [scale, float(built.scaler.scale), float(built.scaler.overflows)]
+    built.step([(picture, target), *more])
+    moved = max(float((value - after[name]).abs().max()) for name, value in whole_weights(built).items())
+    return same, scales, moved
+
+
+def _overflows(lines: list[str]) -> list[tuple[bool, list[float], float]]:
+    return [_overflowed(line) for line in lines]
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all() -> None:
+    half = "dp=2 micro_batch=2 dtype=fp16"
+    lines = [
+        f"{half} precision=O1 optimizer=fused",
+        f"{half} precision=O2 optimizer=contiguous accumulate=2",
+        f"{half} precision=O1 optimizer=fused sharding=fsdp",
+        f"{half} precision=O2 optimizer=contiguous sharding=fsdp accumulate=2",
+        f"{half} precision=O2 optimizer=fused sharding=zero1",
+    ]
+    first, second = spawn(_overflows, 2, lines)
+    assert [entry[:2] for entry in first] == [entry[:2] for entry in second]
+    for line, (same, scales, moved) in zip(lines, first):
+        assert same, f"{line}: weights changed in the skipped step"
+        assert scales == [2.0**16, 2.0**15, 1.0], line
+        assert moved > 0, f"{line}: the step after it was not taken"
+
+
+def _statistics() -> list[dict[str, Tensor]]:
+    plan = Plan(dp=2, micro_batch=2)
+    world = world_of(plan, CPU)
+    built = build(CONV, plan, world=world)
+    generator = torch.Generator().manual_seed(world.rank)
+    built.step([(torch.randn(2, 1, 16, 16, generator=generator), torch.tensor([0, 1]))])
+    return [{k: v for k, v in built.model.state_dict().items() if "running" in k}]
+
+
+def test_batch_norms_have_the_same_statistics_on_all_ranks() -> None:
+    (first,), (second,) = spawn(_statistics, 2)
+    assert first
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert not torch.equal(value, torch.zeros_like(value)), name
+
+
+def _norms() -> tuple[float, float, float]:
+    torch.manual_seed(0)
+    whole, cut = create(TINY), create(TINY)
+    cut.load_state_dict(whole.state_dict())
+    plan = Plan(dp=2, micro_batch=2, sharding="fsdp")
+    world = world_of(plan, CPU)
+    replicas = shard(cut, plan, world, CPU)
+    batch = images(0, 2)
+    for model in (whole, cut):
+        if model is cut:
+            replicas.begin(0, 1)
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    expected = float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+    got = float(clip_grad_norm_(cut.parameters(), 0.1))
+    return expected, got, float(grad_norm([p.grad for p in cut.parameters()]))
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_shards() -> None:
+    for expected, got, after in spawn(_norms, 2):
+        assert got == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(0.1, rel=1e-4)
+
+
+def _rebound(form: str) -> float:
+    """An optimizer made, and stepped, before its model is sharded; against one that never was."""
+    plan = Plan(dp=2, micro_batch=2, sharding="fsdp")
+    world = world_of(plan, CPU)
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = create(TINY)
+        models.append(model)
+        optimizers.append(make_optimizer(parameter_groups(model, weight_decay=0.1), form, lr=1e-3, eps=1e-6))
+    replicas = None
+    for step in range(4):
+        if step == 2:
+            replicas = shard(models[1], plan, world, CPU, optimizers=[optimizers[1]])
+        for model, optimizer in zip(models, optimizers):
+            pictures, targets = images(step, 2)
+            if model is models[1] and replicas is not None:
+                replicas.begin(0, 1)
+            nn.functional.cross_entropy(model(pictures), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(replicas, Sharded)
+    names = [name for group in optimizers[1].param_groups for name in group["param_names"]]
+    held = [p for group in optimizers[1].param_groups for p in group["params"]]
+    now = dict(models[1].named_parameters())
+    assert all(now[name] is parameter for name, parameter in zip(names, held))
+    assert all("exp_avg" in optimizers[1].state[p] for p in held)
+    whole = {name: p.full_tensor() for name, p in now.items()}
+    return max(float((p - whole[name]).abs().max()) for name, p in models[0].named_parameters())
+
+
+def _rebounds(forms: list[str]) -> list[float]:
+    return [_rebound(form) for form in forms]
+
+
+def test_an_optimizer_made_before_sharding_goes_on_over_the_shards() -> None:
+    for differences in spawn(_rebounds, 2, ["foreach", "contiguous"]):
+        assert all(difference < 1e-6 for difference in differences), differences
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _refused() -> list[str]:
+    plan = Plan(dp=2, sharding="fsdp")
+    world = world_of(plan, CPU)
+    told = []
+    for model in (Scalar(), nn.Linear(4, 4)):
+        try:
+            shard(model, plan, world, CPU)
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
+    scalar, blocks = spawn(_refused, 2)[0]
+    assert "The parameter scale of Scalar is a single number" in scalar
+    assert "No repeated blocks were found" in blocks
+    assert "anatomy.enrol" in blocks

@@ -1,0 +1,125 @@
+"""Several ranks learn what one process learns from the same samples, whatever is shared out among them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.models import create
+from penstock.testing.equality import TINY, Trained, alone, trained
+from penstock.testing.spawn import spawn
+
+STEPS = 20
+RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = {
+    2: ("dp=2", "dp=2 sharding=fsdp", "dp=2 sharding=hsdp shard=2"),
+    4: ("dp=4", "dp=4 sharding=fsdp", "dp=4 sharding=hsdp shard=2"),
+}
+
+
+def _both(lines: list[str], double: bool) -> list[tuple[str, Trained, Trained]]:
+    """For each plan, what the ranks learned and what one process did; the latter on rank 0 alone."""
+    known: dict[Plan, Trained] = {}
+    found = []
+    for line in lines:
+        plan = Plan.parse(line)
+        model = create(TINY).double() if double else TINY
+        got = trained(model, plan, steps=STEPS, recipe=RECIPE, double=double)
+        if torch.distributed.get_rank() == 0:
+            single = replace(alone(plan), recompute="none")
+            if single not in known:
+                model = create(TINY).double() if double else TINY
+                known[single] = trained(model, single, steps=STEPS, recipe=RECIPE, double=double)
+            found.append((line, got, known[single]))
+    return found
+
+
+def _hold(line: str, got: Trained, expected: Trained, double: bool) -> None:
+    assert got.weights.keys() == expected.weights.keys()
+    plan = Plan.parse(line)
+    if double:
+        for name, value in expected.weights.items():
+            error = (got.weights[name] - value).norm() / value.norm()
+            assert error <= 1e-7, f"{line}: {name} differs by {error:.1e}"
+        return
+    half = None if plan.precision == "O0" else DTYPES[plan.dtype]
+    # Ranks add up gradients in another order; where these are half, the tolerance is that of the half type.
+    like = torch.empty(0, dtype=half) if half else torch.empty(0)
+    tolerance = {"rtol": {torch.float32: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}[like.dtype]}
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(
+            got.weights[name], value, atol=1e-5, **tolerance, msg=lambda text, n=name: f"{line}: {n}: {text}"
+        )
+    loose = 1e-5 if half is None else tolerance["rtol"]
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=loose, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(got.norms), torch.tensor(expected.norms), rtol=10 * loose, atol=1e-5
+    )
+
+
+def _check(world: int, lines: list[str], *, double: bool = False, timeout: float = 120.0) -> None:
+    found = spawn(_both, world, lines, double, timeout=timeout)[0]
+    assert [line for line, _, _ in found] == lines
+    for line, got, expected in found:
+        _hold(line, got, expected, double)
+
+
+def test_two_ranks_equal_one_process() -> None:
+    _check(
+        2,
+        [
+            "dp=2 micro_batch=2",
+            "dp=2 micro_batch=2 sharding=fsdp",
+            "dp=2 micro_batch=2 sharding=fsdp precision=O2 accumulate=2 recompute=full optimizer=contiguous",
+            "dp=2 micro_batch=2 sharding=zero1 precision=O1 accumulate=2 optimizer=foreach",
+            "dp=2 micro_batch=2 precision=O2 dtype=fp16 accumulate=2 optimizer=fused",
+        ],
+    )
+
+
+def test_two_ranks_equal_one_process_in_fp64() -> None:
+    _check(2, ["dp=2 micro_batch=2", "dp=2 micro_batch=2 sharding=zero2 accumulate=2"], double=True)
+
+
+def test_groups_of_shards_equal_one_process() -> None:
+    _check(4, ["dp=4 micro_batch=1 sharding=hsdp shard=2 accumulate=2 recompute=early"])
+
+
+def _matrix(world: int) -> Iterator[str]:
+    for layout, recompute, precision, accumulate in itertools.product(
+        LAYOUTS[world], ("none", "full"), ("O0", "O1", "O2"), (1, 2)
+    ):
+        yield f"micro_batch=2 {layout} recompute={recompute} precision={precision} accumulate={accumulate}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
+def test_every_layout_equals_one_process(world: int, precision: str) -> None:
+    _check(world, [line for line in _matrix(world) if precision in line], timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_equals_one_process_in_fp64(world: int) -> None:
+    lines = [line for line in _matrix(world) if "O0" in line]
+    _check(world, [line.replace(" precision=O0", "") for line in lines], double=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
+def test_every_optimizer_form_steps_over_shards(sharding: str) -> None:
+    lines = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} accumulate=2" for form in
+             ("loop", "foreach", "fused", "contiguous")]  # fmt: skip
+    half = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} precision={level} dtype=fp16" for form, level in
+            itertools.product(("fused", "contiguous"), ("O1", "O2"))]  # fmt: skip
+    offloaded = [f"dp=2 micro_batch=2 sharding={sharding} offload=optimizer optimizer=contiguous"]
+    again = [f"dp=2 micro_batch=2 sharding={sharding} recompute=operators recompute_every=2"]
+    _check(2, lines + half + offloaded + again, timeout=280)

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/script_overhead.py --output benchmarks/results/script_overhead_cpu.json
 
 The same training step of 24 residual blocks of width 32 (168 parameters), so small that the host, not arithmetic,
-decides: `three lines` calls penstock.accelerate and scale_loss, `run` is plain code under `Interception`. Each contestant
-lives on its own model in one process; rounds are taken in turns, the order reversed each time, and ratios are medians of
-the ratios within a round. Times are of the processor, which a busy machine lengthens least. `graph` is what looking
-through the autograd graph takes of a step in fp16, once per backward pass.
+decides: `three lines` calls penstock.accelerate and scale_loss, `run` is plain code under `Interception`. Each
+contestant lives on its own model in one process; rounds are taken in turns, the order reversed each time, and ratios
+are medians of the ratios within a round. Times are of the processor, which a busy machine lengthens least. `graph` is
+what looking through the autograd graph takes of a step in fp16, once per backward pass.
 """
 
 from __future__ import annotations

@@ -122,14 +122,14 @@ def _tensors(path: Path, kind: str) -> dict[str, torch.Tensor]:
     return {f"{file.name}/{name}": t for file in files for name, t in load_file(file).items()}
 
 
-def _filling_disk(rank: int) -> None:
-    """From now on rank `rank` finds the disk full."""
+def _filling_disk(rank: int, function: str) -> None:
+    """From now on rank `rank` finds the disk full when it calls `function`."""
     if dist.get_rank() == rank:
 
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        vars(storage)["write_tensors"] = full
+        vars(storage)[function] = full
 
 
 def fail_on_one_rank(folder: Path, rank: int, how: str) -> tuple[str, str]:
@@ -138,8 +138,10 @@ def fail_on_one_rank(folder: Path, rank: int, how: str) -> tuple[str, str]:
     checkpoint.save(folder, layout.snapshot())
     layout.train(1)
     snapshot = layout.snapshot()
-    if how == "disk":
-        _filling_disk(rank)
+    if how == "tensors":
+        _filling_disk(rank, "write_tensors")
+    elif how == "documents":
+        _filling_disk(rank, "write_file")
     elif dist.get_rank() == rank:
         snapshot = Snapshot(9, {}, {}, {}, local={"odd": torch.zeros(2, dtype=torch.complex64)})
     else:
@@ -151,9 +153,11 @@ def fail_on_one_rank(folder: Path, rank: int, how: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_the_same_error_on_all(tmp_path: Path, rank: int) -> None:
-    told = spawn(fail_on_one_rank, 2, tmp_path, rank, "disk")
+@pytest.mark.parametrize(
+    ("rank", "how"), [(0, "tensors"), (1, "tensors"), (0, "documents"), (1, "documents")]
+)
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all(tmp_path: Path, rank: int, how: str) -> None:
+    told = spawn(fail_on_one_rank, 2, tmp_path, rank, how)
     assert told[0] == told[1]
     assert told[0][0] == "EnvironmentProblem"
     assert f"(rank {rank}): [Errno 28] No space left" in told[0][1]
@@ -213,7 +217,7 @@ def save_in_the_background(folder: Path) -> tuple[bool, str, str, list[int]]:
     intact = all(torch.equal(other.whole()[name], tensor) for name, tensor in expected.items())
 
     real, told = storage.write_tensors, ""
-    _filling_disk(1)
+    _filling_disk(1, "write_tensors")
     saver.start(trainee.snapshot())
     trainee.train(1)
     try:

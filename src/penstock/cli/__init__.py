@@ -31,7 +31,9 @@ app.command(
     "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
 )
 app.command(
-    "penstock.cli.scale:scale", name="scale", help="Measure a model's gradients and choose a loss scale for fp16."
+    "penstock.cli.scale:scale",
+    name="scale",
+    help="Measure a model's gradients and choose a loss scale for fp16.",
 )
 app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store what was found.")
 app.command(

@@ -18,9 +18,9 @@ VARIABLE: Final = "PENSTOCK_REPORT"
 """Environment variable with the path that a failing rank writes to; absent where nobody reads it."""
 _LIMIT = 1_000_000
 _CONSEQUENCES = re.compile(
-    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|peer|remote process|socket timeout"
-    r"|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)|failed to recv|recvvalue failed"
-    r"|tcpstore|rendezvous",
+    r"connection (closed|reset|refused|aborted)|closed by peer|pair closure|broken pipe|peer|remote process"
+    r"|socket timeout|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)"
+    r"|failed to recv|recvvalue failed|tcpstore|rendezvous",
     re.IGNORECASE,
 )
 _OF_TRANSPORT = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "RuntimeError")

@@ -1,0 +1,124 @@
+"""Heartbeats, reports, settings and ports."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, DataError
+from penstock.launch import heartbeat
+from penstock.launch.heartbeat import Heartbeat, beat, beating, promise
+from penstock.launch.nodes import Alone, ReservedPort
+from penstock.launch.report import VARIABLE, read_report, write_report
+from penstock.launch.settings import LaunchSettings, parse_nodes, parse_procs
+
+
+def test_the_agent_reads_what_the_rank_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Heartbeat.create(tmp_path / "beat")
+    assert agent.read().count == 0
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "beat"))
+    promise()
+    assert not agent.read().stepping
+    before = time.monotonic()
+    beat(17)
+    found = agent.read()
+    assert (found.count, found.step, found.stepping) == (2, 17, True)
+    assert before <= found.seconds <= time.monotonic()
+    assert list(beating("abc", 18)) == ["a", "b", "c"]
+    assert (agent.read().count, agent.read().step) == (5, 18)
+
+
+def test_without_an_agent_a_beat_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(heartbeat.VARIABLE, raising=False)
+    beat(1)
+    promise()
+
+
+def test_a_beat_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Heartbeat.create(tmp_path / "beat")
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "beat"))
+    started = time.process_time()
+    for step in range(10_000):
+        beat(step)
+    assert (time.process_time() - started) / 10_000 < 20e-6
+
+
+def test_a_report_tells_a_users_error_by_its_message_and_a_bug_by_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not write_report(ValueError("nobody reads this"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "report"))
+    assert write_report(DataError("a.jpg is broken."))
+    found = read_report(tmp_path / "report")
+    assert found is not None
+    assert (found.kind, found.text, found.consequence) == ("DataError", "a.jpg is broken.", False)
+    with pytest.raises(ValueError, match="a bug") as caught:
+        raise ValueError("a bug")
+    assert write_report(caught.value)
+    found = read_report(tmp_path / "report")
+    assert found is not None
+    assert found.text.startswith("Traceback")
+    assert "raise ValueError" in found.text
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+        (DataError("On rank 1: a.jpg is broken."), True),
+    ],
+)
+def test_what_only_says_that_another_rank_is_gone_is_a_consequence(
+    error: Exception, consequence: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "report"))
+    write_report(error)
+    found = read_report(tmp_path / "report")
+    assert found is not None
+    assert found.consequence is consequence
+
+
+def test_half_a_report_is_none(tmp_path: Path) -> None:
+    assert read_report(tmp_path / "absent") is None
+    (tmp_path / "half").write_text('{"seconds": 1')
+    assert read_report(tmp_path / "half") is None
+
+
+def test_numbers_of_nodes_and_ranks() -> None:
+    assert parse_nodes("4") == (4, 4)
+    assert parse_nodes("2:4") == (2, 4)
+    assert parse_procs("3") == 3
+    assert parse_procs("auto", {"CUDA_VISIBLE_DEVICES": "0,3,5"}) == 3
+    assert parse_procs("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 1
+    for text in ("", "a", "1:b", "1:2:3"):
+        with pytest.raises(ConfigError):
+            parse_nodes(text)
+    assert LaunchSettings(nodes=(1, 2), rendezvous="[::1]:29400").endpoint() == ("::1", 29400)
+
+
+def test_a_reserved_port_is_nobody_elses_but_a_rank_can_listen_on_it() -> None:
+    port = ReservedPort("127.0.0.1")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port.number))
+    with socket.socket() as rank:
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("127.0.0.1", port.number))
+        rank.listen()
+    port.close()
+
+
+def test_a_node_alone_has_all_ranks_and_a_new_port_in_each_life() -> None:
+    with Alone(3) as node:
+        first, second = node.meet(0), node.meet(1)
+    assert (first.first_rank, first.world, first.nodes, first.round) == (0, 3, 1, 0)
+    assert (second.round, second.restarts) == (1, 1)
+    assert node.heard() is None
+    assert not node.waiting()

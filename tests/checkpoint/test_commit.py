@@ -93,7 +93,7 @@ def test_pruning_waits_until_the_newer_one_has_been_verified(
     for step in (1, 2):
         checkpoint.save(tmp_path, snapshot(step))
 
-    def fails(path: Path, *, part: tuple[int, int]) -> None:
+    def fails(path: Path, **_: object) -> None:
         raise CheckpointError("does not read back")
 
     monkeypatch.setattr(commit, "verify", fails)
@@ -142,7 +142,7 @@ def test_truncated_and_missing_files_are_refused_before_any_tensor_is_read(
 
     monkeypatch.setattr(storage, "safe_open", untouchable)
     monkeypatch.setattr(index, "read_header", untouchable)
-    monkeypatch.setattr(manifest.hashlib, "file_digest", untouchable)
+    monkeypatch.setattr(manifest, "digest_file", untouchable)
     for file in sorted(path.iterdir()):
         original = file.read_bytes()
         if share is None:

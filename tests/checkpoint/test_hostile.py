@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from penstock import checkpoint
+from penstock.checkpoint.disk import Written
 from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
-from penstock.checkpoint.tensorfile import Written
 from penstock.errors import CheckpointError
 from penstock.testing.checkpoints import Trainee, numbered
 from penstock.testing.spawn import spawn

@@ -1,7 +1,8 @@
 """Checkpoints that survive a kill at any instant, of one process or of many.
 
 Note [The commit protocol]
-    1. Everything is written into `step-N.tmp/`, by each rank its own files, hashed while they are written and fsynced.
+    1. Everything is written into `step-N.tmp/`, by each rank its own files, hashed while they are written and fsynced
+       (see Note [Streaming]).
     2. `manifest.json`, with every file's size and sha256, is written last by rank 0 and fsynced, then the directory.
     3. `step-N.tmp` is renamed to `step-N`: the one atomic instant at which the checkpoint exists.
     4. The parent directory is fsynced; then the text file `latest` is replaced by a rename.
@@ -25,13 +26,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from penstock.checkpoint.disk import write_file
 from penstock.checkpoint.index import file_name
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
 from penstock.checkpoint.pieces import LOCAL, Parts, take_apart
 from penstock.checkpoint.snapshot import Snapshot
 from penstock.checkpoint.storage import PieceSaver, ShardWriter, write_alone
 from penstock.checkpoint.team import RankProblem, Team, present_team
-from penstock.checkpoint.tensorfile import write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
 _log = logging.getLogger(__name__)
@@ -76,15 +77,16 @@ def commit(folder: Path, parts: Parts, *, keep: int, team: Team) -> Path:
         if error is problem:
             raise
         raise error from problem
-    check(final, team)
+    check(final, team, keep_cached=False)
     team.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))
     return final
 
 
-def check(path: Path, team: Team) -> Manifest:
+def check(path: Path, team: Team, *, keep_cached: bool = True) -> Manifest:
     """Verify `path`, the ranks sharing the work. All return, or all raise the CheckpointError of the first to."""
+    part = (team.rank, team.world)
     try:
-        return team.all(lambda: verify(path, part=(team.rank, team.world)))[0]
+        return team.all(lambda: verify(path, part=part, keep_cached=keep_cached))[0]
     except RankProblem as problem:
         raise problem.error from problem
 

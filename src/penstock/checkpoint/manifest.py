@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.tensorfile import Written
+from penstock.checkpoint.disk import Written, digest_file
 from penstock.errors import CheckpointError
 
 FORMAT = 2
@@ -147,11 +147,12 @@ def check_sizes(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
+def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = True) -> Manifest:
     """Hold the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
 
     With `part` (i, n) the checksums of every n-th file from the i-th on are taken, so that n ranks share the work;
-    sizes are looked at by each.
+    sizes are looked at by each. With `keep_cached` false nothing large is left in the page cache, for a checkpoint that
+    is not read next.
 
     Raises:
         CheckpointError: naming the first file that is missing, of another size, or of other content.
@@ -160,11 +161,10 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1)) -> Manifest:
     # The largest first, so that shares are alike.
     ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, written in ordered[part[0] :: part[1]]:
-        with (path / name).open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != written.sha256:
-                raise CheckpointError(
-                    f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
-                )
+        if digest_file(path / name, keep_cached=keep_cached) != written.sha256:
+            raise CheckpointError(
+                f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
+            )
     return manifest
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.commit import LATEST, remove
+from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Chunk, Entry, chunk_key, file_name, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
 from penstock.checkpoint.pieces import LOCAL, Piece
 from penstock.checkpoint.storage import INDEX, ShardReader, read_pieces
 from penstock.checkpoint.stored import Stored, open_verified
-from penstock.checkpoint.tensorfile import Outgoing, Written, write_file, write_tensors
+from penstock.checkpoint.tensorfile import Outgoing, write_tensors
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 
 SHARD_BYTES = 5_000_000_000

@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Index, chunk_key, file_name, index_of, key_of, metadata_of, to_json
 from penstock.checkpoint.pieces import Piece
-from penstock.checkpoint.tensorfile import Outgoing, Written, write_file, write_tensors
+from penstock.checkpoint.tensorfile import Outgoing, write_tensors
 from penstock.errors import CheckpointError
 
 INDEX = "tensors.json"

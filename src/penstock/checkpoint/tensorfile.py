@@ -10,10 +10,8 @@ the library.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from penstock.checkpoint.disk import Written, write_file
 from penstock.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -45,14 +44,6 @@ _HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a file is: its size in bytes and the sha256 of its content, in hex."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Outgoing:
     """A tensor that is to be written; `fetch` gives it when its turn has come, on any device, of any strides."""
 
@@ -70,20 +61,6 @@ class Held:
     shape: tuple[int, ...]
     start: int
     stop: int
-
-
-def write_file(path: Path, chunks: Any) -> Written:
-    """Write the byte-like `chunks` to `path`, hashed on the way, and force them to the disk."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
 
 
 def save_tensors(

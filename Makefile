@@ -103,6 +103,7 @@ format: $(VENV)/.check
 reference: $(VENV)/.core
 	$(PY) tools/reference.py
 	$(PY) tools/op_lists.py
+	$(PY) tools/ablation.py
 	$(PY) tools/faults.py
 
 relock: install-all

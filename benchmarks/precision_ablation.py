@@ -5,7 +5,7 @@ Transformer, and the standard library's own source text by a byte-level decoder,
 variant runs with several seeds, for a difference has to be seen against the noise between seeds.
 
 Gradients vanish in fp16 because a loss is a mean over very many samples. So that a small model shows it, each step's
-loss is divided by 1,024, as that of one micro-batch is where 1,024 of them make up a step: 32,768 images, or half a
+loss is divided by 1,024, as that of one micro-batch is where 1,024 of them make up a step: 65,536 images, or half a
 million bytes, as large models train with. The other 1,023 are left out, which in fp32 changes nothing that is compared:
 AdamW's update does not depend on the scale of gradients (its eps is 1e-12 here, below them all).
 
@@ -140,10 +140,10 @@ class DigitsTask(Task):
 
     lr, steps = 2e-3, 300
 
-    def __init__(self, batch: int = 32) -> None:
+    def __init__(self, batch: int = 64) -> None:
         self.batch = batch
         config = penstock.ViTConfig(
-            image_size=8, patch_size=2, channels=1, width=32, depth=4, heads=2, mlp_width=128, classes=10
+            image_size=8, patch_size=4, channels=1, width=32, depth=2, heads=2, mlp_width=128, classes=10
         )
         self.model = lambda: penstock.create(config)
         train, test = (
@@ -249,18 +249,18 @@ def main() -> None:
 
 
 def table(name: str, runs: list[dict[str, Any]], variants: list[str]) -> None:
-    """Mean and standard deviation over seeds, and how far each variant is from O0 in O0's standard deviations."""
-    losses = {v: [r["test_loss"] or math.nan for r in runs if r["variant"] == v] for v in variants}
-    base = losses.get("O0", [])
-    for variant, mine in losses.items():
-        if not mine:
+    """Mean and standard deviation over seeds, and the mean difference from O0 with the same seed."""
+    base = {r["seed"]: r["test_loss"] for r in runs if r["variant"] == "O0"}
+    for variant in variants:
+        found = {r["seed"]: r["test_loss"] for r in runs if r["variant"] == variant}
+        mine = {seed: loss for seed, loss in found.items() if loss is not None}
+        if len(mine) < 2:
+            print(f"{name:7} {variant:28} lost {len(found) - len(mine)} of {len(found)}")
             continue
-        spread = statistics.stdev(mine) if len(mine) > 1 else math.nan
-        apart = math.nan
-        if len(base) > 1:
-            apart = (statistics.fmean(mine) - statistics.fmean(base)) / statistics.stdev(base)
+        apart = [loss - base[seed] for seed, loss in mine.items() if seed in base]
         print(
-            f"{name:7} {variant:28} {statistics.fmean(mine):8.4f} ± {spread:.4f}  {apart:+6.1f} standard deviations"
+            f"{name:7} {variant:28} {statistics.fmean(mine.values()):8.4f} ± {statistics.stdev(mine.values()):.4f}  "
+            f"{statistics.fmean(apart) if apart else math.nan:+8.4f}  lost {len(found) - len(mine)} of {len(found)}"
         )
 
 

@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --output benchmarks/results/predicted_own_runs_cpu.json
 
-Each round probes the machine and then takes steps of every model, so that a machine whose speed drifts is predicted as
-it was at that time; errors are medians over the rounds. On one thread of a CPU, time is that of the processor, which
-neighbours do not lengthen as they do the wall clock's; elsewhere it is the wall clock's. Memory is the most that
-tensors take at one time within a step, counted one by one.
+Each case of each round is a process of its own, as a run is. It probes the machine, takes steps and probes again; the
+steps are predicted by the mean of both probes, so that a machine whose speed drifts is predicted as it was at that
+time. Errors are medians over the rounds. On one thread of a CPU, time is that of the processor, which neighbours do not
+lengthen as they do the wall clock's; elsewhere it is the wall clock's. Memory is the most that tensors take at one time
+within a step, counted one by one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +47,45 @@ CASES = (
     ("vit-s16", "micro_batch=1 optimizer=fused"),
     ("vit-s16", "micro_batch=2 attention=plain optimizer=fused"),
     ("vit-b16", "micro_batch=1 optimizer=fused"),
-    ("vit-l16", "micro_batch=1 optimizer=fused"),
+    ("vit-b16", "micro_batch=2 optimizer=fused host_memory=keep"),
+    ("vit-l16", "micro_batch=1 optimizer=fused host_memory=keep"),
+    ("vit-h14", "micro_batch=1 optimizer=fused host_memory=keep"),
     ("gpt2, 4 blocks", "micro_batch=2 optimizer=fused"),
     ("gpt2, 4 blocks", "micro_batch=8 optimizer=fused host_memory=keep"),
+    ("gpt2, 12 blocks", "micro_batch=1 optimizer=fused host_memory=keep"),
 )
-LARGE = ("vit-l16",)
-"""Measured in the first round only: a step takes seconds."""
-STEPS_SECONDS = 0.6
+LARGE = ("vit-l16", "vit-h14")
+"""Measured in the first rounds only: a step takes seconds."""
+LARGE_ROUNDS = 2
+DECODERS = {
+    # width, blocks, heads, words
+    "gpt2, 4 blocks": (256, 4, 4, 4096),
+    "gpt2, 12 blocks": (768, 12, 12, 50257),
+}
+TOKENS = 256
+WARM_UP = 3
+"""Steps before the measured ones: the allocator settles in the second."""
+STEPS_SECONDS = 1.0
 """Steps are repeated until they took so long."""
 
 
 @dataclass
 class Case:
-    """One model under one Plan, and what was found of it, round by round."""
+    """One model under one Plan."""
 
     model: str
     plan: Plan
-    measured_bytes: int = 0
-    predicted_bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
 
 
-def gpt(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
-    """A small decoder of transformers, as anybody would bring it to `penstock ladder`, and its loss."""
+def gpt(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
+    """A decoder of transformers, as anybody would bring it to `penstock ladder`, and its loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
+    width, depth, heads, words = DECODERS[name]
     shape = GPT2Config(
-        n_embd=256, n_layer=4, n_head=4, n_positions=256, vocab_size=4096, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", use_cache=False,
+        n_embd=width, n_layer=depth, n_head=heads, n_positions=TOKENS, vocab_size=words, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -95,8 +106,8 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
         images = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
         targets = torch.randint(0, config.classes, (batch,), device=device)
         return built, (images, targets), lambda machine: predict(config, machine, plan)
-    module, loss = gpt(device)
-    tokens = torch.randint(0, 4096, (batch, 256), device=device)
+    module, loss = gpt(case.model, device)
+    tokens = torch.randint(0, DECODERS[case.model][-1], (batch, TOKENS), device=device)
     work = trace(module, (tokens, tokens), loss, batch)
     built = build(module, plan, device=device, recipe=recipe, loss=loss)
     return built, (tokens, tokens), lambda machine: predict_workload(work, machine, plan)
@@ -124,10 +135,11 @@ def wait(device: torch.device) -> None:
 
 
 def step_seconds(built: Built, batches: Sequence[Any], device: torch.device) -> float:
-    """Seconds of one step, after one to warm up."""
+    """Seconds of one step, after some to warm up."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
-    built.step(batches)
+    for _ in range(WARM_UP):
+        built.step(batches)
     wait(device)
     start, steps = clock(), 0
     while steps == 0 or clock() - start < STEPS_SECONDS:
@@ -137,36 +149,57 @@ def step_seconds(built: Built, batches: Sequence[Any], device: torch.device) -> 
     return (clock() - start) / steps
 
 
-def measure(case: Case, machine: Machine, device: torch.device) -> None:
+def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any]:
     """One round of one case."""
+    machines = [probe(device, quick=not precise)]
     built, batch, prediction = prepared(case, device)
     batches = [batch] * case.plan.accumulate
-    case.seconds.append(step_seconds(built, batches, device))
-    if not case.measured_bytes:
-        case.measured_bytes = tensor_bytes(built, batches)
-    said = prediction(machine)
-    case.predicted.append(said.iteration_seconds)
-    case.predicted_bytes, case.parts = said.memory_bytes, said.seconds
+    took = step_seconds(built, batches, device)
+    held = tensor_bytes(built, batches)
+    del built, batch, batches
+    gc.collect()
+    machines.append(probe(device, quick=not precise))
+    said = [prediction(machine) for machine in machines]
+    return {
+        "measured": took,
+        "predicted": sum(one.iteration_seconds for one in said) / 2,
+        "measured_bytes": held,
+        "predicted_bytes": said[0].memory_bytes,
+        "parts": said[-1].seconds,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+    }
 
 
-def summary(case: Case) -> dict[str, Any]:
+def measured_apart(index: int, options: argparse.Namespace) -> dict[str, Any]:
+    """`measure` in a process of its own, whose allocator and caches no other case has touched."""
+    command = [sys.executable, __file__, "--device", options.device, "--case", str(index)]
+    command += ["--precise"] if options.precise else []
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """What is written of one case."""
-    errors = [said / took - 1 for said, took in zip(case.predicted, case.seconds, strict=True)]
+    errors = [one["predicted"] / one["measured"] - 1 for one in rounds]
+    held, thought = rounds[0]["measured_bytes"], rounds[0]["predicted_bytes"]
     return {
         "model": case.model,
         "plan": case.plan.line(),
         "step_seconds": {
-            "measured": statistics.median(case.seconds),
-            "predicted": statistics.median(case.predicted),
+            "measured": statistics.median(one["measured"] for one in rounds),
+            "predicted": statistics.median(one["predicted"] for one in rounds),
         },
         "step_error": {"median": statistics.median(errors), "min": min(errors), "max": max(errors)},
-        "memory_bytes": {"measured": case.measured_bytes, "predicted": case.predicted_bytes},
-        "memory_error": case.predicted_bytes / case.measured_bytes - 1,
-        "predicted_parts_last_round": case.parts,
+        "memory_bytes": {"measured": held, "predicted": thought},
+        "memory_error": thought / held - 1,
+        "rounds": len(errors),
+        "predicted_parts_last_round": rounds[-1]["parts"],
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -174,23 +207,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument(
-        "--precise", action="store_true", help="probe for a minute in place of seconds, each round"
+        "--precise", action="store_true", help="probe for a minute in place of seconds, each time"
     )
+    parser.add_argument("--case", type=int, help="measure this one once, and print what was found as JSON")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    device = resolve_device(options.device)
-    cases = [Case(model, Plan.parse(line)) for model, line in CASES if (options.only or "") in model]
-    if device.type == "cuda":
-        cases = [replace(one, plan=replace(one.plan, host_memory="release")) for one in cases]
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    cases = [Case(model, Plan.parse(line)) for model, line in CASES]
+    if options.case is not None:
+        device = resolve_device(options.device)
+        case = cases[options.case]
+        if device.type == "cuda":
+            case = replace(case, plan=replace(case.plan, host_memory="release"))
+        print(json.dumps(measure(case, device, precise=options.precise)))
+        return
+    rounds: dict[int, list[dict[str, Any]]] = {
+        index: [] for index, case in enumerate(cases) if (options.only or "") in case.model
+    }
     for turn in range(options.rounds):
-        machine = probe(device, quick=not options.precise)
-        for case in cases[turn % len(cases) :] + cases[: turn % len(cases)]:
-            if turn and case.model in LARGE:
+        for index, seen in rounds.items():
+            if turn >= LARGE_ROUNDS and cases[index].model in LARGE:
                 continue
-            measure(case, machine, device)
-            gc.collect()
-            print(f"round {turn + 1} of {options.rounds}: {case.model}, {case.plan.line()}", flush=True)
-    found = [summary(case) for case in cases]
+            seen.append(measured_apart(index, options))
+            one = seen[-1]
+            print(
+                f"round {turn + 1} of {options.rounds}: {cases[index].model}, {cases[index].plan.line()}: "
+                f"{one['predicted'] / one['measured'] - 1:+.1%}",
+                flush=True,
+            )
+    found = [summary(cases[index], seen) for index, seen in rounds.items()]
     for one in found:
         took, said = one["step_seconds"]["measured"], one["step_seconds"]["predicted"]
         print(
@@ -199,14 +247,16 @@ def main() -> None:
             f"({one['memory_error']:+.1%})"
         )
     if options.output:
-        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        first = next(iter(rounds.values()))[0]
+        alone = first["device"] == "cpu" and first["threads"] == 1
         record = {
             "command": "OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py"
             if alone
             else "see the script",
             "clock": "processor time of one thread" if alone else "wall clock",
+            "probe": "precise" if options.precise else "quick",
             "rounds": options.rounds,
-            "threads": torch.get_num_threads(),
+            "threads": first["threads"],
             "cases": found,
             "environment": environment(),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import logging
 import time
 from dataclasses import replace
@@ -15,6 +17,7 @@ from penstock import probe as probe_room
 from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
 from penstock.errors import EnvironmentProblem
 from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, products, resolve_device
+from penstock.probe.rates import page_seconds
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,20 @@ def test_the_peak_is_the_best_sample(measured: Machine) -> None:
     for kind, rate in measured.peak_flops.items():
         assert rate == max(sample.flops_per_second for sample in measured.gemm if sample.dtype == kind)
     assert len({(s.m, s.n, s.k) for s in measured.gemm if s.dtype == "fp32"}) >= 3
+
+
+def test_a_page_costs_what_its_own_thread_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what neighbours take meanwhile: asleep, this one waits as it would for a core."""
+    calls = itertools.count()
+    fill = ctypes.memset
+
+    def slow(*arguments: int) -> None:
+        if next(calls) % 2 == 0:  # the first touch
+            time.sleep(0.4)
+        fill(*arguments)
+
+    monkeypatch.setattr("penstock.probe.rates.ctypes.memset", slow)
+    assert 0 < page_seconds() * 16384 < 0.4
 
 
 def test_a_probe_can_be_stored(measured: Machine, tmp_path: Path) -> None:
@@ -135,7 +152,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Instead of probing, note that a probe was made."""
     made: list[bool] = []
 
-    def fake(device: torch.device, *, quick: bool = False) -> Machine:
+    def fake(device: torch.device, *, quick: bool = False, alone: bool = False) -> Machine:
+        assert alone, "one rank of a group asks without the others"
         made.append(quick)
         return Machine(
             name=machine_name(device),

@@ -17,7 +17,16 @@ from penstock.planner import predict
 from penstock.planner.constants import DEFAULT
 from penstock.planner.operations import Op
 from penstock.planner.prediction import parameter_tensors, predict_workload
-from penstock.planner.time import Workload, compute_type, gemm_rate, optimizer_traffic, step_seconds
+from penstock.planner.time import (
+    MAPPED_ALONE_BYTES,
+    RETURNED_SHARE,
+    Workload,
+    compute_type,
+    faulted_pages,
+    gemm_rate,
+    optimizer_traffic,
+    step_seconds,
+)
 
 CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 100e9, "fp32_medium": 200e9, "bf16": 400e9},
@@ -263,3 +272,22 @@ def test_predicting_needs_no_torch() -> None:
         "predict(PRESETS['vit-b16'], load_machine('h100'), Plan()); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_large_results_are_mapped_anew_and_a_share_of_the_rest() -> None:
+    """mallopt(3): blocks of 32 MiB and more are mapped on their own, whatever was freed before."""
+    size = MAPPED_ALONE_BYTES // 4
+    large = Op(name="mm", kind="gemm", phase="backward", count=2, m=1, n=1, k=1, written_elements=size)
+    small = replace(large, written_elements=size - 1)
+    plan = Plan(optimizer="fused", accumulate=3)
+    assert faulted_pages(_work(large), [large], plan) == 3 * 2 * MAPPED_ALONE_BYTES / 4096
+    assert faulted_pages(_work(small), [small], plan) == 0
+    in_place = replace(large, name="add_")
+    assert faulted_pages(_work(in_place), [in_place], plan) == 0
+    work = replace(_work(parameters=1024), activation_bytes=8 * 4096)
+    assert faulted_pages(work, [], plan) == pytest.approx(RETURNED_SHARE * (3 * 8 + 1))
+    flat = replace(plan, optimizer="contiguous")
+    assert faulted_pages(work, [], flat) == pytest.approx(RETURNED_SHARE * 3 * 8)
+    machine = replace(CPU, page_seconds=1e-3)
+    assert step_seconds(work, machine, plan)["pages"] == pytest.approx(1e-3 * faulted_pages(work, [], plan))
+    assert step_seconds(work, machine, replace(plan, host_memory="keep"))["pages"] == 0

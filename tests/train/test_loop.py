@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import checkpoint
 from penstock.config.load import load, to_dict
-from penstock.config.machine import Machine, save_machine
+from penstock.config.machine import Machine, load_machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
@@ -32,6 +32,7 @@ from penstock.errors import (
     SavedRequeue,
 )
 from penstock.models.convert import from_pretrained
+from penstock.planner import predict
 from penstock.train import loop, train
 from penstock.train.display import Silent
 from penstock.train.evaluate import evaluate
@@ -191,8 +192,11 @@ def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig
     start, summary = records[0], records[-1]
     assert start["peak"] == "desk fp32, measured"
     assert start["plan"] == config.plan.line()
-    assert summary["predicted"]["iteration_seconds"] > 0
-    assert summary["predicted"]["memory_bytes"] > 0
+    assert config.machine is not None
+    prediction = predict(config.model, load_machine(config.machine), config.plan)
+    before = next(record for record in records if record["event"] == "prediction")
+    for name in ("iteration_seconds", "samples_per_second", "memory_bytes", "mfu", "hfu"):
+        assert summary["predicted"][name] == before[name] == getattr(prediction, name)
     assert summary["measured"]["step_seconds_median"] > 0
     assert 0 < summary["measured"]["data_wait_share"] <= 1
     assert summary["measured"]["memory_kind"] == "growth of the process"

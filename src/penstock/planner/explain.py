@@ -32,6 +32,7 @@ SECOND_WORDS = {
     "step": "host work between steps",
     "straggling": "waiting for the slowest replica",
     "launch": "waiting for the host",
+    "pages": "pages of freed memory mapped again",
 }
 MEMORY_WORDS = {
     "weights": "weights",

@@ -24,10 +24,13 @@ from penstock.planner.operations import Op
 from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, rates_of
 
 PAGE_BYTES = 4096
-RETURNED_SHARE = 0.2
-"""Share of a step's activations that glibc hands back to the kernel and faults in again, left to itself. It depends on
-what happens to lie at the top of the heap: 0 to 0.3 of the pages were counted in steps of six models and batches, 0.5
-in a seventh."""
+MAPPED_ALONE_BYTES = 32 * 2**20
+"""Blocks at least so large glibc maps on their own and gives back when they are freed, so that each first touch of
+their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
+RETURNED_SHARE = 0.25
+"""Share of a step's other activations and gradients that glibc hands back to the kernel and faults in again, left to
+itself. It depends on what small thing happens to lie on top of the heap when gradients are cleared, and differs between
+steps of one process: 0 to 0.3 of the pages were counted with seven models and batches, 0.3 to 0.85 with five large."""
 UPDATE_LAUNCHES = 4
 """Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 NEAR_SAMPLES = 4
@@ -119,11 +122,29 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
         each = machine.operator_seconds or machine.launch_seconds
         parts["launch"] = launches * each + updates * machine.launch_seconds
         if plan.host_memory == "release":
-            pages = RETURNED_SHARE * work.activation_bytes * plan.accumulate / PAGE_BYTES
-            parts["pages"] = pages * machine.page_seconds
+            parts["pages"] = faulted_pages(work, operations, plan) * machine.page_seconds
     else:
         parts["launch"] = max(0.0, launched - sum(parts.values()))
     return parts
+
+
+def faulted_pages(work: Workload, operations: Iterable[Op], plan: Plan) -> float:
+    """Pages that one step on a CPU maps anew, where freed memory goes back to the kernel."""
+    large = sum(
+        op.count * size
+        for op in operations
+        # By its name, torch's sign of an operator that writes in place, and so allocates nothing.
+        if not op.name.endswith("_")
+        and (size := op.written_elements * _element_bytes(op, plan)) >= MAPPED_ALONE_BYTES
+    )
+    # Gradients are cleared to None, unless they lie in one flat buffer.
+    freed = (
+        0
+        if plan.optimizer == "contiguous"
+        else work.parameters * (2 if plan.precision in ("O2", "O3") else 4)
+    )
+    others = max(0.0, work.activation_bytes * plan.accumulate + freed - large * plan.accumulate)
+    return (large * plan.accumulate + RETURNED_SHARE * others) / PAGE_BYTES
 
 
 def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) -> tuple[float, int]:

@@ -40,7 +40,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision"
 
 log = logging.getLogger(__name__)
 
-_PROBE = 2
+_PROBE = 3
 """Raised when a probe learns to measure more."""
 
 

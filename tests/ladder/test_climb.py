@@ -16,11 +16,12 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.ladder import climb, measure
-from penstock.ladder.climb import _Climb, command_of
+from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, RungResult
 from penstock.ladder.rung import Setting, Situation, choose
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject
+from penstock.ladder.words import command_of
 from penstock.planner.prediction import workload
 from penstock.planner.time import Workload
 
@@ -71,9 +72,9 @@ class Scripted(Subject):
 
         def step(batches: Any) -> SimpleNamespace:
             self.clock.now += self.cost(setting)
-            return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)))
+            return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)), grad_norm=None)
 
-        return SimpleNamespace(model=model, optimizer=optimizer, step=step)
+        return SimpleNamespace(model=model, optimizer=optimizer, step=step, replicas=None)
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         return itertools.repeat(torch.zeros(1))
@@ -81,6 +82,9 @@ class Scripted(Subject):
     def workload(self, setting: Setting) -> Workload:
         assert setting.model is not None
         return workload(setting.model, MACHINE, setting.plan)
+
+    def blocks(self) -> int:
+        return MODEL.depth
 
     def train_command(self, setting: Setting) -> str:
         return setting.plan.line()

@@ -74,9 +74,9 @@ def test_peak_memory_sees_what_a_step_holds_at_once(subject: Configured) -> None
 
 
 def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) -> None:
-    first = measure.losses(subject, subject.first, 0, 3)
-    again = measure.losses(subject, subject.first, 0, 3)
-    other = measure.losses(subject, subject.first, 1, 3)
+    first = measure.trained(subject, subject.first, 0, 3).losses
+    again = measure.trained(subject, subject.first, 0, 3).losses
+    other = measure.trained(subject, subject.first, 1, 3).losses
     assert first == again
     assert first != other
     assert len(first) == 3
@@ -86,9 +86,9 @@ def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) 
     "line", ["optimizer=fused", "optimizer=contiguous", "layout=batch_second", "attention=plain"]
 )
 def test_what_changes_speed_only_changes_no_loss(subject: Configured, line: str) -> None:
-    plain = measure.losses(subject, subject.first, 0, 4)
+    plain = measure.trained(subject, subject.first, 0, 4).losses
     torch.testing.assert_close(
-        torch.tensor(measure.losses(subject, _with(subject, line), 0, 4)), torch.tensor(plain)
+        torch.tensor(measure.trained(subject, _with(subject, line), 0, 4).losses), torch.tensor(plain)
     )
 
 
@@ -125,8 +125,8 @@ def test_compiling_is_timed_and_leaves_losses_alone(subject: Configured) -> None
         assert contender.compile_seconds is not None
         assert contender.compile_seconds > contender.step_seconds
         torch.testing.assert_close(
-            torch.tensor(measure.losses(subject, setting, 0, 3)),
-            torch.tensor(measure.losses(subject, subject.first, 0, 3)),
+            torch.tensor(measure.trained(subject, setting, 0, 3).losses),
+            torch.tensor(measure.trained(subject, subject.first, 0, 3).losses),
         )
         assert measure.peak_memory(contender) < 2 * measure.peak_memory(
             measure.contend(subject, subject.first, 0)

@@ -22,12 +22,13 @@ FIRST = Setting(model=PRESETS["vit-s16"], plan=Plan(micro_batch=8))
 OWN = Setting(model=None, plan=Plan(micro_batch=8))
 
 
-def _situation(machine: Machine) -> Situation:
+def _situation(machine: Machine, procs: int = 4) -> Situation:
     return Situation(
         machine=machine,
         micro_batch=8,
         attention=get_args(AttentionBackend),
         layouts=("batch_first", "batch_second"),
+        procs=procs,
     )
 
 
@@ -58,7 +59,8 @@ def test_a_rung_changes_one_thing(rung: Rung) -> None:
     differing += [
         f.name for f in fields(FIRST.model) if getattr(changed.model, f.name) != getattr(FIRST.model, f.name)
     ]
-    assert set(differing) <= {"precision", "dtype"} or len(differing) == 1
+    pairs = ({"precision", "dtype"}, {"dp", "sharding", "shard"})
+    assert any(set(differing) <= pair for pair in pairs) or len(differing) == 1
 
 
 @pytest.mark.parametrize("machine", ["v100", "a100-80g", "h100"])
@@ -81,6 +83,7 @@ def test_what_no_rung_objects_to_is_a_valid_plan_once_climbed_to(machine: str) -
     assert setting.plan.precision == "O3"
     assert setting.plan.dtype == ("fp16" if machine == "v100" else "bf16")
     assert setting.plan.micro_batch == 32
+    assert (setting.plan.dp, setting.plan.sharding, setting.plan.shard) == (4, "hsdp", 2)
     assert refused == (["attention-flash", "attention-cudnn"] if machine == "v100" else [])
 
 
@@ -89,7 +92,8 @@ def test_the_order_is_that_of_the_ladder() -> None:
     told = [
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "masters-remainder", "classifier", "layout",
-        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "image", "whole-half",
+        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "parallel-ddp", "parallel-fsdp",
+        "parallel-hsdp", "image", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 
@@ -135,6 +139,23 @@ def test_obstacles_of_the_situation() -> None:
     narrow = replace(CPU, peak_flops={"fp32": 1e11})
     assert "does not compute in bf16" in str(_named("half-bf16").obstacle(FIRST, _situation(narrow)))
     assert "neither" in str(_named("whole-half").obstacle(FIRST, _situation(narrow)))
+
+
+def test_processes_are_asked_for_and_groups_need_four() -> None:
+    ddp, fsdp, hsdp = (_named(f"parallel-{name}") for name in ("ddp", "fsdp", "hsdp"))
+    for rung in (ddp, fsdp, hsdp):
+        assert "--procs 2" in str(rung.obstacle(FIRST, _situation(CPU, procs=1)))
+    two, six = _situation(CPU, procs=2), _situation(CPU, procs=6)
+    assert ddp.apply(FIRST, two).plan.line() == "dp=2"
+    assert fsdp.obstacle(FIRST, two) is None
+    assert fsdp.apply(FIRST, two).plan.line() == "dp=2 sharding=fsdp"
+    for procs in (2, 3, 5):
+        assert "--procs 4" in str(hsdp.obstacle(FIRST, _situation(CPU, procs=procs)))
+    assert hsdp.obstacle(FIRST, six) is None
+    assert hsdp.apply(FIRST, six).plan.line() == "dp=6 sharding=hsdp shard=3"
+    remainder = replace(FIRST, plan=replace(FIRST.plan, master="remainder"))
+    assert "whole weights" in str(fsdp.obstacle(remainder, two))
+    assert ddp.obstacle(remainder, two) is None
 
 
 def test_the_larger_image_of_the_usual_size_is_256() -> None:

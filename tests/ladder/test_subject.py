@@ -15,9 +15,10 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
+from penstock.ladder.factory import load_factory
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.subject import Configured, Own, load_factory, preset_name
+from penstock.ladder.subject import Configured, Own, preset_name
 
 CPU = Machine(
     name="toy",

@@ -17,7 +17,7 @@ from penstock.ladder.settings import LadderConfig
 if TYPE_CHECKING:
     from penstock.ladder.result import RungResult
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 132
 """Columns of the table where it goes to a file or a pipe."""
 
 

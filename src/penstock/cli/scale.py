@@ -111,7 +111,8 @@ def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
     from penstock.config.plan import Plan
     from penstock.config.run import Recipe
     from penstock.data import Loader, open_source
-    from penstock.ladder.subject import BATCH, load_factory, made_by, preset_name, samples_of
+    from penstock.ladder.factory import load_factory, made_by, samples_of
+    from penstock.ladder.subject import BATCH, preset_name
     from penstock.models.convert import load_weights
     from penstock.precision.inspect.undisturbed import moved
 

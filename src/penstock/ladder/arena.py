@@ -10,10 +10,12 @@ import torch
 
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder import measure
-from penstock.ladder.measure import Contender
+from penstock.ladder.forecast import Link
+from penstock.ladder.measure import LossRun, Timed
 from penstock.ladder.result import Status
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
+from penstock.ladder.team import Team
 
 T = TypeVar("T")
 
@@ -41,22 +43,37 @@ class Timing:
 class Arena:
     """Who is alive. The baseline and the best setting stay built between rungs, where memory allows."""
 
-    def __init__(self, subject: Subject, seed: int, round_seconds: float) -> None:
+    def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team) -> None:
         self.subject = subject
+        self.team = team
         self.seed = seed
         self.round_seconds = round_seconds
         self.baseline = subject.first
         self.best = subject.first
-        self._alive: dict[Setting, Contender] = {}
+        self._alive: dict[Setting, Timed] = {}
         self._step_seconds: dict[Setting, float] = {}
 
-    def contender(self, setting: Setting) -> Contender:
+    def contender(self, setting: Setting) -> Timed:
         """The built contender of a setting; built now, if it is not alive."""
-        if setting not in self._alive:
-            contender = measure.contend(self.subject, setting, self.seed)
-            self._alive[setting] = contender
-            self._step_seconds[setting] = contender.step_seconds
-        return self._alive[setting]
+        found = self._alive.get(setting)
+        if found is None or not found.alive:
+            several = setting.plan.gpus > 1
+            found = (
+                self.team.contend(setting, self.seed)
+                if several
+                else measure.contend(self.subject, setting, self.seed)
+            )
+            self._alive[setting] = found
+            self._step_seconds[setting] = found.step_seconds
+        return found
+
+    def link(self) -> Link:
+        """What lies between processes; starts them."""
+        return Link(**self.team.link())
+
+    def close(self) -> None:
+        """End what processes there are."""
+        self.team.end()
 
     def step_seconds(self, setting: Setting) -> float:
         """Seconds per step as last measured; the setting need not be alive."""
@@ -66,11 +83,13 @@ class Arena:
         """Bring a challenger to life. False where it had to be alone: memory did not hold the others beside it."""
         return self._with_room(lambda: self.contender(setting))[1]
 
-    def losses(self, setting: Setting, seed: int, steps: int) -> list[float]:
+    def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
         """The loss run of a setting, beside the living if memory allows."""
-        curve = self._with_room(lambda: measure.losses(self.subject, setting, seed, steps))[0]
+        if setting.plan.gpus > 1:
+            return self._with_room(lambda: self.team.trained(setting, seed, steps))[0]
+        run = self._with_room(lambda: measure.trained(self.subject, setting, seed, steps))[0]
         measure.release(self.subject.device, compiled=False)
-        return curve
+        return run
 
     def time(self, setting: Setting, reference: Setting, rounds: int, *, together: bool) -> Timing:
         """Interleaved rounds of the challenger, its reference and the baseline."""
@@ -97,7 +116,9 @@ class Arena:
         """
         if setting in (self.baseline, self.best):
             return
-        self._alive.pop(setting, None)
+        gone = self._alive.pop(setting, None)
+        if gone is not None:
+            gone.close()
         stays = any(other.plan.compile != "none" for other in self._alive)
         measure.release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
 
@@ -114,6 +135,8 @@ class Arena:
             if self.subject.device.type != "cuda" or failure(error)[0] != "out of memory":
                 raise
         # Only here, where the exception and the frames it held are gone, is its memory free.
+        for contender in self._alive.values():
+            contender.close()
         self._alive.clear()
         measure.release(self.subject.device, compiled=False)
         return work(), False

@@ -44,6 +44,28 @@ def memory(rung: RungResult) -> str:
     return number(rung.memory_bytes / MIB) if rung.memory_bytes is not None else ""
 
 
+def equality(rung: RungResult) -> str:
+    """How far the losses of several processes are from one's, relatively."""
+    return f"{rung.equality.loss:.0e}" if rung.equality else ""
+
+
+def equality_words(rung: RungResult) -> str:
+    """The same in a sentence, with what is allowed."""
+    found = rung.equality
+    if found is None:
+        return ""
+    verdict = "equal" if found.holds else "NOT equal"
+    norms = (
+        ""
+        if found.norm is None
+        else f", gradient norms within {found.norm:.1e} (of {10 * found.tolerance:.1e})"
+    )
+    return (
+        f"{verdict} to one process on the same samples: losses of {found.steps} steps within {found.loss:.1e} "
+        f"(of {found.tolerance:.1e}){norms}, relatively"
+    )
+
+
 def compiling(rung: RungResult) -> str:
     """Seconds of compilation."""
     return f"{rung.compile_seconds:.1f}" if rung.compile_seconds is not None else ""

@@ -11,20 +11,26 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.config.load import load, to_dict
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import load_machine
 from penstock.config.model import ModelConfig
+from penstock.errors import EnvironmentProblem
 from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
-from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
+from penstock.ladder.factory import Factory
+from penstock.ladder.forecast import predict_ranks
+from penstock.ladder.judge import HOPELESS, equality, ratios, tail_mean, verdict
+from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread
 from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
 from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig
-from penstock.ladder.subject import Configured, Factory, Own, Subject, load_factory, preset_name
+from penstock.ladder.subject import Subject, subject_of
+from penstock.ladder.team import Team, threads_of
+from penstock.ladder.words import command_of, model_changes
 from penstock.planner.prediction import Prediction, predict_workload
 from penstock.probe import machine_for, resolve_device
 from penstock.report import record
@@ -36,8 +42,8 @@ LOSS_SHARE = 0.4
 LEAST_LOSS_STEPS = 4
 COMPILE_SECONDS = {"none": 0.0, "blocks": 25.0, "whole": 60.0}
 """What a budget sets aside for compiling: measured for ViT-S/16 on two CPU cores, a GPU takes about as long."""
-HOPELESS = 0.5
-"""A rung this much slower than the best is timed in two rounds only, and its loss is not run."""
+EQUAL_STEPS = 6
+"""Steps for which several processes are held to one."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 Watch = Callable[[RungResult], None]
@@ -76,20 +82,19 @@ def ladder(
         )
     rungs = choose(settled.rungs, settled.skip)
     device = resolve_device(settled.device)
+    _require_devices(settled.procs, device)
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
-        subject = _subject(settled, factory, device, machine)
+        subject = subject_of(settled, factory, device, machine)
         return _Climb(subject, settled, watch or (lambda result: None)).run(rungs)
 
 
-def _subject(
-    config: LadderConfig, factory: str | Factory | None, device: torch.device, machine: Machine
-) -> Subject:
-    if callable(factory):
-        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device, machine)
-    if config.factory is not None:
-        return Own(load_factory(config.factory), config.factory, config, device, machine)
-    return Configured(config, device, machine)
+def _require_devices(procs: int, device: torch.device) -> None:
+    if device.type == "cuda" and procs > (found := torch.cuda.device_count()):
+        raise EnvironmentProblem(
+            f"procs is {procs}, and each process takes one GPU, but this machine has {found}. Give --procs {found}, or "
+            "--device cpu, where processes share the cores."
+        )
 
 
 @dataclass(slots=True)
@@ -104,6 +109,17 @@ class _Deadline:
         return math.inf if self.seconds is None else self.seconds - (time.perf_counter() - self.start)
 
 
+def _notes(subject: Subject) -> list[str]:
+    """What a reader must know of a climb of several processes."""
+    if subject.procs == 1 or subject.device.type != "cpu":
+        return []
+    alone, each = torch.get_num_threads(), threads_of(subject.procs)
+    return [
+        f"On this CPU one process computes with {alone} thread{'s' if alone > 1 else ''}, and each of "
+        f"{subject.procs} with {each}."
+    ]
+
+
 class _Climb:
     """One climb. `run` reads from top to bottom as what happens."""
 
@@ -112,13 +128,19 @@ class _Climb:
         self.config = config
         self.watch = watch
         self.situation: Situation = subject.situation()
-        self.arena = Arena(subject, config.seed, config.round_seconds)
+        self.arena = Arena(subject, config.seed, config.round_seconds, Team(subject, config))
         self.deadline = _Deadline(config.budget)
         self.loss_steps = config.loss_steps
-        self.notes: list[str] = []
+        self.notes: list[str] = _notes(subject)
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
         """Measure the baseline, then every rung."""
+        try:
+            return self._climbed(rungs)
+        finally:
+            self.arena.close()
+
+    def _climbed(self, rungs: Sequence[Rung]) -> LadderReport:
         self.arena.contender(self.arena.baseline)
         self._fit_into_budget(len(rungs))
         noise = self._noise()
@@ -174,8 +196,11 @@ class _Climb:
             spent = f"too little was left of the budget of {self.config.budget:g} s"
             return replace(result, status="not run", reason=spent, forecast=forecast)
         result = self._measured(replace(result, forecast=forecast), setting, reference, remaining)
-        result = self._with_losses(result, setting, noise)
-        status, reason = _verdict(result, carried=rung.carried)
+        if rung.twin:
+            result = self._with_equality(result, setting)
+        else:
+            result = self._with_losses(result, setting, noise)
+        status, reason = verdict(result, carried=rung.carried)
         return replace(result, status=status, reason=reason)
 
     def _measured(
@@ -187,20 +212,22 @@ class _Climb:
         here, there, first = (float(work(s)) for s in (setting, reference, self.arena.baseline))
         rounds = self._rounds(setting, remaining)
         timing = self.arena.time(setting, reference, rounds, together=together)
-        if Spread.of(_ratios(here, timing.challenger, there, timing.reference)).undecided():
+        if Spread.of(ratios(here, timing.challenger, there, timing.reference)).undecided():
             timing += self.arena.time(setting, reference, rounds, together=together)
         contender = self.arena.contender(setting)
         samples, flops = self.subject.samples(setting), self.subject.model_flops(setting)
+        memory = contender.memory()
         return replace(
             result,
             samples_per_second=Spread.of([samples / s for s in timing.challenger]),
             model_flops_per_second=Spread.of([flops / s for s in timing.challenger]),
             baseline_samples_per_second=self.subject.samples(self.arena.baseline)
             / statistics.median(timing.baseline),
-            to_previous=Spread.of(_ratios(here, timing.challenger, there, timing.reference)),
-            to_baseline=Spread.of(_ratios(here, timing.challenger, first, timing.baseline)),
+            to_previous=Spread.of(ratios(here, timing.challenger, there, timing.reference)),
+            to_baseline=Spread.of(ratios(here, timing.challenger, first, timing.baseline)),
             interleaved=timing.interleaved,
-            memory_bytes=measure.peak_memory(contender),
+            memory_bytes=max(memory),
+            memory_by_rank=tuple(memory) if len(memory) > 1 else (),
             compile_seconds=contender.compile_seconds,
         )
 
@@ -209,7 +236,7 @@ class _Climb:
         predicted, before, first = (self._predict(s) for s in (setting, reference, self.arena.baseline))
 
         def rate(prediction: Prediction) -> float:
-            flops = prediction.model_flops_per_second_per_gpu
+            flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
             return flops if compared_by == "flops" else prediction.samples_per_second
 
         return Forecast(
@@ -222,7 +249,12 @@ class _Climb:
         )
 
     def _predict(self, setting: Setting) -> Prediction:
-        return predict_workload(self.subject.workload(setting), self.subject.machine, setting.plan)
+        work, machine = self.subject.workload(setting), self.subject.machine
+        if setting.plan.gpus == 1:
+            return predict_workload(work, machine, setting.plan)
+        return predict_ranks(
+            work, machine, setting.plan, blocks=self.subject.blocks(), link=self.arena.link()
+        )
 
     def _noise(self) -> Noise | None:
         """The baseline's loss under several seeds; none where no loss runs are made."""
@@ -230,17 +262,28 @@ class _Climb:
             return None
         first = self.arena.baseline
         seeds = tuple(self.config.seed + i for i in range(self.config.seeds + 1))
-        curves = tuple(tuple(self.arena.losses(first, seed, self.loss_steps)) for seed in seeds)
-        last = tuple(_tail_mean(curve) for curve in curves)
+        curves = tuple(tuple(self.arena.trained(first, seed, self.loss_steps).losses) for seed in seeds)
+        last = tuple(tail_mean(curve) for curve in curves)
         return Noise(seeds=seeds, losses=last, curves=curves, deviation=statistics.stdev(last))
 
     def _with_losses(self, result: RungResult, setting: Setting, noise: Noise | None) -> RungResult:
         hopeless = result.to_previous is not None and result.to_previous.high < HOPELESS
         if noise is None or hopeless:
             return result
-        curve = self.arena.losses(setting, self.config.seed, self.loss_steps)
-        loss = _tail_mean(curve)
+        curve = self.arena.trained(setting, self.config.seed, self.loss_steps).losses
+        loss = tail_mean(curve)
         return replace(result, losses=tuple(curve), loss=loss, loss_difference=loss - noise.losses[0])
+
+    def _with_equality(self, result: RungResult, setting: Setting) -> RungResult:
+        """Held to one process that takes the same micro-batches one after the other."""
+        plan = setting.plan
+        single = replace(
+            plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp
+        )
+        ranks = self.arena.trained(setting, self.config.seed, EQUAL_STEPS)
+        one = self.arena.trained(replace(setting, plan=single), self.config.seed, EQUAL_STEPS)
+        found = equality(plan, ranks.losses, one.losses, ranks.norms, one.norms)
+        return replace(result, equality=found, loss_difference=ranks.losses[-1] - one.losses[-1])
 
     def _baseline_result(self, noise: Noise | None) -> RungResult:
         first = self.arena.baseline
@@ -259,7 +302,7 @@ class _Climb:
             baseline_samples_per_second=samples / statistics.median(seconds),
             to_previous=one,
             to_baseline=one,
-            memory_bytes=measure.peak_memory(self.arena.contender(first)),
+            memory_bytes=max(self.arena.contender(first).memory()),
             losses=noise.curves[0] if noise else (),
             loss=noise.losses[0] if noise else None,
             loss_difference=0.0 if noise else None,
@@ -305,7 +348,8 @@ class _Climb:
         compiling = 0.0
         if setting.plan.compile != self.arena.best.plan.compile:
             compiling = COMPILE_SECONDS[setting.plan.compile]
-        return compiling + first * pace * samples * (measure.WARM_UP_STEPS + 2 + self.loss_steps)
+        trained = 2 * EQUAL_STEPS if setting.plan.gpus > 1 else self.loss_steps
+        return compiling + first * pace * samples * (measure.WARM_UP_STEPS + 2 + trained)
 
     def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
         best = self._best_alone(results) if self.config.alone else self.arena.best
@@ -325,6 +369,7 @@ class _Climb:
             environment=record.environment(),
             command=command_of(self.config),
             wall_seconds=time.perf_counter() - self.deadline.start,
+            procs=self.config.procs,
             notes=tuple(self.notes),
         )
 
@@ -335,62 +380,3 @@ class _Climb:
             return self.arena.baseline
         rung = next(rung for rung in all_rungs() if rung.name == max(paying)[1])
         return rung.apply(self.arena.baseline, self.situation)
-
-
-def _verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
-    """What becomes of a measured rung."""
-    if not carried:
-        return "reported", "measured for comparison, not built upon"
-    if any(not math.isfinite(loss) for loss in result.losses):
-        return "left", "its loss left the finite numbers"
-    assert result.to_previous is not None
-    if result.to_previous.pays():
-        return "kept", ""
-    if result.to_previous.high < HOPELESS:
-        return "left", "far slower, so its loss was not run"
-    return "left", "slower" if result.to_previous.high < 1.0 else "no clear gain"
-
-
-def _ratios(
-    work: float, seconds: Sequence[float], before: float, before_seconds: Sequence[float]
-) -> list[float]:
-    """Ratio of the rates of two contenders, round by round."""
-    return [(work / s) / (before / b) for s, b in zip(seconds, before_seconds, strict=True)]
-
-
-def _tail_mean(curve: Sequence[float]) -> float:
-    """Mean over the last quarter: one step's loss is mostly that of its samples."""
-    tail = curve[-max(1, len(curve) // 4) :]
-    return sum(tail) / len(tail)
-
-
-def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
-    """Fields of the model that a setting changes."""
-    if first is None or model is None:
-        return {}
-    return {
-        f.name: getattr(model, f.name)
-        for f in fields(model)
-        if getattr(model, f.name) != getattr(first, f.name)
-    }
-
-
-def command_of(config: LadderConfig) -> str:
-    """The command that climbs again with these settings, wherever the call came from."""
-    words = ["penstock ladder"]
-    words.append(f"--model {config.factory}" if config.factory else preset_name(config.model))
-    plain = LadderConfig()
-    for name in ("batch", "rungs", "skip", "alone", "quick", "rounds", "round_seconds", "loss_steps", "seeds", "lr",
-                 "budget", "device", "machine", "seed"):  # fmt: skip
-        value = getattr(config, name)
-        if value == getattr(plain, name) or (
-            config.quick and name in ("rounds", "loss_steps", "round_seconds")
-        ):
-            continue
-        if value is True:
-            words.append(f"--{name}")
-        else:
-            words.append(f"--{name} {','.join(value) if isinstance(value, tuple) else value}")
-    if config.data.source != "digits":
-        words.append(f"--data.source {config.data.source}")
-    return " ".join(words)

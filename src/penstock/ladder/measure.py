@@ -1,7 +1,8 @@
 """Timing, memory and losses of contenders that live side by side in one process.
 
 A contender is a model built under one Setting with batches to step on. Rounds go round all contenders (A B C, B C A,
-…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round.
+…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round. What takes
+several processes is one contender too: see `team`. These functions then run on each of its ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +26,51 @@ from penstock.build import Built
 from penstock.host_memory import settle
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
+from penstock.optim.layout import local
+from penstock.parallel.agree import average, slowest
+from penstock.parallel.world import ALONE, World
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
 """Seconds after which two steps of warm-up are enough, where nothing was compiled."""
 RECOMPILE_LIMIT = 256
 """Contenders share the code of their blocks, so each adds its own compiled form to it."""
+
+
+class Timed(Protocol):
+    """A contender, of this process or of several others."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """What the first steps took longer, where something was compiled."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds per step as last measured."""
+
+    @step_seconds.setter
+    def step_seconds(self, seconds: float) -> None: ...
+
+    def timed(self, steps: int) -> float:
+        """Seconds per step over so many steps."""
+
+    def memory(self) -> list[int]:
+        """Peak bytes of one step, by rank."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRun:
+    """What some steps of training gave: losses over all ranks, and gradient norms where they were taken."""
+
+    losses: list[float]
+    norms: list[float]
 
 
 @dataclass(slots=True)
@@ -48,6 +88,27 @@ class Contender:
     def step(self) -> None:
         """One optimizer step; on a GPU it may still be running when this returns."""
         self.built.step(self.micro_batches)
+
+    @property
+    def world(self) -> World:
+        """The ranks that step together."""
+        return ALONE if self.built.replicas is None else self.built.replicas.world
+
+    @property
+    def alive(self) -> bool:
+        """Always: it is here."""
+        return True
+
+    def timed(self, steps: int) -> float:
+        """As the function of this name."""
+        return timed(self, steps)
+
+    def memory(self) -> list[int]:
+        """As `peak_memory`, of this one rank."""
+        return [peak_memory(self)]
+
+    def close(self) -> None:
+        """Nothing: it goes when nobody refers to it."""
 
 
 def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
@@ -75,26 +136,27 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
 
 
 def timed(contender: Contender, steps: int) -> float:
-    """Seconds per step over so many steps."""
-    device = contender.device
+    """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
+    device, world = contender.device, contender.world
     if settle(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
     _wait(device)
+    slowest(0.0, world)  # all begin together
     start = time.perf_counter()
     for _ in range(steps):
         contender.step()
     _wait(device)
-    return (time.perf_counter() - start) / steps
+    return slowest((time.perf_counter() - start) / steps, world)
 
 
-def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: float) -> list[list[float]]:
+def interleaved(contenders: Sequence[Timed], rounds: int, least_seconds: float) -> list[list[float]]:
     """Seconds per step, by contender and round. Each round starts with another contender."""
     steps = [max(1, math.ceil(least_seconds / max(c.step_seconds, 1e-9))) for c in contenders]
     seconds: list[list[float]] = [[] for _ in contenders]
     order = list(range(len(contenders)))
     for turn in range(rounds):
         for index in order[turn % len(order) :] + order[: turn % len(order)]:
-            seconds[index].append(timed(contenders[index], steps[index]))
+            seconds[index].append(contenders[index].timed(steps[index]))
     for contender, taken in zip(contenders, seconds, strict=True):
         contender.step_seconds = statistics.median(taken)
     return seconds
@@ -125,26 +187,31 @@ def _between_steps(contender: Contender) -> int:
     """
     model, optimizer = contender.built.model, contender.built.optimizer
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    gradients = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
+    gradients = [
+        weakref.ref(local(p.grad).untyped_storage()) for p in model.parameters() if p.grad is not None
+    ]
     optimizer.zero_grad(set_to_none=True)
     tensors += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
     tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors += [leaf for batch in contender.micro_batches for leaf in _tensors(batch)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    with torch.no_grad():
+        storages = [local(tensor).untyped_storage() for tensor in tensors]
     storages += [storage for reference in gradients if (storage := reference()) is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    buckets = 0 if contender.built.replicas is None else contender.built.replicas.held_bytes()
+    return buckets + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def losses(subject: Subject, setting: Setting, seed: int, steps: int) -> list[float]:
-    """The loss of each of so many optimizer steps, from the seed's weights and in its order of samples."""
+def trained(subject: Subject, setting: Setting, seed: int, steps: int) -> LossRun:
+    """So many optimizer steps from the seed's weights and in its order of samples."""
     built = subject.build(setting, seed)
     batches = subject.batches(setting, seed)
     try:
         torch.manual_seed(seed)  # dropout, where there is any
-        values = [
-            built.step([next(batches) for _ in range(setting.plan.accumulate)]).loss for _ in range(steps)
-        ]
-        return [float(value) for value in torch.stack(values).float().cpu()]
+        results = [built.step([next(batches) for _ in range(setting.plan.accumulate)]) for _ in range(steps)]
+        world = ALONE if built.replicas is None else built.replicas.world
+        losses = average(torch.stack([result.loss for result in results]).float().cpu(), world)
+        norms = [result.grad_norm for result in results if result.grad_norm is not None]
+        return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
     finally:
         _close(batches)
 

@@ -39,6 +39,7 @@ def to_html(report: LadderReport) -> str:
         _table(report),
         Section(title="Memory", text=_MEMORY_WORDS, figures=[_memory(report)]),
         *_losses(report),
+        *_several(report),
         Section(title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}),
         Section(title="Where this was measured", facts=_facts(report), code=report.command),
     ]
@@ -180,6 +181,45 @@ def _losses(report: LadderReport) -> list[Section]:
     if dots:
         figures.append(difference_dots(dots, noise=noise.deviation, title="Loss difference of each rung"))
     return [Section(title="What it does to the loss", text=text, figures=figures)]
+
+
+def _several(report: LadderReport) -> list[Section]:
+    """What there is to say of rungs of several processes beside their place in the table."""
+    rungs = [rung for rung in report.rungs if rung.memory_by_rank]
+    if not rungs:
+        return []
+    text = (
+        f"{report.procs} processes on this machine, each with a micro-batch as large as one process has alone, so that "
+        f"the global batch is {report.procs} times as large. Speeds are of all together, memory is of each. Whether "
+        f"they compute what one process does is checked from the same weights: it takes the same samples, one "
+        f"micro-batch after the other."
+    )
+    columns = [
+        Cell("rung", words=True), Cell(f"{report.unit}/s", "all processes"), Cell("to one process", "predicted"),
+        Cell("MiB per process", "predicted"), Cell("against one process", words=True),
+    ]  # fmt: skip
+    return [
+        Section(
+            title="Several processes",
+            text=text,
+            columns=columns,
+            rows=[(_STATES.get(rung.status, "absent"), _several_row(report, rung)) for rung in rungs],
+        )
+    ]
+
+
+def _several_row(report: LadderReport, rung: RungResult) -> list[Cell]:
+    forecast = rung.forecast
+    return [
+        Cell(rung.title, rung.plan, words=True),
+        Cell(cells.speeds(report, rung)[0]),
+        Cell(cells.of_baseline(rung), f"{forecast.to_baseline:.2f}×" if forecast else ""),
+        Cell(
+            " · ".join(number(size / MIB) for size in rung.memory_by_rank),
+            number(forecast.memory_bytes / MIB) if forecast else "",
+        ),
+        Cell(cells.equality_words(rung) or "not checked: built upon one that was", words=True),
+    ]
 
 
 def _curves(report: LadderReport) -> list[Curve]:

@@ -68,6 +68,24 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Equality:
+    """Several processes against one that takes the same samples in the same order, from the same weights."""
+
+    steps: int
+    loss: float
+    """Largest relative difference of the losses; infinite where one of the two is no finite number."""
+    norm: float | None
+    """The same of the gradients' norms, where these were taken."""
+    tolerance: float
+    """What is allowed of losses, for the type that the plan computes in; of norms ten times that."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are within what is allowed."""
+        return self.loss <= self.tolerance and (self.norm is None or self.norm <= 10 * self.tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RungResult:
     """One rung: predicted, measured, and what became of it."""
 
@@ -94,6 +112,11 @@ class RungResult:
     interleaved: bool = True
     """False where memory did not hold both contenders at once, so that they were timed one after the other."""
     memory_bytes: int | None = None
+    """Of the fullest process."""
+    memory_by_rank: tuple[int, ...] = ()
+    """The same of each process, where there are several."""
+    equality: Equality | None = None
+    """Of a rung of several processes: whether they compute what one does."""
     compile_seconds: float | None = None
     losses: tuple[float, ...] = ()
     loss: float | None = None
@@ -140,6 +163,7 @@ class LadderReport:
     train_command: str
     """The command that trains with the best setting, or the Python call for a model of one's own."""
     batch: int
+    """Samples of a micro-batch of the baseline."""
     rounds: int
     loss_steps: int
     machine: dict[str, Any]
@@ -149,6 +173,8 @@ class LadderReport:
     command: str
     """The command that makes this report again."""
     wall_seconds: float
+    procs: int = 1
+    """Processes that rungs of several had."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -40,6 +40,8 @@ class Situation:
     """Attention backends the model can be switched to."""
     layouts: tuple[str, ...] = ("batch_first",)
     """Layouts the model can be switched to."""
+    procs: int = 1
+    """Processes that rungs of several may start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class Rung:
     """What is compared per second: samples, or the model's FLOPs where a sample itself grows."""
     carried: bool = True
     """Whether later rungs build on it where it pays; if not, it is only reported."""
+    twin: bool = False
+    """Whether its results must be those of one process that takes the same samples in the same order: then that is
+    checked, and stands for the comparison of losses with the baseline's."""
 
 
 _RUNGS: dict[str, Rung] = {}

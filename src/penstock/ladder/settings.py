@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 
 QUICK_ROUNDS = 3
 QUICK_LOSS_STEPS = 8
+_LEAST = {"batch": 1, "procs": 1, "rounds": 2, "loss_steps": 0, "seeds": 2, "seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class LadderConfig:
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()
     """Rungs or groups of rungs to leave out, such as `compile`."""
+    procs: int = 1
+    """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
     alone: bool = False
     """Measure each rung by itself against the baseline, instead of climbing."""
     quick: bool = False
@@ -59,9 +62,14 @@ class LadderConfig:
         if not problems:
             problems = [
                 f"{name} is {getattr(self, name)}, but must be at least {low}."
-                for name, low in (("batch", 1), ("rounds", 2), ("loss_steps", 0), ("seeds", 2), ("seed", 0))
+                for name, low in _LEAST.items()
                 if getattr(self, name) is not None and getattr(self, name) < low
             ]
+            if self.procs > 1 and self.device.startswith("cuda:"):
+                problems.append(
+                    f"device is {self.device!r}, one GPU, but procs is {self.procs}, and each process takes one of its "
+                    "own; write cuda."
+                )
             problems += [
                 f"{name} is {getattr(self, name)}, but must be above 0."
                 for name in ("round_seconds", "lr", "budget")

@@ -34,17 +34,29 @@ def table(report: LadderReport) -> Table:
     )
     made.add_column("rung", no_wrap=True)
     _, flops = cells.flop_unit(report)
-    for name in ("predicted", "measured", "in all", f"{report.unit}/s", flops, "MiB", "compile s", "loss"):
+    # Columns that would be empty are left out: a terminal is narrow.
+    some = {
+        "compile s": cells.compiling
+        if any(rung.compile_seconds is not None for rung in report.rungs)
+        else None,
+        "loss": cells.loss,
+        "≠ 1 proc": cells.equality if any(rung.equality for rung in report.rungs) else None,
+    }
+    last = {name: cell for name, cell in some.items() if cell is not None}
+    for name in ("predicted", "measured", "in all", f"{report.unit}/s", flops, "MiB", *last):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("verdict", no_wrap=True)
     styles = {"baseline": "bold", "kept": "green", "left": "dim", "reported": "dim"}
     for rung in report.rungs:
-        row = [""] * 7
+        row = [""] * (5 + len(last))
         if rung.measured:
             row = [
-                cells.ratio(rung), cells.of_baseline(rung), *cells.speeds(report, rung), cells.memory(rung),
-                cells.compiling(rung), cells.loss(rung),
-            ]  # fmt: skip
+                cells.ratio(rung),
+                cells.of_baseline(rung),
+                *cells.speeds(report, rung),
+                cells.memory(rung),
+            ]
+            row += [cell(rung) for cell in last.values()]
         style = styles.get(rung.status, "yellow")
         made.add_row(rung.title, cells.predicted(rung), *row, rung.status, style=style)
     return made
@@ -59,6 +71,9 @@ def remarks(report: LadderReport) -> list[str]:
     said = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     if any(not rung.interleaved for rung in report.rungs):
         said.append("* timed after the others and not in turn with them: memory did not hold both.")
+    said += [f"{rung.title}: {cells.equality_words(rung)}." for rung in report.rungs if rung.equality]
+    if any(rung.memory_by_rank for rung in report.rungs):
+        said.append("MiB of several processes are those of the fullest one.")
     outside = report.outside_noise()
     if outside:
         said.append(

@@ -6,11 +6,7 @@ samples in the same order.
 
 from __future__ import annotations
 
-import copy
-import importlib
 import itertools
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -18,7 +14,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
@@ -27,16 +23,14 @@ from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.run import Recipe
 from penstock.data import Loader, open_source
 from penstock.errors import ConfigError
+from penstock.ladder.factory import Factory, Loss, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.models.anatomy import set_attention, set_layout
+from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.planner.prediction import workload
 from penstock.planner.time import Workload
-
-Loss = Callable[[nn.Module, Any], Tensor]
-Factory = Callable[[], tuple[nn.Module, Any, Loss]]
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Samples per step of the baseline, where nobody says."""
@@ -52,6 +46,12 @@ class Subject(ABC):
     device: torch.device
     machine: Machine
     recipe: Recipe
+    procs: int = 1
+    """Processes that rungs of several may start."""
+    rank: int = 0
+    """Which of them this is."""
+    path: str | None = None
+    """The factory as `package.module:name`, where other processes can find it so."""
 
     @abstractmethod
     def situation(self) -> Situation:
@@ -73,14 +73,18 @@ class Subject(ABC):
     def train_command(self, setting: Setting) -> str:
         """How to train with a setting."""
 
+    @abstractmethod
+    def blocks(self) -> int:
+        """Repeated blocks, which are gathered one by one where weights are shared out; 1 where none are found."""
+
     def samples(self, setting: Setting) -> int:
-        """Samples of one optimizer step."""
-        return setting.plan.micro_batch * setting.plan.accumulate
+        """Samples of one optimizer step, over all processes."""
+        return setting.plan.global_batch
 
     def model_flops(self, setting: Setting) -> int:
-        """FLOPs of one optimizer step, forward and backward; what is computed twice is not counted."""
+        """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
         each = sum(op.count * op.flops for op in self.workload(setting).operations)
-        return each * setting.plan.accumulate
+        return each * setting.plan.accumulate * setting.plan.dp
 
 
 class Configured(Subject):
@@ -93,6 +97,7 @@ class Configured(Subject):
         changed = ", ".join(change.removeprefix("--model.") for change in changes)
         self.title = f"{name} ({changed})" if changes else name
         self.device, self.machine = device, machine
+        self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
         batch = config.batch if config.batch is not None else BATCH[machine.device]
         self.first = Setting(model=config.model, plan=Plan(micro_batch=batch))
@@ -106,7 +111,12 @@ class Configured(Subject):
             micro_batch=self.first.plan.micro_batch,
             attention=get_args(AttentionBackend),
             layouts=("batch_first", "batch_second"),
+            procs=self.procs,
         )
+
+    def blocks(self) -> int:
+        assert self.first.model is not None
+        return self.first.model.depth
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
@@ -132,6 +142,8 @@ class Configured(Subject):
                 classes=setting.model.classes,
                 seed=seed,
                 device=self.device,
+                rank=self.rank if setting.plan.dp > 1 else 0,
+                world=setting.plan.dp,
             )
         )
 
@@ -141,7 +153,9 @@ class Configured(Subject):
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None
-        words = ["penstock train", *model_words(setting.model), f'--plan "{setting.plan.line()}"']
+        ranks = setting.plan.gpus
+        verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
+        words = [verb, *model_words(setting.model), f'--plan "{setting.plan.line()}"']
         if self._data != "digits":
             words.append(f"--data {self._data}")
         return " ".join(words)
@@ -158,7 +172,9 @@ class Configured(Subject):
 
 
 class Own(Subject):
-    """A model of the user's: what a factory returns. Its one batch is fed at every step."""
+    """A model of the user's: what a factory returns. Its one batch is fed at every step; further micro-batches, and
+    other ranks, get its samples drawn anew.
+    """
 
     unit = "samples"
 
@@ -166,6 +182,8 @@ class Own(Subject):
         self, factory: Factory, name: str, config: LadderConfig, device: torch.device, machine: Machine
     ) -> None:
         self.title = name
+        self.path = config.factory or path_of(factory)
+        self.procs = config.procs
         self.device, self.machine = device, machine
         self.recipe = Recipe(lr=config.lr)
         self._factory = factory
@@ -187,7 +205,15 @@ class Own(Subject):
             splittable=self._samples is not None,
             attention=self._attention,
             layouts=self._layouts,
+            procs=self.procs,
         )
+
+    def blocks(self) -> int:
+        model, _, _ = self._make(0)
+        try:
+            return len(anatomy_of(model).blocks)
+        except ConfigError:
+            return 1
 
     def build(self, setting: Setting, seed: int) -> Built:
         model, _, loss = self._make(seed)
@@ -202,7 +228,10 @@ class Own(Subject):
         )
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
-        return itertools.repeat(self._enlarged(setting.plan.micro_batch))
+        plan = setting.plan
+        batch = self._enlarged(plan.micro_batch)
+        places = range(self.rank if plan.dp > 1 else 0, plan.accumulate * plan.dp, plan.dp)
+        return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
 
     def workload(self, setting: Setting) -> Workload:
         """Traced once per batch size in fp32; what is kept for backward is halved where products are."""
@@ -217,8 +246,10 @@ class Own(Subject):
 
     def train_command(self, setting: Setting) -> str:
         plan = setting.plan.line()
+        ranks = f", on each of {setting.plan.gpus} ranks" if setting.plan.gpus > 1 else ""
         return (
-            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  # model of {self.title}'
+            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  '
+            f"# model of {self.title}{ranks}"
         )
 
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
@@ -236,6 +267,17 @@ class Own(Subject):
             return torch.cat([leaf] * times) if grows else leaf
 
         return tree_map(move, self._batch)
+
+
+def subject_of(
+    config: LadderConfig, factory: str | Factory | None, device: torch.device, machine: Machine
+) -> Subject:
+    """What a configuration, or a factory given instead of its path, brings onto the ladder."""
+    if callable(factory):
+        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device, machine)
+    if config.factory is not None:
+        return Own(load_factory(config.factory), config.factory, config, device, machine)
+    return Configured(config, device, machine)
 
 
 def preset_name(model: ModelConfig) -> str:
@@ -258,66 +300,23 @@ def model_words(model: ModelConfig) -> list[str]:
     return fewest
 
 
-def load_factory(path: str) -> Factory:
-    """The function at `package.module:name`, looked for in the working directory too. Raises ConfigError."""
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"The module {module_name} of the factory {path} cannot be imported: {error}. Run from the folder that "
-            f"holds it, or install it."
-        ) from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ConfigError(
-            f"The module {module_name} has no function {name!r}; write the factory as package.module:function."
-        )
-    return factory  # type: ignore[no-any-return]
-
-
-def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
-    """What a factory returns; the model is copied, for a factory may return the same one again.
-
-    Raises ConfigError where it does not return a model, a batch and a loss.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made = factory()
-    if not (
-        isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])
-    ):
-        raise ConfigError(
-            f"The factory {name} returned {type(made).__name__}, but must return three things: a "
-            f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
-        )
-    model, batch, loss = made
-    return copy.deepcopy(model).train(), batch, loss
-
-
 def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-@torch.no_grad()
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
-    """Copy weights of the same name and shape; positions may have lost the class token's row."""
+    """Load weights of the same name and shape; positions may have lost the class token's row."""
+    fitting = {}
     for name, parameter in model.named_parameters():
-        value = start.get(name.replace("_orig_mod.", ""))
+        value = start.get(name)
         if value is None:
             continue
         if value.shape[1:] == parameter.shape[1:] and value.shape[0] == parameter.shape[0] + 1:
             value = value[1:]
         if value.shape == parameter.shape:
-            parameter.copy_(value)
-
-
-def samples_of(batch: Any) -> int | None:
-    """The size of the first dimension, where all tensors of a batch agree on it."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0}
-    return int(sizes.pop()) if len(sizes) == 1 else None
+            fitting[name] = value
+    # As a state dict: master weights and shards take what is theirs of it.
+    model.load_state_dict(fitting, strict=False)
 
 
 def _accepts(switch: Callable[[nn.Module, Any], None], model: nn.Module, value: str) -> bool:

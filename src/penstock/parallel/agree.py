@@ -31,6 +31,15 @@ def add_up(values: Tensor, world: World) -> Tensor:
     return values
 
 
+def slowest(value: float, world: World) -> float:
+    """The largest of all ranks' values, on all of them, which meet here. Alone: the value."""
+    if world.alone:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return float(largest)
+
+
 def any_overflow(found_inf: Tensor) -> None:
     """What a loss scaler agrees by: a 0-d flag becomes 1 on all ranks of the default group if it is on one of them, in
     place and on the device, waiting for nobody. Then all skip the same steps and their scales stay the same.

@@ -49,6 +49,14 @@ class DataParallel:
             average_all(self.late(), self.world)
         average_all(self.buffers, self.world)
 
+    def held_bytes(self) -> int:
+        """Bytes that stay beside weights and gradients from step to step: the buckets that gradients are copied into
+        while the backward pass goes on.
+        """
+        if self.late is not None:
+            return 0
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+
     def agree(self, found_inf: Tensor) -> None:
         """One decision about an overflow for all ranks; see `any_overflow`."""
         any_overflow(found_inf)

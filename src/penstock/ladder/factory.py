@@ -1,0 +1,90 @@
+"""Models of the user's own: the function that makes one, found by its path, called, and its batch dealt out."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from penstock.errors import ConfigError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Factory = Callable[[], tuple[nn.Module, Any, Loss]]
+
+
+def load_factory(path: str) -> Factory:
+    """The function at `package.module:name`, looked for in the working directory too. Raises ConfigError."""
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The module {module_name} of the factory {path} cannot be imported: {error}. Run from the folder that "
+            f"holds it, or install it."
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(
+            f"The module {module_name} has no function {name!r}; write the factory as package.module:function."
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def path_of(factory: Factory) -> str | None:
+    """`package.module:name` of a function that another process finds there; None for one that it would not."""
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
+    if module in (None, "__main__") or getattr(sys.modules.get(str(module)), name, None) is not factory:
+        return None
+    try:
+        found = importlib.util.find_spec(str(module))
+    except (ImportError, ValueError):
+        return None
+    return f"{module}:{name}" if found is not None else None
+
+
+def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
+    """What a factory returns; the model is copied, for a factory may return the same one again.
+
+    Raises ConfigError where it does not return a model, a batch and a loss.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = factory()
+    if not (
+        isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])
+    ):
+        raise ConfigError(
+            f"The factory {name} returned {type(made).__name__}, but must return three things: a "
+            f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
+        )
+    model, batch, loss = made
+    return copy.deepcopy(model).train(), batch, loss
+
+
+def drawn_anew(batch: Any, size: int, place: int) -> Any:
+    """The batch for micro-batch `place` of a step: itself first, then so many of its samples with replacement."""
+    if place == 0:
+        return batch
+    chosen = torch.randint(size, (size,), generator=torch.Generator().manual_seed(place))
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != size:
+            return leaf
+        return leaf[chosen.to(leaf.device)]
+
+    return tree_map(take, batch) if samples_of(batch) == size else batch
+
+
+def samples_of(batch: Any) -> int | None:
+    """The size of the first dimension, where all tensors of a batch agree on it."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    return int(sizes.pop()) if len(sizes) == 1 else None

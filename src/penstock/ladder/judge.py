@@ -1,0 +1,72 @@
+"""What measurements say of a rung. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from penstock.config.plan import Plan
+from penstock.ladder.result import Equality, RungResult, Status
+
+HOPELESS = 0.5
+"""A rung this much slower than the best is timed in two rounds only, and its loss is not run."""
+TOLERANCES = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 1e-3}
+"""Relative difference allowed of the losses of several processes and one, by the type they compute in: ranks add
+gradients up in another order. Those of half types are torch's own for numbers of that type; fp32's is that of losses
+after some steps, of which 3e-7 was measured."""
+
+
+def verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
+    """What becomes of a measured rung."""
+    if not carried:
+        return "reported", "measured for comparison, not built upon"
+    if any(not math.isfinite(loss) for loss in result.losses):
+        return "left", "its loss left the finite numbers"
+    assert result.to_previous is not None
+    if result.equality is not None and not result.equality.holds:
+        return "left", "its results are not those of one process"
+    if result.to_previous.pays():
+        return "kept", ""
+    if result.to_previous.high < HOPELESS:
+        return "left", "far slower" if result.equality else "far slower, so its loss was not run"
+    return "left", "slower" if result.to_previous.high < 1.0 else "no clear gain"
+
+
+def ratios(
+    work: float, seconds: Sequence[float], before: float, before_seconds: Sequence[float]
+) -> list[float]:
+    """Ratio of the rates of two contenders, round by round."""
+    return [(work / s) / (before / b) for s, b in zip(seconds, before_seconds, strict=True)]
+
+
+def tail_mean(curve: Sequence[float]) -> float:
+    """Mean over the last quarter: one step's loss is mostly that of its samples."""
+    tail = curve[-max(1, len(curve) // 4) :]
+    return sum(tail) / len(tail)
+
+
+def equality(
+    plan: Plan,
+    losses: Sequence[float],
+    others: Sequence[float],
+    norms: Sequence[float],
+    other_norms: Sequence[float],
+) -> Equality:
+    """Losses and gradient norms of several processes under `plan` against those of one."""
+    return Equality(
+        steps=len(losses),
+        loss=_apart(losses, others),
+        norm=_apart(norms, other_norms) if norms and other_norms else None,
+        tolerance=TOLERANCES["fp32" if plan.precision == "O0" else plan.dtype],
+    )
+
+
+def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference, infinite where only one is finite; a loss scale may skip a step for both."""
+    worst = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        if math.isfinite(one) != math.isfinite(other):
+            return math.inf
+        if math.isfinite(one):
+            worst = max(worst, abs(one - other) / max(abs(other), 1e-12))
+    return worst

@@ -1,0 +1,89 @@
+"""What is foretold of several processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.ladder.forecast import Link, predict_ranks, rank_machine
+from penstock.planner.collectives import reduce_seconds
+from penstock.planner.iteration import data_group
+from penstock.planner.prediction import predict_workload, workload
+from penstock.planner.rates import rates_of
+
+MODEL = PRESETS["vit-s16"]
+CPU = Machine(
+    name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=2e10,
+    memory_bytes=8e9,
+)  # fmt: skip
+LINK = Link(bandwidth=1e9, seconds=1e-3)
+
+
+def _predicted(line: str, machine: Machine = CPU, link: Link = LINK):  # type: ignore[no-untyped-def]
+    plan = Plan.parse(line)
+    return predict_ranks(workload(MODEL, machine, plan), machine, plan, blocks=MODEL.depth, link=link)
+
+
+def test_ranks_share_a_cpu() -> None:
+    half = rank_machine(CPU, 2, LINK)
+    assert half.peak_flops == {"fp32": 5e10}
+    assert half.memory_bytes_per_second == 1e10
+    assert half.memory_bytes == 4e9
+    alone = predict_workload(workload(MODEL, CPU, Plan()), CPU, Plan())
+    both = _predicted("dp=2", link=Link(bandwidth=1e15, seconds=0.0))
+    # With a link that costs nothing, two halves of a CPU are one CPU.
+    assert both.samples_per_second == pytest.approx(alone.samples_per_second, rel=1e-3)
+
+
+def test_communication_is_the_planners() -> None:
+    found = _predicted("dp=2")
+    plan = Plan.parse("dp=2")
+    group, _ = data_group(rates_of(rank_machine(CPU, 2, LINK), plan), plan)
+    assert group.bandwidth == 1e9
+    gradients = 4.0 * found.parameters
+    calls = -(-gradients // (25 * 2**20))
+    assert found.seconds["data"] == pytest.approx(reduce_seconds(group, gradients) + calls * 1e-3)
+    # Shards send half as much again (gather twice, scatter once), in three collectives for each unit.
+    shards = _predicted("dp=2 sharding=fsdp")
+    assert shards.seconds["data"] > 1.5 * found.seconds["data"]
+    assert shards.seconds["optimizer"] == pytest.approx(found.seconds["optimizer"] / 2)
+    assert _predicted("dp=2 sharding=fsdp accumulate=2").seconds["data"] == pytest.approx(
+        2 * shards.seconds["data"]
+    )
+
+
+def test_memory_of_replicas_and_shards() -> None:
+    alone = predict_workload(workload(MODEL, CPU, Plan()), CPU, Plan())
+    replicas, shards, groups = (
+        _predicted(f"dp=4 {words}") for words in ("", "sharding=fsdp", "sharding=hsdp shard=2")
+    )
+    assert replicas.memory["buckets"] == 4 * alone.parameters
+    assert replicas.memory_bytes == alone.memory_bytes + 4 * alone.parameters
+    assert shards.memory["weights"] == -(-alone.memory["weights"] // 4)
+    assert shards.memory["optimizer"] == -(-alone.memory["optimizer"] // 4)
+    assert groups.memory["optimizer"] == -(-alone.memory["optimizer"] // 2)
+    assert shards.memory["activations"] == alone.memory["activations"]
+    assert shards.memory_bytes < groups.memory_bytes < replicas.memory_bytes
+    half = _predicted("dp=4 sharding=fsdp", replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11}))
+    masters = _predicted(
+        "dp=4 sharding=fsdp precision=O2", replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11})
+    )
+    assert "master_weights" not in masters.memory
+    assert masters.memory["weights"] == half.memory["weights"]
+    assert masters.memory["gathered"] == half.memory["gathered"] // 2
+
+
+def test_on_gpus_communication_hides() -> None:
+    h100 = load_machine("h100")
+    found = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(3e11, 2e-5))
+    slow = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(1e9, 2e-5))
+    group, _ = data_group(rates_of(rank_machine(h100, 4, Link(3e11, 2e-5)), found.plan), found.plan)
+    whole = reduce_seconds(group, 4.0 * found.parameters)
+    assert found.seconds["data"] < 0.2 * whole
+    assert slow.seconds["data"] > 0.1  # 88 MB of gradients, twice over 1 GB/s, less the backward pass
+    assert found.gpus == 4
+    assert found.samples_per_second == pytest.approx(4 * 256 / found.iteration_seconds)

@@ -148,8 +148,9 @@ def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
     _check_sum(root, manifest.index)
     path = root / manifest.index.name
     try:
-        index: NDArray[np.void] = np.load(path, allow_pickle=False)
-    except ValueError as error:
+        with path.open("rb") as file:
+            index: NDArray[np.void] = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, MemoryError) as error:
         raise DataError(f"{path} is no index: {error}. Pack the set again.") from error
     if index.dtype != INDEX or index.shape != (manifest.count,) or not manifest.count:
         raise DataError(

@@ -507,6 +507,30 @@ def test_class_name_signature_copy_and_pickle_stay() -> None:
         copy.deepcopy(opt)
 
 
+def test_a_copy_of_half_weights_holds_the_masters_and_can_be_averaged() -> None:
+    """As timm's ModelEma does: a deep copy whose state dict follows the model's."""
+    model, opt = made("O2", "bf16")
+    average = copy.deepcopy(model)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(3):
+        train(model, opt, 1)
+        with torch.no_grad():
+            for follower in (average, plain):
+                for name, value in model.state_dict().items():
+                    follower.state_dict()[name].lerp_(value, 2.0**-10)
+    torch.testing.assert_close(dict(average.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=0.0)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    x, _ = batch()
+    torch.testing.assert_close(average(x), plain(x), rtol=0.03, atol=0.03)
+
+    with torch.no_grad():
+        model.get_parameter("first.weight").fill_(0.5)
+    assert (copy.deepcopy(model).get_parameter("first.weight") == 0.5).all(), "written just before"
+    assert copy.copy(model).get_parameter("first.weight").dtype == torch.bfloat16, "it shares its weights"
+    assert model.get_parameter("first.weight").dtype == torch.bfloat16
+
+
 def test_tied_weights_stay_tied() -> None:
     model, opt = made("O2", "bf16")
     assert model.get_parameter("tied.weight") is model.get_parameter("back.weight")

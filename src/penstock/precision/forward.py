@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.precision.lists import region
 from penstock.precision.settings import Precision
+from penstock.precision.stored import adopt_weights, take_masters
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -82,11 +83,18 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Pickle and copy look a class up by its name, which is the original's.
+        adopt_weights(self)
         return _new, (cls,), self.__dict__.copy()
+
+    def restore(self: nn.Module, state: dict[str, Any]) -> None:
+        cls.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        if self.__dict__["_penstock_precision"].autocast:
+            take_masters(self)  # no optimizer publishes them into a copy
 
     names = {
         "forward": forward,
         "__reduce_ex__": reduce,
+        "__setstate__": restore,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.lists import OpLists, fp32_modules_of
+from penstock.precision.stored import Stored, adopt, mark, publish
 
 _log = logging.getLogger(__name__)
 _NORMS = (
@@ -127,7 +127,7 @@ class MasterWeights:
                     if buffers and buffer is not None and buffer.is_floating_point():
                         module._buffers[key] = buffer.to(dtype)
                 if module._parameters or module._buffers:
-                    _Stored(dtype, remainders).attach(module)
+                    Stored(dtype, remainders).attach(module)
 
     def _halve(
         self,
@@ -138,7 +138,7 @@ class MasterWeights:
         frozen: list[str],
     ) -> None:
         mine = False
-        stored = _Stored(self.dtype)
+        stored = Stored(self.dtype)
         for key, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_floating_point():
                 continue
@@ -151,7 +151,7 @@ class MasterWeights:
                 if id(parameter) in trained:
                     self._masters[half] = parameter
                     self._owner[half] = trained[id(parameter)][0]
-                    _mark(half)
+                    mark(half)
                 else:
                     frozen.append(f"{name}.{key}" if name else key)
             if half in self._masters:
@@ -178,7 +178,7 @@ class MasterWeights:
         """Move the half gradients to the masters, adding to what is there, and take over weights written in place."""
         for owner, halves, masters in self._of(optimizer):
             for half, master in zip(halves, masters):
-                _adopt(half, master)
+                adopt(half, master)
             if self._shared is not None:
                 for half, master in zip(halves, masters):
                     self._share(half, master, self._shared)
@@ -214,7 +214,7 @@ class MasterWeights:
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters into the model."""
         for _, halves, masters in self._of(optimizer):
-            _publish(halves, masters)
+            publish(halves, masters)
 
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Forget the model's half gradients; the masters' are the optimizer's to forget."""
@@ -278,122 +278,8 @@ class MasterWeights:
         return {name: self.master_of(parameter) for name, parameter in model.named_parameters()}
 
 
-class _Stored:
-    """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
-
-    def __init__(self, dtype: torch.dtype, remainders: Sequence[RemainderAdamW] = ()) -> None:
-        self.dtype = dtype
-        # Not to be copied or pickled with the module: a copy is what its bf16 weights say.
-        self._remainders = [weakref.ref(optimizer) for optimizer in remainders]
-        self.masters: dict[Parameter, Parameter] = {}
-        self.wide: dict[Parameter, Tensor] = {}
-        """What is being loaded, between the two hooks."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_remainders": []}
-
-    def completing(self, weight: Tensor) -> RemainderAdamW | None:
-        """The optimizer that knows the rest of a bf16 weight's bits."""
-        for reference in self._remainders:
-            optimizer = reference()
-            if optimizer is not None and optimizer.completes(weight):
-                return optimizer
-        return None
-
-    def fp32(self, weight: Tensor) -> Tensor:
-        """The exact value of a half weight or buffer."""
-        master = self.masters.get(weight) if isinstance(weight, Parameter) else None
-        if master is not None:
-            _adopt(weight, master)
-            return master.detach()
-        optimizer = self.completing(weight)
-        return weight.detach().float() if optimizer is None else optimizer.fp32_weight(weight)
-
-    @torch.no_grad()
-    def take(self, weight: Parameter, value: Tensor) -> None:
-        """Give a half weight its exact value."""
-        master = self.masters.get(weight)
-        if master is not None:
-            master.copy_(value)
-            _publish([weight], [master])
-            return
-        optimizer = self.completing(weight)
-        assert optimizer is not None
-        optimizer.set_fp32_weight(weight, value.to(device=weight.device, dtype=torch.float32))
-
-    def knows(self, weight: Any) -> bool:
-        """Whether there is more to a weight than its half value."""
-        return isinstance(weight, Parameter) and (
-            weight in self.masters or self.completing(weight) is not None
-        )
-
-    def attach(self, module: nn.Module) -> None:
-        module.register_state_dict_post_hook(_Saving(self))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_Loading(self))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(_Loaded(self))  # type: ignore[no-untyped-call]
-
-
-class _Hook:
-    def __init__(self, stored: _Stored) -> None:
-        self.stored = stored
-
-
-class _Saving(_Hook):
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for key, value in (*module._parameters.items(), *module._buffers.items()):
-            name = prefix + key
-            if value is None or name not in state or value.dtype != self.stored.dtype:
-                continue
-            state[name] = self.stored.fp32(value)
-
-
-class _Loading(_Hook):
-    def __call__(
-        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-    ) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise ConfigError(
-                "load_state_dict(assign=True) would replace the half weights that master weights stand behind; load "
-                "without assign, or load before the model is accelerated."
-            )
-        self.stored.wide = {}
-        for key, parameter in module._parameters.items():
-            value = state.get(prefix + key)
-            if parameter is None or not isinstance(value, Tensor) or not self.stored.knows(parameter):
-                continue
-            if value.shape == parameter.shape:  # else torch reports it
-                self.stored.wide[parameter] = value
-
-
-class _Loaded(_Hook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        for parameter, value in self.stored.wide.items():
-            self.stored.take(parameter, value)
-        self.stored.wide = {}
-
-
 def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool:
     return value is None if reference is None else value is not None and reference() is value
-
-
-def _publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(halves), list(masters))
-    for half in halves:
-        _mark(half)
-
-
-def _mark(half: Tensor) -> None:
-    # With the identity, lest a copy that was unpickled with this mark take its own count for a change.
-    half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
-
-
-def _adopt(half: Tensor, master: Tensor) -> None:
-    """Take over a half weight that was written in place since it was published."""
-    identity, version = getattr(half, "_penstock_version", (0, 0))
-    if identity == id(half) and version != half._version:
-        with torch.no_grad():
-            master.copy_(half)
-        _mark(half)
 
 
 def compute_in_fp32(norm: nn.Module) -> None:

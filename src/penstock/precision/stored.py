@@ -1,0 +1,159 @@
+"""How weights in half get to disk and back as the fp32 values that they stand for: hooks on each module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.errors import ConfigError
+from penstock.optim.remainder import RemainderAdamW
+
+
+def take_masters(model: nn.Module) -> None:
+    """Put the master weights into a copy of a model in place of the half ones. Under autocast it computes the same;
+    averages of its weights, and whatever else is done to its state dict, then show in what it computes.
+
+    What shares its weights with the original, as a shallow copy does, is left alone.
+    """
+    for module, stored in _all_stored(model):
+        for key, half in list(module._parameters.items()):
+            if half is None or half not in stored.masters or _marked(half):
+                continue
+            setattr(module, key, stored.masters[half])
+
+
+def adopt_weights(model: nn.Module) -> None:
+    """Take weights that were written in place over into the masters."""
+    for _, stored in _all_stored(model):
+        for half, master in stored.masters.items():
+            adopt(half, master)
+
+
+def _all_stored(model: nn.Module) -> Iterator[tuple[nn.Module, Stored]]:
+    for module in model.modules():
+        for hook in module._state_dict_hooks.values():
+            if isinstance(hook, _Saving):
+                yield module, hook.stored
+
+
+class Stored:
+    """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
+
+    def __init__(self, dtype: torch.dtype, remainders: Sequence[RemainderAdamW] = ()) -> None:
+        self.dtype = dtype
+        # Not to be copied or pickled with the module: a copy is what its bf16 weights say.
+        self._remainders = [weakref.ref(optimizer) for optimizer in remainders]
+        self.masters: dict[Parameter, Parameter] = {}
+        self.wide: dict[Parameter, Tensor] = {}
+        """What is being loaded, between the two hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_remainders": []}
+
+    def completing(self, weight: Tensor) -> RemainderAdamW | None:
+        """The optimizer that knows the rest of a bf16 weight's bits."""
+        for reference in self._remainders:
+            optimizer = reference()
+            if optimizer is not None and optimizer.completes(weight):
+                return optimizer
+        return None
+
+    def fp32(self, weight: Tensor) -> Tensor:
+        """The exact value of a half weight or buffer."""
+        master = self.masters.get(weight) if isinstance(weight, Parameter) else None
+        if master is not None:
+            adopt(weight, master)
+            return master.detach()
+        optimizer = self.completing(weight)
+        return weight.detach().float() if optimizer is None else optimizer.fp32_weight(weight)
+
+    @torch.no_grad()
+    def take(self, weight: Parameter, value: Tensor) -> None:
+        """Give a half weight its exact value."""
+        master = self.masters.get(weight)
+        if master is not None:
+            master.copy_(value)
+            publish([weight], [master])
+            return
+        optimizer = self.completing(weight)
+        assert optimizer is not None
+        optimizer.set_fp32_weight(weight, value.to(device=weight.device, dtype=torch.float32))
+
+    def knows(self, weight: Any) -> bool:
+        """Whether there is more to a weight than its half value."""
+        return isinstance(weight, Parameter) and (
+            weight in self.masters or self.completing(weight) is not None
+        )
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_state_dict_post_hook(_Saving(self))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_Loading(self))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_Loaded(self))  # type: ignore[no-untyped-call]
+
+
+class _Hook:
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+
+
+class _Saving(_Hook):
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            name = prefix + key
+            if value is None or name not in state or value.dtype != self.stored.dtype:
+                continue
+            state[name] = self.stored.fp32(value)
+
+
+class _Loading(_Hook):
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the half weights that master weights stand behind; load "
+                "without assign, or load before the model is accelerated."
+            )
+        self.stored.wide = {}
+        for key, parameter in module._parameters.items():
+            value = state.get(prefix + key)
+            if parameter is None or not isinstance(value, Tensor) or not self.stored.knows(parameter):
+                continue
+            if value.shape == parameter.shape:  # else torch reports it
+                self.stored.wide[parameter] = value
+
+
+class _Loaded(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        for parameter, value in self.stored.wide.items():
+            self.stored.take(parameter, value)
+        self.stored.wide = {}
+
+
+def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(halves), list(masters))
+    for half in halves:
+        mark(half)
+
+
+def mark(half: Tensor) -> None:
+    # With the identity, lest a copy that was unpickled with this mark take its own count for a change.
+    half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
+
+
+def _marked(half: Tensor) -> bool:
+    """Whether this is the tensor that was published, and no copy of it."""
+    return bool(getattr(half, "_penstock_version", (0, 0))[0] == id(half))
+
+
+def adopt(half: Tensor, master: Tensor) -> None:
+    """Take over a half weight that was written in place since it was published."""
+    if _marked(half) and half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
+        with torch.no_grad():
+            master.copy_(half)
+        mark(half)

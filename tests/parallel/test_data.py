@@ -58,8 +58,8 @@ def _counted(lines: list[str]) -> list[Counter[str]]:
 
 def test_accumulation_spares_needless_reductions() -> None:
     units = TINY.depth + 1
-    names = ("zero1", "zero2", "fsdp", "hsdp shard=1")
-    zero1, zero2, fsdp, hsdp = spawn(
+    names = ("zero1", "zero2", "fsdp", "hsdp shard=1", "ddp")
+    zero1, zero2, fsdp, hsdp, ddp = spawn(
         _counted, 2, [f"dp=2 micro_batch=1 accumulate=3 sharding={name}" for name in names]
     )[0]
 
@@ -71,7 +71,8 @@ def test_accumulation_spares_needless_reductions() -> None:
     # Weights of zero1 and zero2 stay whole for the step; fsdp gathers blocks twice per micro-batch, the root once.
     assert count(zero1, "gather") == count(zero2, "gather") == units
     assert count(fsdp, "gather") == 3 * (2 * TINY.depth + 1)
-    print(zero1, fsdp, hsdp)
+    # All gradients of this model are one bucket, reduced with the last micro-batch only.
+    assert count(ddp, "allreduce", "all_reduce") == 1
     # Between groups, one sum per unit and step.
     assert count(hsdp, "allreduce", "all_reduce") == units
 
@@ -130,6 +131,8 @@ def test_an_overflow_on_one_rank_is_skipped_on_all() -> None:
         f"{half} precision=O1 optimizer=fused sharding=fsdp",
         f"{half} precision=O2 optimizer=contiguous sharding=fsdp accumulate=2",
         f"{half} precision=O2 optimizer=fused sharding=zero1",
+        f"{half} precision=O1 optimizer=contiguous sharding=hsdp shard=1 accumulate=2",
+        f"{half} precision=O2 optimizer=fused sharding=hsdp shard=2",
     ]
     first, second = spawn(_overflows, 2, lines)
     assert [entry[:2] for entry in first] == [entry[:2] for entry in second]
@@ -215,7 +218,7 @@ def _rebounds(forms: list[str]) -> list[float]:
 
 
 def test_an_optimizer_made_before_sharding_goes_on_over_the_shards() -> None:
-    for differences in spawn(_rebounds, 2, ["foreach", "contiguous"]):
+    for differences in spawn(_rebounds, 2, ["loop", "foreach", "fused", "contiguous"]):
         assert all(difference < 1e-6 for difference in differences), differences
 
 

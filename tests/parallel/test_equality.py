@@ -19,6 +19,7 @@ STEPS = 20
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {
+    1: ("dp=1", "dp=1 sharding=fsdp", "dp=1 sharding=hsdp"),
     2: ("dp=2", "dp=2 sharding=fsdp", "dp=2 sharding=hsdp shard=2"),
     4: ("dp=4", "dp=4 sharding=fsdp", "dp=4 sharding=hsdp shard=2"),
 }
@@ -100,26 +101,29 @@ def _matrix(world: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
 def test_every_layout_equals_one_process(world: int, precision: str) -> None:
     _check(world, [line for line in _matrix(world) if precision in line], timeout=280)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_layout_equals_one_process_in_fp64(world: int) -> None:
     lines = [line for line in _matrix(world) if "O0" in line]
     _check(world, [line.replace(" precision=O0", "") for line in lines], double=True, timeout=280)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "fsdp", "hsdp shard=1"])
 def test_every_optimizer_form_steps_over_shards(sharding: str) -> None:
     lines = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} accumulate=2" for form in
              ("loop", "foreach", "fused", "contiguous")]  # fmt: skip
     half = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} precision={level} dtype=fp16" for form, level in
             itertools.product(("fused", "contiguous"), ("O1", "O2"))]  # fmt: skip
-    offloaded = [f"dp=2 micro_batch=2 sharding={sharding} offload=optimizer optimizer=contiguous"]
+    whole = sharding == "ddp"
+    offloaded = (
+        [] if whole else [f"dp=2 micro_batch=2 sharding={sharding} offload=optimizer optimizer=contiguous"]
+    )
     again = [f"dp=2 micro_batch=2 sharding={sharding} recompute=operators recompute_every=2"]
     _check(2, lines + half + offloaded + again, timeout=280)

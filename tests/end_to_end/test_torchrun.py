@@ -1,0 +1,61 @@
+"""`torchrun -m penstock train`: torch's own launcher starts ranks that train as one process does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.config.machine import Machine, save_machine
+from penstock.train.metrics import read_metrics
+
+SMALL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "64"]
+
+
+def _words(folder: Path, machine: str, plan: str) -> list[str]:
+    settings = ["--plan", plan, "--recipe.steps", "4", "--recipe.warmup_steps", "1", "--recipe.lr", "1e-3"]
+    settings += ["--device", "cpu", "--log_every", "1"]
+    return ["train", "vit-digits", *SMALL, *settings, "--machine", machine, "--output", str(folder)]
+
+
+def _losses(folder: Path) -> list[float]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+def test_torchrun_starts_ranks_that_train_as_one_process_does(tmp_path: Path) -> None:
+    peaks = {"fp32": 1e11}
+    machine = str(
+        save_machine(
+            Machine(name="desk", device="cpu", source="measured", peak_flops=peaks), tmp_path / "desk.json"
+        )
+    )
+    several, single = tmp_path / "several", tmp_path / "single"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "penstock",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, *_words(several, machine, "micro_batch=8 dp=2 sharding=fsdp")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert main(_words(single, machine, "micro_batch=8 accumulate=2")) == 0
+    ours, theirs = _losses(several), _losses(single)
+    assert len(ours) == 4
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert (several / "export").exists()

@@ -1,0 +1,188 @@
+"""Models that Penstock did not make are shared out block by block, and learn what one process learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import build
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.parallel import Sharded, world_of
+from penstock.testing.equality import alone, trained
+from penstock.testing.spawn import spawn
+
+STEPS = 5
+# Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
+RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-4)
+
+
+class LikeTimm(nn.Module):
+    """The parts of timm's VisionTransformer under its names; nobody enrolled this class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 16) * 0.02)
+        self.patch_embed = nn.Conv2d(1, 16, 4, 4)
+        self.blocks = nn.Sequential(
+            *[nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3)]
+        )
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patch_embed(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), tokens], 1) + self.pos_embed
+        output: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return output
+
+
+class Anyones(nn.Module):
+    """Alike blocks in a list of another name, called by hand, and weights that are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.storeys = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)
+        )
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for storey in self.storeys:
+            x = x + storey(x)
+        output: Tensor = self.out(x)
+        return output
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    batches: Callable[[int, int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    blocks: int
+
+
+def _images(step: int, samples: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(samples, 1, 8, 8, generator=generator), torch.randint(
+        0, 5, (samples,), generator=generator
+    )
+
+
+def _words(step: int, samples: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randint(0, 11, (samples, 6), generator=generator),)
+
+
+def _classified(model: nn.Module, batch: Any) -> Tensor:
+    output = model(batch[0])
+    return nn.functional.cross_entropy(getattr(output, "logits", output).float(), batch[1])
+
+
+def _continued(model: nn.Module, batch: Any) -> Tensor:
+    output = model(batch[0])
+    logits = getattr(output, "logits", output).float()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+def _hf_vit() -> nn.Module:
+    import transformers as hf
+
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+            num_channels=1,
+            num_labels=5,
+        )
+    )
+
+
+def _gpt2() -> nn.Module:
+    import transformers as hf
+
+    # Its embedding is its output layer too.
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            vocab_size=11,
+            n_positions=8,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def _llama() -> nn.Module:
+    import transformers as hf
+
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=11
+        )
+    )
+
+
+CASES = {
+    "like timm": Case(LikeTimm, _images, _classified, 3),
+    "anyone's": Case(Anyones, _words, _continued, 4),
+    "transformers vit": Case(_hf_vit, _images, _classified, 2),
+    "transformers gpt2": Case(_gpt2, _words, _continued, 2),
+    "transformers llama": Case(_llama, _words, _continued, 2),
+}
+
+
+def _both(name: str, line: str) -> tuple[int, Any, Any]:
+    case, plan = CASES[name], Plan.parse(line)
+    world = world_of(plan, "cpu")
+    built = build(case.make, plan, loss=case.loss, world=world)
+    assert isinstance(built.replicas, Sharded)
+    units = len(built.replicas.units)
+    options: dict[str, Any] = {"steps": STEPS, "recipe": RECIPE, "batches": case.batches, "loss": case.loss}
+    got = trained(case.make, plan, **options)
+    expected = trained(case.make, replace(alone(plan), recompute="none"), **options)
+    return units, got, expected
+
+
+def _all(names: list[str], line: str) -> list[tuple[int, Any, Any]]:
+    return [_both(name, line) for name in names]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["like timm", "anyone's"], [n for n in CASES if n.startswith("transformers")]],
+    ids=["own", "transformers"],
+)
+def test_blocks_are_found_gathered_and_trained(names: list[str]) -> None:
+    if "transformers gpt2" in names:
+        pytest.importorskip("transformers")
+    line = "dp=2 micro_batch=2 sharding=fsdp recompute=full accumulate=2"
+    for name, (units, got, expected) in zip(names, spawn(_all, 2, names, line, timeout=120)[0]):
+        assert units == CASES[name].blocks + 1, f"{name}: each block is a unit, and the rest is one"
+        assert got.weights.keys() == expected.weights.keys()
+        torch.testing.assert_close(
+            torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            torch.tensor(got.norms), torch.tensor(expected.norms), rtol=1e-4, atol=1e-6
+        )
+        for key, value in expected.weights.items():
+            torch.testing.assert_close(
+                got.weights[key], value, msg=lambda text, k=key, n=name: f"{n}: {k}: {text}"
+            )

@@ -1,0 +1,133 @@
+"""A run in fp16 over shards goes on bit for bit where it was cut: weights, optimizer, loss scale and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.config.machine import Machine, save_machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Augment, Recipe, RunConfig
+from penstock.testing.spawn import spawn
+from penstock.train import train
+from penstock.train.metrics import read_metrics
+from penstock.train.step import TrainStep
+
+MODEL = ViTConfig(
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10, dropout=0.1
+)  # fmt: skip
+STEPS, CUT = 8, 5
+
+
+class Cut(Exception):
+    """Ends a run on all ranks without a chance to save."""
+
+
+def _config(folder: Path, line: str) -> RunConfig:
+    peaks = {"fp32": 1e11, "fp16": 1e11}
+    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
+    return RunConfig(
+        model=MODEL,
+        recipe=Recipe(
+            steps=STEPS, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2), clip_norm=0.5
+        ),
+        plan=Plan.parse(line),
+        machine=str(save_machine(machine, folder / "machine.json")),
+        output=str(folder / "run"),
+        device="cpu",
+        seed=5,
+        checkpoint_every=3,
+        log_every=1,
+    )
+
+
+def _run(config: RunConfig, first: int, cut: int | None) -> list[float]:
+    """Train from step `first`; returns the loss scale after each step. Before step 2 it is set far too high, so that
+    steps are skipped and it is on its way down when the checkpoint of step 3 is written."""
+    scales: list[float] = []
+    step = TrainStep.__call__
+
+    def counted(self: TrainStep, batches: Any) -> Any:
+        number = first + len(scales)
+        if number == cut:
+            raise Cut
+        assert self.scaler is not None
+        if number == 2:
+            self.scaler.scale.fill_(2.0**27)
+        result = step(self, batches)
+        scales.append(float(self.scaler.scale))
+        return result
+
+    TrainStep.__call__ = counted  # type: ignore[method-assign]
+    try:
+        train(config)
+    except Cut:
+        assert cut is not None
+    finally:
+        TrainStep.__call__ = step  # type: ignore[method-assign]
+    return scales
+
+
+def _both(folder: Path, lines: list[str]) -> list[tuple[list[float], list[float], list[float]]]:
+    found = []
+    for number, line in enumerate(lines):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        whole = _config(place, line)
+        broken = replace(whole, output=f"{whole.output}-broken")
+        found.append((_run(whole, 0, None), _run(broken, 0, CUT), _run(broken, 3, None)))
+    return found
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted((folder / "checkpoints" / f"step-{STEPS}").rglob("*.safetensors"))
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return {r["step"]: r["losses"][0] for r in records if r["event"] == "steps"}
+
+
+def _check(world: int, folder: Path, lines: list[str]) -> None:
+    runs = spawn(_both, world, folder, lines, timeout=200)
+    assert all(found == runs[0] for found in runs), "ranks had different loss scales"
+    for number, (line, (whole, before, after)) in enumerate(zip(lines, runs[0])):
+        assert whole[1] == 2.0**16
+        assert whole[2] < 2.0**27, f"{line}: nothing overflowed"
+        assert whole[:CUT] == before, line
+        assert whole[3:] == after, f"{line}: the loss scale went another way"
+        assert after[0] != 2.0**16, f"{line}: the loss scale began anew"
+        ours, theirs = folder / str(number) / "run", folder / str(number) / "run-broken"
+        assert _losses(ours) == _losses(theirs), line
+        one, other = _tensors(ours), _tensors(theirs)
+        assert one.keys() == other.keys()
+        assert {name for name in one if not torch.equal(one[name], other[name])} == set(), line
+        assert any("exp_avg" in name for name in one)
+
+
+def test_fp16_over_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    _check(
+        2,
+        tmp_path,
+        [
+            "dp=2 micro_batch=8 sharding=fsdp precision=O1 dtype=fp16 optimizer=fused",
+            "dp=2 micro_batch=8 sharding=hsdp shard=1 precision=O2 dtype=fp16 optimizer=contiguous accumulate=2",
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_fp16_over_groups_of_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    lines = [
+        f"dp=4 micro_batch=8 sharding={sharding} precision={level} dtype=fp16 optimizer={form}"
+        for sharding in ("fsdp", "hsdp shard=2")
+        for level, form in (("O1", "contiguous"), ("O2", "fused"))
+    ]
+    _check(4, tmp_path, lines)

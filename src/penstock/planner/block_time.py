@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.config.plan import Plan
+from penstock.planner.attention import fused_seconds, keys_computed
 from penstock.planner.collectives import (
     exchange_seconds,
     exposed_seconds,
@@ -18,7 +19,7 @@ from penstock.planner.collectives import (
     group_of,
     reduce_seconds,
 )
-from penstock.planner.gemm import attention_padding, gemm_seconds
+from penstock.planner.gemm import gemm_seconds
 from penstock.planner.host_time import kernel_rate
 from penstock.planner.rates import FUSED, Rates
 from penstock.planner.shapes import Block
@@ -155,19 +156,7 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
     heads = max(1, block.heads // t)
     seen = block.tokens + block.cross
     if plan.attention in FUSED and not (plan.attention == "auto" and rates.cpu):
-        # A causal mask lets the kernel skip half of the scores of its own tokens.
-        skipped = (block.tokens / 2 if block.causal else 0.0) if plan.attention != "plain" else 0.0
-        flops = 4.0 * tokens * (seen - skipped) * heads * block.features
-        if not rates.cpu:
-            flops *= attention_padding(block.tokens, seen)
-        moved = 4.0 * tokens * heads * block.features * rates.compute
-        measured = [
-            kernel_rate(rates.kernels, name, block.tokens, block.features)
-            for name in ("attention", "attention_backward")
-        ]
-        ahead, behind = measured[0] or rates.attention, measured[1] or rates.attention_backward
-        once = max(flops / ahead, moved / rates.memory) + rates.kernel_seconds
-        back = max(BACKWARD_ATTENTION * flops / behind, 2.5 * moved / rates.memory) + rates.kernel_seconds
+        once, back = _fused(block, rates, tokens, heads)
         forward.attention += once
         backward.attention += back
         again = once if plan.recompute != "selective" or plan.attention != "auto" else 0.0
@@ -182,8 +171,8 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
     elements = float(tokens) * seen * heads
     fused = plan.compile != "none"
     c = rates.compute
-    # Softmax with scale and mask in one kernel or in three; then dropout with a mask of one byte.
-    passes = elements * c * (2 if fused else 6)
+    # Softmax with scale and mask, if there is one, in one kernel or each in its own; dropout with a mask of one byte.
+    passes = elements * c * (2 if fused else 6 if block.causal else 4)
     drop = elements * (2 * c + 1) if block.dropout else 0.0
     back = elements * c * (3 if fused else 5) + drop
     # A bias of distances is spread over the scores' place, and read by the product that adds to it.
@@ -193,6 +182,28 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
     # Gradients of probabilities, values, queries and keys.
     backward.attention += scores + 2 * keys + values + back / rates.memory
     return scores + values + once
+
+
+def _fused(block: Block, rates: Rates, tokens: int, heads: int) -> tuple[float, float]:
+    """Seconds of fused attention's forward and of its backward pass."""
+    size = float(tokens) * heads * block.features * rates.compute
+    if not rates.cpu:
+        keys = keys_computed(block.tokens, block.tokens, causal=block.causal)
+        keys += keys_computed(block.tokens, block.cross) if block.cross else 0.0
+        once = fused_seconds(rates, tokens * keys * heads, block.features, size, backward=False)
+        back = fused_seconds(rates, tokens * keys * heads, block.features, size, backward=True)
+        return once + rates.kernel_seconds, back + rates.kernel_seconds
+    # A causal mask lets the kernel skip half of the scores of its own tokens.
+    keys = block.tokens * (0.5 if block.causal else 1.0) + block.cross
+    flops = 4.0 * tokens * keys * heads * block.features
+    measured = [
+        kernel_rate(rates.kernels, name, block.tokens, block.features)
+        for name in ("attention", "attention_backward")
+    ]
+    ahead, behind = measured[0] or rates.attention, measured[1] or rates.attention_backward
+    once = max(flops / ahead, 4 * size / rates.memory) + rates.kernel_seconds
+    back = max(BACKWARD_ATTENTION * flops / behind, 10 * size / rates.memory) + rates.kernel_seconds
+    return once, back
 
 
 def _context(

@@ -86,8 +86,3 @@ def tiled_seconds(chip: Chip, m: int, n: int, k: int, batch: int = 1, *, over_ro
     if n % LINE or row % LINE:
         seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
     return seconds
-
-
-def attention_padding(queries: int, keys: int) -> float:
-    """What fused attention computes over what is asked for: its tiles are of 128 queries by 64 keys, and whole."""
-    return -(-queries // 128) * 128 / queries * (-(-keys // 64) * 64 / keys)

@@ -8,6 +8,7 @@ from penstock.config.machine import Machine
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
+from penstock.planner.attention import fused_seconds, keys_computed
 from penstock.planner.collectives import exchange_seconds, group_of, reduce_seconds, send_seconds
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.gemm import gemm_seconds
@@ -164,8 +165,14 @@ def _block_seconds(block: Block, rates: Rates, serving: Serving, rows: int, toke
             seconds += _product(rates, serving, rows, d, hidden * block.shared)
     else:
         seconds += _product(rates, serving, rows, up, d) + _product(rates, serving, rows, d, hidden)
-    flops = 4.0 * rows * (seen if tokens == 1 else seen / 2) * a
-    cached = 2.0 * serving.batch * seen * kv * serving.cache_bytes
-    seconds += max(flops / rates.attention, cached / rates.memory) + rates.kernel_seconds
+    if tokens == 1:
+        cached = 2.0 * serving.batch * seen * kv * serving.cache_bytes
+        seconds += max(4.0 * rows * seen * a / rates.attention, cached / rates.memory)
+    else:
+        scores = rows * keys_computed(tokens, seen, causal=True) * a / block.features
+        seconds += fused_seconds(
+            rates, scores, block.features, float(rows) * a * rates.compute, backward=False
+        )
+    seconds += rates.kernel_seconds
     passes = rows * (12 * d + 3 * hidden) * rates.compute
     return seconds + passes / rates.memory + 6 * rates.kernel_seconds

@@ -9,6 +9,7 @@ from functools import lru_cache
 from penstock.config.machine import KernelSample, Machine
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
+from penstock.planner.attention import exponentials_per_second, products_rate
 from penstock.planner.constants import DEFAULT, Constants
 
 DEFAULT_MULTIPROCESSORS = 128
@@ -28,9 +29,11 @@ class Rates:
     half: float
     """Large matrix products outside linear layers: attention's and the output's where linear layers use fp8."""
     attention: float
-    """Fused attention's forward pass."""
+    """The products of fused attention's forward pass."""
     attention_backward: float
-    """Its backward pass, which forms the scores again."""
+    """Those of its backward pass, which forms the scores again."""
+    exponentials: float
+    """Of softmax, per second."""
     memory: float
     """Streaming kernels, bytes per second."""
     multiprocessors: int
@@ -106,7 +109,11 @@ def _rates(
     per_node = machine.devices_per_node
     node = (machine.node_bytes_per_second or link * per_node) * constants.node_share
     compute = 4 if precision == "O0" else 2
-    forward, backward = _attention(machine, half_type, attention, constants)
+    multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
+    exponentials = (
+        math.inf if cpu else exponentials_per_second(machine.peak_flops[half_type], multiprocessors)
+    )
+    forward, backward = _attention(machine, half_type, attention, constants, exponentials)
     return Rates(
         peak=peak,
         peak_name=type_,
@@ -114,8 +121,9 @@ def _rates(
         half=_sustained(machine, half_type, constants),
         attention=forward,
         attention_backward=backward,
+        exponentials=exponentials,
         memory=(machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share),
-        multiprocessors=machine.multiprocessors or DEFAULT_MULTIPROCESSORS,
+        multiprocessors=multiprocessors,
         kernel_seconds=(machine.operator_seconds or machine.launch_seconds)
         if cpu
         else constants.kernel_seconds,
@@ -133,11 +141,7 @@ def _rates(
         node_step=constants.node_step_seconds,
         ramp_seconds=constants.ramp_seconds,
         ramp_bytes=constants.ramp_bytes,
-        taken=0.0
-        if cpu
-        else min(
-            0.5, constants.collective_multiprocessors / (machine.multiprocessors or DEFAULT_MULTIPROCESSORS)
-        ),
+        taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         step_seconds=0.0 if cpu else constants.step_seconds,
         straggling=constants.straggling,
     )
@@ -156,8 +160,11 @@ def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
     return (best or constants.unmeasured_share * machine.peak_flops[type_]) * constants.gemm_share
 
 
-def _attention(machine: Machine, type_: str, backend: str, constants: Constants) -> tuple[float, float]:
-    """Rates of fused attention, forward and backward: what kernels of each generation are known to reach.
+def _attention(
+    machine: Machine, type_: str, backend: str, constants: Constants, exponentials: float
+) -> tuple[float, float]:
+    """Rates of the products of fused attention, forward and backward: what kernels of each generation are known to
+    reach with heads of `CITED_FEATURES`, less their exponentials.
 
     Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1).
     """
@@ -169,9 +176,11 @@ def _attention(machine: Machine, type_: str, backend: str, constants: Constants)
     if backend == "efficient" or "bf16" not in machine.peak_flops:
         both = peak * constants.fused_attention_share * (0.6 if hopper else 1.0)
         ratio = constants.fused_backward
-        return both * (1 + ratio) / 3.5, both * (1 + 1 / ratio) * 2.5 / 3.5
-    if hopper:
-        both = peak * (constants.cudnn_share_hopper if backend == "cudnn" else constants.flash_share_hopper)
+        forward, backward = both * (1 + ratio) / 3.5, both * (1 + 1 / ratio) * 2.5 / 3.5
+    elif hopper:
+        forward = backward = peak * (
+            constants.cudnn_share_hopper if backend == "cudnn" else constants.flash_share_hopper
+        )
     else:
-        both = peak * constants.flash_share
-    return both, both
+        forward = backward = peak * constants.flash_share
+    return products_rate(forward, exponentials, 1.0), products_rate(backward, exponentials, 2.5)

@@ -17,11 +17,12 @@ from functools import lru_cache
 
 from penstock.config.machine import GemmSample, Machine
 from penstock.config.plan import Plan
+from penstock.planner.attention import keys_computed
 from penstock.planner.constants import DEFAULT
-from penstock.planner.gemm import Chip, attention_padding, tiled_seconds
+from penstock.planner.gemm import Chip, tiled_seconds
 from penstock.planner.host_time import IN_PLACE, TRACED_BACKWARD, host_seconds
 from penstock.planner.operations import Op
-from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, rates_of
+from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, Rates, rates_of
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
@@ -240,16 +241,25 @@ def _op_seconds(op: Op, machine: Machine, plan: Plan) -> float:
             op, machine, gemm_rate=rate, moved_seconds=seconds, measured=plan.precision == "O0", fused=fused
         )
     if _is_fused_attention(op, plan):
-        rates = rates_of(machine, plan)
-        keys = op.k if op.n != op.m and "scaled_dot" not in op.name else op.n
-        again = TRACED_BACKWARD if "scaled_dot" in op.name and op.phase == "backward" else 1.0
-        computed = again * (op.flops + op.recomputed_flops) * attention_padding(op.m, keys)
-        return max(
-            seconds, computed / (rates.attention if op.phase == "forward" else rates.attention_backward)
-        )
+        return _fused_seconds(op, rates_of(machine, plan), seconds)
     if op.kind in _MATRIX:
         seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
     return seconds
+
+
+def _fused_seconds(op: Op, rates: Rates, moved_seconds: float) -> float:
+    """One product of a fused attention kernel, or, traced, all of them, with as large a share of its exponentials."""
+    traced, ahead = "scaled_dot" in op.name, op.phase == "forward"
+    keys = op.k if op.n != op.m and not traced else op.n
+    padded = keys_computed(op.m, keys) / keys
+    again = TRACED_BACKWARD if traced and not ahead else 1.0
+    products = 1.0 if traced else 0.5 if ahead else 0.25
+    computed = (
+        again * (op.flops + op.recomputed_flops) / (rates.attention if ahead else rates.attention_backward)
+    )
+    exponentials = products * op.batch * op.m * keys / rates.exponentials
+    # Keys and values stream in while others are computed with.
+    return padded * (computed + exponentials) + (moved_seconds / 2 if ahead else moved_seconds)
 
 
 def _element_bytes(op: Op, plan: Plan) -> float:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from importlib import resources
 
-from penstock.planner.calibration.rows import TABLES, Row, rows
+from penstock.planner.calibration.rows import TABLES, rows
+from penstock.planner.calibration.table import Row
 from penstock.planner.constants import DEFAULT, Constants
 
 FITTED = (

@@ -6,71 +6,24 @@ row's model or on what was measured.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from importlib import resources
 
 from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan, Recompute
 from penstock.config.transformer import TRANSFORMERS, TransformerConfig
 from penstock.planner.block_time import block_time
+from penstock.planner.calibration import blind
+from penstock.planner.calibration.table import Row, iteration_seconds, read
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import Constants
 from penstock.planner.gemm import gemm_seconds
-from penstock.planner.iteration import iteration
 from penstock.planner.memory_model import memory
 from penstock.planner.rates import rates_of
 from penstock.planner.shapes import shape_of
 
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One published figure. `predict` gives the planner's, in the same unit, under some constants."""
-
-    table: str
-    name: str
-    model: str
-    """What is left out together in cross-validation."""
-    measured: float
-    predict: Callable[[Constants], float]
-    section: str = ""
-    samples: float = 0.0
-    """Samples of a step: sections that vary them are ranked by samples per second."""
-
-
-@cache
-def read(table: str) -> tuple[dict[str, str], ...]:
-    """The rows of a table; its first line is the source."""
-    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()[1:]))
-
-
-def source(table: str) -> str:
-    """Where a table comes from."""
-    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
-    return text.splitlines()[0].removeprefix("# ").removeprefix('"').removesuffix('"')
-
-
-BLOCKED = 20e-6
-"""Seconds between two kernels where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1), on top of the
-usual gap: an eager operator's time on the host, which nothing hides. An estimate, not a fit."""
-
-
-def _seconds(
-    model: TransformerConfig, machine: Machine, plan: Plan, *, blocked: bool = False
-) -> Callable[[Constants], float]:
-    shape = shape_of(model)
-
-    def predict(constants: Constants) -> float:
-        if blocked:
-            constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
-        return iteration(shape, rates_of(machine, plan, constants), plan).total
-
-    return predict
 
 
 # Megatron-LM of early 2022: fp16 with fp32 master weights, fused kernels, unfused attention, nothing hidden between
@@ -130,7 +83,7 @@ def korthikanti_table5() -> Iterator[Row]:
             useful = shape_of(model).model_flops * plan.global_batch / plan.gpus
             measured = useful / (float(row["mfu_pct"]) / 100 * machine.peak_flops["fp16"])
         name = f"{row['model']}, {plan.gpus} GPUs, {plan.recompute}{' + sp' if sp else ''}"
-        yield Row("korthikanti_table5", name, row["model"], measured, _seconds(model, machine, plan))
+        yield Row("korthikanti_table5", name, row["model"], measured, iteration_seconds(model, machine, plan))
 
 
 def mosaicml(chip: str) -> Iterator[Row]:
@@ -155,7 +108,11 @@ def mosaicml(chip: str) -> Iterator[Row]:
         machine = load_machine(machines[row["gpu"]])
         name = f"{row['model']}, {row['sequence']} tokens, {row['gpus']} {machine.name}, micro-batch {plan.micro_batch}"
         yield Row(
-            f"mosaicml_{chip}", name, row["model"], float(row["iter_time_s"]), _seconds(model, machine, plan)
+            f"mosaicml_{chip}",
+            name,
+            row["model"],
+            float(row["iter_time_s"]),
+            iteration_seconds(model, machine, plan),
         )
 
 
@@ -207,7 +164,7 @@ def torchtitan_speed() -> Iterator[Row]:
         model, plan = _titan(row)
         machine = load_machine("a100-80g") if "A100" in row["table"] else teton
         machine = load_machine("h200") if "H200" in row["table"] else machine
-        seconds = _seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan)
         tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
@@ -247,7 +204,7 @@ def bloom() -> Iterator[Row]:
         )
         yield Row(
             "bloom", name, f"{width}/{row['layers']}", float(row["sec_per_it"]),
-            _seconds(model, machine, plan, blocked=plan.gpus >= 320), section=row["section"],
+            iteration_seconds(model, machine, plan, blocked=plan.gpus >= 320), section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip
 
@@ -267,7 +224,7 @@ def nemo() -> Iterator[Row]:
             sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
             virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
-        seconds = _seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan)
         tokens = plan.global_batch * model.sequence / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
@@ -295,7 +252,7 @@ def megatron() -> Iterator[Row]:
             recompute="full",
             tp_overlap="none",
         )
-        seconds = _seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan)
 
         def predict(constants: Constants, seconds=seconds) -> float:  # type: ignore[no-untyped-def]
             return float(1e3 * seconds(constants))
@@ -356,6 +313,9 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "bloom": (bloom, False, "seconds per iteration"),
     "nemo": (nemo, False, "tokens per second per GPU"),
     "megatron": (megatron, False, "milliseconds per iteration"),
+    "vit": (blind.vit, False, "images per second"),
+    "flash_training": (blind.flash_training, False, "TFLOP/s per GPU"),
+    "attention": (blind.attention, False, "TFLOP/s"),
 }
 """Each table: its rows, whether constants are fitted on it, and the unit."""
 

@@ -1,0 +1,133 @@
+"""Published rows of vision models and of attention kernels, which nothing is fitted to: a blind test.
+
+As in `rows`, how a row becomes a Plan is said once per table, from what its source says of the software.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import get_args
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.transformer import TRANSFORMERS
+from penstock.planner.block_time import block_time
+from penstock.planner.calibration.table import Row, iteration_seconds, read
+from penstock.planner.constants import Constants
+from penstock.planner.memory_model import memory
+from penstock.planner.rates import rates_of
+from penstock.planner.search import MARGIN
+from penstock.planner.shapes import Block, shape_of
+
+_VITS = {
+    "b16": PRESETS["vit-b16"],
+    "g14": PRESETS["vit-g14"],
+    "G14": replace(PRESETS["vit-g14"], width=1664, depth=48, mlp_width=8192),
+}
+"""G/14: Zhai et al., CVPR 2022, Table 2."""
+TOKENS, WIDTH = 16384, 2048
+"""Of all samples together, and of all heads together, in the figures of attention kernels (Dao 2023, section 4.1)."""
+
+
+def vit() -> Iterator[Row]:
+    """Images per second of ViTs in bf16, all devices together.
+
+    NeMo runs Megatron's modules: fp32 master weights, fused pointwise kernels, plain attention. JAX compiles the whole
+    step, and its attention is plain too. Neither source speaks of recomputation, and none is needed to fit.
+    """
+    for row in read("vit"):
+        model, machine = _VITS[row["model"]], load_machine(row["machine"])
+        tp = int(row["tp"])
+        dp = int(row["gpus"]) // tp
+        jax = row["framework"] == "jax"
+        plan = Plan(
+            precision="O1" if jax else "O2", optimizer="fused", compile="whole" if jax else "blocks",
+            attention="plain", tp=tp, dp=dp, micro_batch=int(row["micro_batch"]), accumulate=int(row["accumulate"]),
+        )  # fmt: skip
+        seconds = iteration_seconds(model, machine, plan)
+
+        def predict(constants: Constants, seconds=seconds, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
+            return float(plan.global_batch / seconds(constants))
+
+        name = (
+            f"{row['framework']}, {row['model']}, {plan.gpus} {machine.name}, tp {tp}, "
+            f"micro-batch {plan.micro_batch} × {plan.accumulate}"
+        )
+        yield Row("vit", name, row["model"], float(row["samples_per_second"]), predict)
+
+
+def attention() -> Iterator[Row]:
+    """TFLOP/s of attention kernels in fp16, counted without what a causal mask leaves out."""
+    for row in read("attention"):
+        machine = load_machine(row["machine"])
+        features, tokens = int(row["features"]), int(row["tokens"])
+        causal, both = row["causal"] == "yes", row["pass"] == "both"
+        heads, batch = WIDTH // features, TOKENS // tokens
+        block = Block(
+            count=1, tokens=tokens, width=WIDTH, heads=heads, kv_heads=heads, features=features, hidden=WIDTH,
+            causal=causal,
+        )  # fmt: skip
+        plan = Plan(precision="O3", dtype="fp16", attention=_backend(row["backend"]), micro_batch=batch)
+        flops = 4.0 * TOKENS * tokens * WIDTH * (3.5 if both else 1.0) * (0.5 if causal else 1.0)
+
+        name = (
+            f"{row['kernel']}, {machine.name}, {row['pass']}, {'causal, ' if causal else ''}{features} features, "
+            f"{tokens} tokens"
+        )
+        predict = _rate(block, machine, plan, flops, both=both)
+        yield Row("attention", name, row["kernel"], float(row["tflops"]), predict)
+
+
+def _rate(
+    block: Block, machine: Machine, plan: Plan, flops: float, *, both: bool
+) -> Callable[[Constants], float]:
+    def predict(constants: Constants) -> float:
+        time = block_time(block, rates_of(machine, plan, constants), plan)
+        seconds = time.forward.attention + (time.backward.attention if both else 0.0)
+        return flops / seconds / 1e12
+
+    return predict
+
+
+def _backend(word: str) -> AttentionBackend:
+    return next(one for one in get_args(AttentionBackend) if one == word)
+
+
+def flash_training() -> Iterator[Row]:
+    """TFLOP/s of training decoders with each generation of attention, each with the largest micro-batch that fits.
+
+    The source names neither micro-batch nor layout: replicas that share out optimizer states are assumed, and fused
+    kernels around attention, as in its code.
+    """
+    sizes = {"GPT3-1.3B": (2048, 24, 16), "GPT3-2.7B": (2560, 32, 32)}
+    machine = load_machine("a100-80g")
+    for row in read("flash_training"):
+        width, depth, heads = sizes[row["model"]]
+        tokens = int(row["tokens"])
+        model = replace(
+            TRANSFORMERS["gpt-22b"],
+            width=width,
+            depth=depth,
+            heads=heads,
+            mlp_width=4 * width,
+            sequence=tokens,
+        )
+        shape = shape_of(model)
+        plan = Plan(
+            precision="O1", optimizer="fused", compile="blocks", attention=_backend(row["backend"]), dp=8,
+            sharding="zero1", micro_batch=1,
+        )  # fmt: skip
+        for micro in (2, 4, 8, 16, 32, 64):
+            larger = replace(plan, micro_batch=micro)
+            if sum(memory(shape, larger).values()) <= MARGIN * machine.memory_bytes:
+                plan = larger
+        seconds = iteration_seconds(model, machine, plan)
+        flops = plan.micro_batch * tokens * (6 * shape.parameters + 12 * depth * width * tokens)
+
+        def predict(constants: Constants, seconds=seconds, flops=flops) -> float:  # type: ignore[no-untyped-def]
+            return float(flops / seconds(constants) / 1e12)
+
+        name = f"{row['model']}, {tokens} tokens, {row['backend']} attention, micro-batch {plan.micro_batch}"
+        yield Row("flash_training", name, row["model"], float(row["tflops"]), predict)

@@ -1,0 +1,65 @@
+"""What a published row is, and how the tables are read that lie beside this file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from penstock.config.machine import Machine
+from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.transformer import TransformerConfig
+from penstock.planner.constants import Constants
+from penstock.planner.iteration import iteration
+from penstock.planner.rates import rates_of
+from penstock.planner.shapes import shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published figure. `predict` gives the planner's, in the same unit, under some constants."""
+
+    table: str
+    name: str
+    model: str
+    """What is left out together in cross-validation."""
+    measured: float
+    predict: Callable[[Constants], float]
+    section: str = ""
+    samples: float = 0.0
+    """Samples of a step: sections that vary them are ranked by samples per second."""
+
+
+@cache
+def read(table: str) -> tuple[dict[str, str], ...]:
+    """The rows of a table; its first line is the source."""
+    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines()[1:]))
+
+
+def source(table: str) -> str:
+    """Where a table comes from."""
+    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    return text.splitlines()[0].removeprefix("# ").removeprefix('"').removesuffix('"')
+
+
+BLOCKED = 20e-6
+"""Seconds between two kernels where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1), on top of the
+usual gap: an eager operator's time on the host, which nothing hides. An estimate, not a fit."""
+
+
+def iteration_seconds(
+    model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan, *, blocked: bool = False
+) -> Callable[[Constants], float]:
+    """The planner's seconds of one step under given constants."""
+    shape = shape_of(model)
+
+    def predict(constants: Constants) -> float:
+        if blocked:
+            constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
+        return iteration(shape, rates_of(machine, plan, constants), plan).total
+
+    return predict

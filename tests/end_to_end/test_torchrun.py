@@ -27,6 +27,7 @@ def _losses(folder: Path) -> list[float]:
     return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_that_train_as_one_process_does(tmp_path: Path) -> None:
     peaks = {"fp32": 1e11}
     machine = str(

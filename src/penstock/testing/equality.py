@@ -65,13 +65,20 @@ def trained(
     batches: Batches = images,
     double: bool = False,
     world: World | None = None,
+    loss_scale: float = 2.0**10,
     **options: Any,
 ) -> Trained:
-    """Train under `plan` in this process, alone or as a rank of the group that stands."""
+    """Train under `plan` in this process, alone or as a rank of the group that stands.
+
+    fp16 begins with `loss_scale`: at the usual 65536 the first steps may overflow, and not the same ones, for ranks
+    scale the loss of a micro-batch and one process its share of it.
+    """
     if world is None and plan.dp > 1:
         world = world_of(plan, "cpu")
     torch.manual_seed(0)
     built = build(model, plan, recipe=recipe or Recipe(lr=1e-3), world=world, **options)
+    if built.scaler is not None:
+        built.scaler.scale.fill_(loss_scale)
     result = Trained()
     for step in range(steps):
         batch = batches(step, plan.global_batch)

@@ -151,7 +151,27 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
             ExitCode.CONFIG,
             "--explain was given with --toml",
         ),
+        (
+            ["plan", "gpt2", "--gpus", "64", "--explain", "dp=8"],
+            ExitCode.CONFIG,
+            "--gpus is 64, but the Plan line of --explain takes 8",
+        ),
+        (
+            ["plan", "gpt2", "--global-batch", "9", "--explain", "dp=8 micro_batch=1"],
+            ExitCode.CONFIG,
+            "--global-batch is 9, but",
+        ),
+        (
+            ["plan", "gpt2", "--explain", "dp=8", "--sensitivity"],
+            ExitCode.CONFIG,
+            "--explain was given with --sensitivity",
+        ),
         (["plan", "gpt2", "--compute", "1e20"], ExitCode.CONFIG, "--compute was given with a model"),
+        (
+            ["plan", "--compute", "1e20", "--tokens", "1", "--gpus", "9"],
+            ExitCode.CONFIG,
+            "--compute was given with --gpus and --tokens",
+        ),
         (["plan", "--compute", "1e20", "--budget-gpu-hours", "1"], ExitCode.CONFIG, "were both given"),
         (["plan", "--compute", "-1"], ExitCode.CONFIG, "must be above 0"),
     ],

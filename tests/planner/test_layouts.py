@@ -215,15 +215,19 @@ def test_experts_are_spread() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
-    """The bounds are those that are promised: 0.2 ms and 2 s of one core, here with room for a busy machine."""
+    """The promised bounds: 0.2 ms, the best of some rounds on a busy machine, and 2 s of one core."""
     model = TRANSFORMERS["gpt-1t"]
     base = replace(HALF, schedule=schedule, precision="O2")
-    plan = replace(base, tp=8, sp=True, pp=64, dp=6, sharding="zero1", accumulate=512)
-    predict(model, A100, plan)
-    begin = time.process_time()
-    for _ in range(200):
-        predict(model, A100, plan)
-    assert (time.process_time() - begin) / 200 < 0.4e-3
+    plan = replace(base, tp=8, sp=True, pp=64, dp=6, sharding="zero1")
+    rounds = []
+    for turn in range(8):
+        # Layouts that no round before has met.
+        plans = [replace(plan, accumulate=512 + 50 * turn + i) for i in range(50)]
+        begin = time.process_time()
+        for one in plans:
+            predict(model, A100, one)
+        rounds.append((time.process_time() - begin) / 50)
+    assert min(rounds) < 0.2e-3
     begin = time.process_time()
     assert search(model, A100, 3072, global_batch=3072, base=base)
     assert time.process_time() - begin < 2.0

@@ -32,7 +32,7 @@ def plan(
     machine: Annotated[
         str, Parameter(help="Name of a known machine, or file of one that probe stored.")
     ] = "h100",
-    gpus: Annotated[int, Parameter(help="Devices.")] = 8,
+    gpus: Annotated[int | None, Parameter(help="Devices; 8 if left out.")] = None,
     global_batch: Annotated[
         int | None, Parameter(help="Samples of one optimizer step, over all devices.")
     ] = None,
@@ -69,17 +69,36 @@ def plan(
     With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
     """
     if compute is not None or budget_gpu_hours is not None:
-        _only_search("--compute", {"a model": model, "--explain": explain, "--toml": toml})
+        option = "--compute" if compute is not None else "--budget-gpu-hours"
+        sought: dict[str, Any] = {"--gpus": gpus, "--global-batch": global_batch, "--sequence": sequence}
+        run: dict[str, Any] = {"--tokens": tokens, "--images": images, "--base": base, "--price": price}
+        _only_search(
+            option,
+            {"a model": model, "--explain": explain, "--toml": toml, **sought, **run}
+            | {"--sensitivity": sensitivity or None},
+        )
         return _scaling(
             load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json, html=html
         )
     config = named_model(model, sequence)
     device = load_machine(machine)
     samples = _samples(config, tokens, images, epochs)
-    question = {"model": model, "machine": device.name, "gpus": gpus, "samples": samples, "price": price}
+    question = {
+        "model": model,
+        "machine": device.name,
+        "gpus": 8 if gpus is None else gpus,
+        "samples": samples,
+        "price": price,
+    }
     if explain is not None:
-        _only_search("--explain", {"--toml": toml, "--html": html, "--base": base})
-        return _explain(config, device, Plan.parse(explain), question, as_json=json)
+        _only_search(
+            "--explain",
+            {"--toml": toml, "--html": html, "--base": base, "--sensitivity": sensitivity or None},
+        )
+        line = Plan.parse(explain)
+        _agrees(line, gpus, global_batch)
+        return _explain(config, device, line, question, as_json=json)
+    gpus = 8 if gpus is None else gpus
     fixed = None if base is None else Plan.parse(base)
     from penstock.planner.search import explore, nothing_fits
 
@@ -107,6 +126,19 @@ def _only_search(option: str, others: dict[str, Any]) -> None:
         raise ConfigError(
             f"{option} was given with {' and '.join(given)}, which it has no use for; leave one out."
         )
+
+
+def _agrees(line: Plan, gpus: int | None, global_batch: int | None) -> None:
+    """Refuse devices or samples that a Plan line contradicts, for these are all in it."""
+    for option, asked, said, degrees in (
+        ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
+        ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
+    ):
+        if asked is not None and asked != said:
+            raise ConfigError(
+                f"{option} is {asked}, but the Plan line of --explain takes {said} by its {degrees}; change one of "
+                "them."
+            )
 
 
 def _explain(

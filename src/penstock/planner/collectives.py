@@ -9,6 +9,7 @@ run beside it, so its ring has as many parts of them as it has members in a node
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.planner.rates import Rates
 
@@ -29,6 +30,7 @@ class Group:
     ramp_bytes: float
 
 
+@lru_cache(maxsize=1 << 14)
 def group_of(rates: Rates, size: int, stride: int) -> Group:
     """The group of `size` devices that are `stride` apart."""
     per_node = rates.per_node

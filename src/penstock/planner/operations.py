@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from penstock.config.model import ModelConfig
@@ -54,7 +55,11 @@ def operations(
     """
     plan = Plan(attention="plain") if plan is None else plan
     fused = attention_form(plan, config, device) == "fused"
-    copies = plan.layout == "batch_first"
+    return _operations(config, batch, fused, plan.layout == "batch_first")
+
+
+@lru_cache(maxsize=256)
+def _operations(config: ModelConfig, batch: int, fused: bool, copies: bool) -> tuple[Op, ...]:
     forward = [
         *_stem(config, batch),
         *(replace(op, count=config.depth) for op in _block(config, batch, fused=fused, copies=copies)),

@@ -91,7 +91,12 @@ def _bar(
     drawn = [
         (words.get(name, name), stack.parts.get(name, 0.0), CURVE_COLORS[i]) for i, name in enumerate(names)
     ]
-    for name, value, color in [*drawn, ("other", other, "--idle")]:
+    small = ", ".join(
+        f"{words.get(name, name)} {value:.3g}"
+        for name, value in sorted(stack.parts.items(), key=lambda item: -item[1])
+        if name not in names and value > 0
+    )
+    for name, value, color in [*drawn, (f"other ({small})", other, "--idle")]:
         if value > 0:
             canvas.rect(x, y + 4, value * scale, _ROW - 12, fill=color, tip=f"{name}: {value:.4g} {unit}")
             x += value * scale

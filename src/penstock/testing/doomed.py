@@ -7,8 +7,15 @@ leaves a note and never strikes again. Faults of the first kind strike one by on
 - `stop:R:N`  SIGSTOP likewise
 - `raise:R:N` an exception likewise
 - `poison:R:S:K:V` rank R's gradients become V (`nan` or `inf`) for K steps from step S on, in every life
+- `heed`      in every life, obey files `order.R` beside CONFIG that are put there while it runs: `raise`, or `nan` for
+  a step of rank R whose gradients are poisoned
+- `samples`   every rank adds a line to `samples.R` for every step: the life (by its MASTER_PORT),
+  the step, and the numbers of its samples
 - `slow:MS`   every step takes so many milliseconds longer
 - `slowsync:MS` every fsync does
+
+Beside CONFIG every process leaves a `pid.N`, every rank its process id in `rank.R`, and rank 0 a line of `tally` for
+every step: the time, its own process id, the step.
 """
 
 from __future__ import annotations
@@ -52,6 +59,10 @@ def arm(config: Path, faults: list[str]) -> None:
         kind, *values = fault.split(":")
         if kind == "poison" and int(values[0]) == rank:
             poison(int(values[1]), int(values[2]), float(values[3]))
+        elif kind == "heed":
+            _heed(config.parent / f"order.{rank}")
+        elif kind == "samples":
+            _note_samples(config.parent / f"samples.{rank}")
         elif kind == "slow":
             _after_every_step(partial(_pause, int(values[0]) / 1000))
         elif kind == "slowsync":
@@ -91,6 +102,11 @@ def _after_every_step(act: Callable[[int], Any]) -> None:
 
 def poison(first: int, count: int, value: float) -> None:
     """Make this rank's gradients `value` in `count` steps from step `first` on (from 1), before they are averaged."""
+    poison_when(lambda step: first <= step < first + count, value)
+
+
+def poison_when(due: Callable[[int], bool], value: float) -> None:
+    """Make this rank's gradients `value` in every step (from 1) that is `due`, before they are averaged."""
     from penstock.train import loop, step
 
     run: Any = loop._Run
@@ -103,7 +119,7 @@ def poison(first: int, count: int, value: float) -> None:
         original_step(self)
 
     def accumulate(self: Any, *arguments: Any) -> Any:
-        if not taken or not first <= taken[0] < first + count:
+        if not taken or not due(taken[0]):
             return original_loss(self, *arguments)
         plain = self.loss
 
@@ -121,6 +137,46 @@ def poison(first: int, count: int, value: float) -> None:
 
     run._train_step = train_step
     steps._accumulate = accumulate
+
+
+def _heed(order: Path) -> None:
+    poisoned: set[int] = set()
+
+    def obey(step: int) -> None:
+        if not order.exists():
+            return
+        what = order.read_text()
+        order.unlink()
+        if what == "nan":
+            poisoned.add(step + 1)
+        else:
+            _ACTS[what]()
+
+    poison_when(poisoned.__contains__, float("nan"))
+    _after_every_step(obey)
+
+
+def _note_samples(file: Path) -> None:
+    from penstock.train import loop
+
+    run: Any = loop._Run
+    original = run._train_step
+
+    def step(self: Any) -> None:
+        original(self)
+        numbers = [int(number) for batch in self.batches for number in batch.ids]
+        with file.open("a") as lines:
+            lines.write(f"{os.environ['MASTER_PORT']} {self.step} {' '.join(map(str, numbers))}\n")
+
+    run._train_step = step
+
+
+def _note_steps(tally: Path) -> None:
+    def note(step: int) -> None:
+        with tally.open("a") as lines:
+            lines.write(f"{time.time():.3f} {os.getpid()} {step}\n")
+
+    _after_every_step(note)
 
 
 def _pause(seconds: float, step: int) -> None:
@@ -141,7 +197,11 @@ def main(config: Path, faults: list[str]) -> int:
     """Train, doomed."""
     from penstock.cli import main as command
 
+    rank = os.environ.get("RANK", "0")
     (config.parent / f"pid.{os.getpid()}").touch()
+    (config.parent / f"rank.{rank}").write_text(str(os.getpid()))
+    if rank == "0":
+        _note_steps(config.parent / "tally")
     torch.set_num_threads(1)
     arm(config, faults)
     return command(["train", "--config", str(config)])

@@ -181,6 +181,24 @@ def test_fp16_needs_an_optimizer_that_skips(precision: Any) -> None:
         build(TINY, Plan(precision=precision, dtype="fp16", optimizer="foreach"))
 
 
+def test_a_constant_loss_scale_stays_and_leaves_results_alone() -> None:
+    plan = Plan(precision="O1", dtype="fp16", optimizer="fused")
+    losses = {}
+    for scale in (None, 256.0):
+        torch.manual_seed(0)
+        built = build(TINY, plan, recipe=Recipe(lr=3e-3, loss_scale=scale))
+        assert built.step.scaler is not None
+        losses[scale] = [float(built.step([batch()]).loss) for _ in range(3)]
+        assert built.step.scaler.scale == (scale or 2.0**16)
+    assert losses[256.0] == pytest.approx(losses[None], rel=1e-2)
+    other = build(TINY, plan, recipe=Recipe(loss_scale=8.0)).step.scaler
+    assert other is not None
+    other.load_state_dict(built.step.scaler.state_dict())
+    assert other.scale == 8.0, "a run that goes on with another constant gets it"
+    with pytest.raises(ConfigError, match="loss_scale"):
+        Recipe(loss_scale=0.0)
+
+
 def test_fp16_throughout_warns_of_a_small_eps(caplog: pytest.LogCaptureFixture) -> None:
     plan = Plan(precision="O3", dtype="fp16", optimizer="fused")
     build(TINY, plan, recipe=Recipe(eps=1e-4))

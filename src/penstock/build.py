@@ -158,7 +158,7 @@ def build(
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
-    scaler = _scaler(plan, device, replicas)
+    scaler = _scaler(plan, recipe, device, replicas)
     loss = loss or classification_loss
     step = TrainStep(
         module,
@@ -217,7 +217,9 @@ def _replicas(
     return replicate(module, world, device, late=(lambda: gradients_of(optimizer)) if late else None)
 
 
-def _scaler(plan: Plan, device: torch.device, replicas: DataParallel | None) -> LossScaler | None:
+def _scaler(
+    plan: Plan, recipe: Recipe, device: torch.device, replicas: DataParallel | None
+) -> LossScaler | None:
     if plan.precision == "O0" or plan.dtype != "fp16":
         return None
     if plan.optimizer not in ("fused", "contiguous"):
@@ -225,7 +227,11 @@ def _scaler(plan: Plan, device: torch.device, replicas: DataParallel | None) -> 
             f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed step "
             "without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
         )
-    return LossScaler(device, agree=replicas.agree if replicas else None)
+    agree = replicas.agree if replicas else None
+    if recipe.loss_scale is None:
+        return LossScaler(device, agree=agree)
+    constant = recipe.loss_scale
+    return LossScaler(device, initial=constant, floor=constant, ceiling=constant, dynamic=False, agree=agree)
 
 
 def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:

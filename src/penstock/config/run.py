@@ -116,6 +116,8 @@ class Recipe:
     eps: float = 1e-8
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global 2-norm."""
+    loss_scale: float | None = None
+    """A constant loss scale, as `penstock scale` recommends one; if none, a dynamic one. Only fp16 has one."""
     spikes: Literal["log", "skip", "rewind"] = "log"
     """What a loss that leaps up does: be logged, have its step skipped, or send the run back to the newest checkpoint
     and on with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
@@ -134,7 +136,7 @@ class Recipe:
     def _problems(self) -> Iterator[str]:
         yield from _above(
             self, "recipe", "epochs", "steps", "lr", "eps", "clip_norm", "layer_decay", "eval_every_epochs",
-            "spike_deviations",
+            "loss_scale", "spike_deviations",
         )  # fmt: skip
         for name in ("min_lr", "warmup_steps", "weight_decay"):
             yield from _in_range(self, "recipe", name, 0)

@@ -117,13 +117,16 @@ class LossScaler:
         return {name: getattr(self, name).clone() for name in _ENTRIES}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave. Raises CheckpointError when an entry is missing."""
+        """Restore what `state_dict` gave; a constant scale stays what it is. Raises CheckpointError when an entry is
+        missing."""
         missing = sorted(set(_ENTRIES) - _ADDED - state_dict.keys())
         if missing:
             raise CheckpointError(
                 f"The stored loss scaler lacks {', '.join(missing)}; it was not written by this version of Penstock."
             )
         for name in _ENTRIES:
+            if name == "scale" and not self.dynamic:
+                continue
             if name in state_dict:
                 getattr(self, name).copy_(state_dict[name])
             else:

@@ -148,10 +148,12 @@ def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
     _check_sum(root, manifest.index)
     path = root / manifest.index.name
     try:
-        with path.open("rb") as file:
-            index: NDArray[np.void] = np.lib.format.read_array(file, allow_pickle=False)
-    except (ValueError, MemoryError) as error:
+        index = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:
         raise DataError(f"{path} is no index: {error}. Pack the set again.") from error
+    if not isinstance(index, np.ndarray):
+        index.close()
+        raise DataError(f"{path} is an archive and no index. Pack the set again.")
     if index.dtype != INDEX or index.shape != (manifest.count,) or not manifest.count:
         raise DataError(
             f"{path} does not hold the {manifest.count:,} records of its manifest. Pack the set again."

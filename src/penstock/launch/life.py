@@ -23,8 +23,10 @@ _TICK = 0.1
 """Seconds between two looks at the ranks; output is passed on at once."""
 _OTHERS_REPORT = 1.0
 """Seconds that the other ranks have to say why they fail too, before all are killed."""
-_STACKS = 0.5
-"""Seconds in which ranks write their stacks."""
+_STACKS = 5.0
+"""Seconds in which ranks write their stacks, at most: a busy machine takes its time to wake a stopped process."""
+_SETTLED = 0.3
+"""Seconds after which stacks that have not grown are whole."""
 _CAUSE = 3.0
 """Seconds in which another node may say that it was the first."""
 _INTERRUPT = 5.0
@@ -180,7 +182,7 @@ class Life:
         beats = {rank.number: rank.heartbeat.read() for rank in alive}
         stopped = {rank.number for rank in alive if rank.ask_for_stack()}
         seen = time.monotonic()
-        time.sleep(_STACKS)
+        _wait_for_stacks(alive)
         suspects = sorted(
             hung, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
@@ -198,3 +200,14 @@ class Life:
                 told += [f"Stack of rank {rank.number}, step {beats[rank.number].step}:", rank.stack()]
         failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(told), seconds=time.time())
         return Outcome(int(ExitCode.HANG), (failure,), final=self.requests.signal is not None)
+
+
+def _wait_for_stacks(ranks: Sequence[Rank]) -> None:
+    """Until all that were asked have written theirs; one that waits in the kernel never does."""
+    end, before = time.monotonic() + _STACKS, list[int]()
+    while time.monotonic() < end:
+        time.sleep(_SETTLED)
+        written = [rank.stack_bytes() for rank in ranks]
+        if all(written) and written == before:
+            return
+        before = written

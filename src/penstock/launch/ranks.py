@@ -139,6 +139,13 @@ class Rank:
         """What `ask_for_stack` made it write."""
         return self._read_stack() or "(it did not answer: it waits in the kernel, or had not begun)"
 
+    def stack_bytes(self) -> int:
+        """How much of it there is so far."""
+        try:
+            return self._stack.stat().st_size
+        except OSError:
+            return 0
+
     def _read_stack(self) -> str:
         with contextlib.suppress(OSError):
             return self._stack.read_text(errors="replace")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.planner.calibration.fit import error, leave_one_out, stored_leave_one_out
 from penstock.planner.calibration.rows import TABLES, rows
@@ -187,8 +188,47 @@ What the errors are made of, as far as it is known:
 """
 
 
-def page(held_out: dict[str, list[float]] | None = None) -> str:
-    """The whole page as Markdown. `held_out` has the errors of `leave_one_out`; the stored ones by default."""
+def own_runs(root: Path) -> dict[str, Any]:
+    """What `benchmarks/predicted_own_runs.py` last found, from the repository at `root`."""
+    path = root / "benchmarks" / "results" / "predicted_own_runs_cpu.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _own_section(found: dict[str, Any]) -> list[str]:
+    """Our own steps on the machine at hand, predicted after a probe of it."""
+    lines = [
+        "## Our own runs",
+        "",
+        f"Training steps on a CPU ({found['environment']['machine']['processor']}, {found['threads']} thread), fp32, "
+        f"each predicted by a {found['probe']} `penstock probe` right before and one right after it, in "
+        f"{found['clock']}, on a machine whose other work made its speed drift. Errors are medians over the rounds; "
+        "the least and the largest stand beside them. `penstock train` and `penstock ladder` set the same two "
+        "figures side by side in every run. Memory is the most that tensors take within a step, counted one by one, "
+        f"against `memory_bytes`. Made by `{found['command']}`, stored in "
+        "`benchmarks/results/predicted_own_runs_cpu.json`. The decoders are of transformers, traced as "
+        "`penstock ladder --model` does. None of this was fitted; no GPU was at hand. "
+        "Large models are shown with `host_memory=keep`: "
+        "left to itself, glibc may give back and map again all gradients of a large model in every step, or none; "
+        "a quarter of them is what is predicted.",
+        "",
+        "| model | Plan | rounds | ms per step | predicted | error | of all rounds | MiB | predicted | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found["cases"]:
+        took, error = one["step_seconds"], one["step_error"]
+        held = {name: size / 2**20 for name, size in one["memory_bytes"].items()}
+        lines.append(
+            f"| {one['model']} | `{one['plan']}` | {one['rounds']} | {1e3 * took['measured']:.1f} | "
+            f"{1e3 * took['predicted']:.1f} | {error['median']:+.1%} | {error['min']:+.0%} to {error['max']:+.0%} | "
+            f"{held['measured']:.1f} | {held['predicted']:.1f} | {one['memory_error']:+.1%} |"
+        )
+    return [*lines, ""]
+
+
+def page(held_out: dict[str, list[float]] | None = None, own: dict[str, Any] | None = None) -> str:
+    """The whole page as Markdown. `held_out` has the errors of `leave_one_out`, the stored ones by default; `own` what
+    `own_runs` gives, left out by default."""
     held_out = stored_leave_one_out() if held_out is None else held_out
     lines = [INTRODUCTION + "| table | rows | | mean error | largest | bias | left out: mean | largest |"]
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -209,6 +249,7 @@ def page(held_out: dict[str, list[float]] | None = None) -> str:
         f"| {r.section} | {r.layouts} | {r.spearman:.2f} | {r.apart:.0%} | {r.loss:.1%} |" for r in rankings()
     ]
     lines.append(NOTES)
+    lines += _own_section(own) if own else []
     for table in TABLES:
         lines += _section(table, held_out.get(table))
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -240,5 +281,5 @@ def write(root: Path, *, refit: bool = True) -> Path:
         stored = Path(__file__).parent / "tables" / "leave_one_out.json"
         stored.write_text(json.dumps(held_out) + "\n", encoding="utf-8")
     path = root / "docs" / "reference" / "planner-accuracy.md"
-    path.write_text(page(held_out), encoding="utf-8")
+    path.write_text(page(held_out, own_runs(root)), encoding="utf-8")
     return path

@@ -76,8 +76,8 @@ class Life:
                 first_failure = first_failure or now
                 if now - first_failure > _OTHERS_REPORT:
                     break
-            elif hung := [rank for rank in self.ranks if self._hangs(rank, now)]:
-                return self._tell_hang(hung)
+            elif any(self._hangs(rank, now) for rank in self.ranks):
+                return self._tell_hang()
             if self._interrupted is not None and now - self._interrupted > _INTERRUPT:
                 break
             heard = self.nodes.heard()
@@ -176,17 +176,20 @@ class Life:
         limit = self.settings.hang_seconds if beat.stepping else self.settings.start_seconds
         return 0 < limit < now - beat.seconds
 
-    def _tell_hang(self, hung: Sequence[Rank]) -> Outcome:
+    def _tell_hang(self) -> Outcome:
         """All ranks fall silent when one does, for they wait for it: name the one that others wait for."""
         alive = [rank for rank in self.ranks if not rank.poll()]
         beats = {rank.number: rank.heartbeat.read() for rank in alive}
         stopped = {rank.number for rank in alive if rank.ask_for_stack()}
         seen = time.monotonic()
         _wait_for_stacks(alive)
-        suspects = sorted(
-            hung, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
+        # Not of those alone whose time is up: who waits may have begun to wait before the other stopped.
+        watched = [rank for rank in alive if beats[rank.number].count]
+        if not watched:
+            return self._outcome()  # they have all ended after all
+        first = min(
+            watched, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
-        first = suspects[0] if suspects else alive[0]
         silent = seen - beats[first.number].seconds
         where = (
             f"after step {beats[first.number].step}"

@@ -1,4 +1,4 @@
-"""Published rows of vision models and of attention kernels, which nothing is fitted to: a blind test.
+"""Published rows of vision models and of attention kernels, which no constant is fitted to.
 
 As in `rows`, how a row becomes a Plan is said once per table, from what its source says of the software.
 """

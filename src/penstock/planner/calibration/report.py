@@ -173,8 +173,9 @@ What the errors are made of, as far as it is known:
   where it is 4.1 % behind one that is predicted 0.2 % slower.
 - Attention kernels: the second generation is within 3 to 6 % on the mean in training on both chips. Held against these
   rows, an earlier model without exponentials, without whole tiles on the diagonal of a causal mask and without a tile's
-  own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs. The stated shares
-  of peak are read as those of heads of 128. Heads of 256 need more registers than there are, which is not modelled, nor
+  own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs, but these rows
+  were seen when it was decided what is counted, and that the stated shares of peak are those of heads of 128: they are
+  no blind test of it, as the rows of MosaicML on H100, torchtitan and NeMo are. Heads of 256 need more registers than there are, which is not modelled, nor
   is the first generation's own dependence on the heads. Unfused attention with a causal mask is 10 to 50 % slower than
   predicted, most in short sequences and with wide heads, where its products are few and small.
 - Decoders with each generation of attention: neither micro-batch nor layout is stated, and the largest micro-batch that
@@ -207,7 +208,8 @@ def _own_section(found: dict[str, Any]) -> list[str]:
         "figures side by side in every run. Memory is the most that tensors take within a step, counted one by one, "
         f"against `memory_bytes`. Made by `{found['command']}`, stored in "
         "`benchmarks/results/predicted_own_runs_cpu.json`. The decoders are of transformers, traced as "
-        "`penstock ladder --model` does. None of this was fitted; no GPU was at hand. "
+        "`penstock ladder --model` does. No constant was fitted to these times, but the "
+        "share of memory that glibc gives back is a guess from page faults counted in such steps; no GPU was at hand. "
         "Large models are shown with `host_memory=keep`: "
         "left to itself, glibc may give back and map again all gradients of a large model in every step, or none; "
         "a quarter of them is what is predicted.",

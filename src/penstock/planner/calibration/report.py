@@ -175,9 +175,10 @@ What the errors are made of, as far as it is known:
   rows, an earlier model without exponentials, without whole tiles on the diagonal of a causal mask and without a tile's
   own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs, but these rows
   were seen when it was decided what is counted, and that the stated shares of peak are those of heads of 128: they are
-  no blind test of it, as the rows of MosaicML on H100, torchtitan and NeMo are. Heads of 256 need more registers than there are, which is not modelled, nor
-  is the first generation's own dependence on the heads. Unfused attention with a causal mask is 10 to 50 % slower than
-  predicted, most in short sequences and with wide heads, where its products are few and small.
+  no blind test of it, as the rows of MosaicML on H100, torchtitan and NeMo are. Heads of 256 need more registers than
+  there are, which is not modelled, nor is the first generation's own dependence on the heads. Unfused attention with
+  a causal mask is 10 to 50 % slower than predicted, most in short sequences and with wide heads, where its products
+  are few and small.
 - Decoders with each generation of attention: neither micro-batch nor layout is stated, and the largest micro-batch that
   fits a step without accumulation is assumed, which for plain attention may be a single sequence.
 - ViTs: NeMo's rows per device hardly change between 8 and 128 devices, while a wait between steps, fitted to steps of

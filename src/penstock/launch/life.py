@@ -184,18 +184,15 @@ class Life:
         seen = time.monotonic()
         _wait_for_stacks(alive)
         # Not of those alone whose time is up: who waits may have begun to wait before the other stopped.
-        watched = [rank for rank in alive if beats[rank.number].count]
+        watched = [rank for rank in alive if beats[rank.number].count or rank.number in stopped]
         if not watched:
             return self._outcome()  # they have all ended after all
         first = min(
             watched, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
-        silent = seen - beats[first.number].seconds
-        where = (
-            f"after step {beats[first.number].step}"
-            if beats[first.number].stepping
-            else "before its first step"
-        )
+        beat = beats[first.number]
+        silent = seen - (beat.seconds if beat.count else first.started)
+        where = f"after step {beat.step}" if beat.count and beat.stepping else "before its first step"
         state = "; the process was stopped (SIGSTOP or a debugger)" if first.number in stopped else ""
         told = [f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:", first.stack()]
         for rank in alive:

@@ -145,7 +145,8 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Pa
         slowest = max(slowest, time.monotonic() - struck)
         assert slowest < timeout + 10
         assert f"rank {rank} hangs:" in agent.said
-        assert agent.said.index("in _strike") < agent.said.index(f"Stack of rank {1 - rank}")
+        # Woken up to write it, the rank may be a few lines further than where it was stopped.
+        assert agent.said.index("testing/doomed.py") < agent.said.index(f"Stack of rank {1 - rank}")
         no_orphans(folder)
         with launched(config, f"stop:{rank}:1", options=TWO) as agent:
             assert agent.wait(120) == 0, agent.said

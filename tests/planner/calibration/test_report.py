@@ -67,6 +67,16 @@ def test_the_page_is_up_to_date() -> None:
     )
 
 
+def test_the_readme_says_what_the_page_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def means(*tables: str) -> str:
+        return "mean error " + ", ".join(f"{100 * summary(table).mean:.1f} %" for table in tables)
+
+    assert f"| {means('korthikanti_table5', 'mosaicml_a100', 'torchtitan_memory')} |" in readme
+    assert f"| {means('nemo', 'mosaicml_h100', 'bloom', 'vit')} |" in readme
+
+
 def test_our_own_runs_are_within_their_aims() -> None:
     """As measured when the page was written; `tests/ladder/test_tensor_memory.py` measures memory again."""
     cases = own_runs(ROOT)["cases"]

@@ -156,6 +156,7 @@ class MetricsFile:
 
         `again` names events that will be recorded anew at `step` itself.
         """
+        self.close()  # or what follows would be written to the file that is replaced
         if not self._path.exists():
             return
         kept = [

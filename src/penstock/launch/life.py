@@ -107,7 +107,8 @@ class Life:
         if self.layout.nodes == 1:
             return mine
         if failures and all(failure.consequence for failure in failures):
-            heard = self._hear(lambda outcome: not outcome.regroup)
+            # A node that is lost says nothing: that takes until its silence is long enough.
+            heard = self._hear(lambda outcome: not outcome.regroup, self.settings.lost_seconds)
             return heard or mine
         return mine
 
@@ -118,8 +119,8 @@ class Life:
         heard = self._hear(lambda outcome: True)
         return heard is not None and not heard.final
 
-    def _hear(self, wanted: Callable[[Outcome], bool]) -> Outcome | None:
-        deadline = time.monotonic() + _CAUSE
+    def _hear(self, wanted: Callable[[Outcome], bool], seconds: float = 0.0) -> Outcome | None:
+        deadline = time.monotonic() + seconds + _CAUSE
         while True:
             heard = self.nodes.heard()
             if (heard is not None and wanted(heard)) or time.monotonic() > deadline:

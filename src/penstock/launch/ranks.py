@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -130,7 +131,8 @@ class Rank:
     def ask_for_stack(self) -> bool:
         """Have it write its threads' stacks, waking it up if it was stopped; whether it was."""
         stopped = _is_stopped(self.pid)
-        self.send(worker.DUMP_SIGNAL)
+        if not self.poll():
+            _signal_main_thread(self.pid, worker.DUMP_SIGNAL)
         if stopped:
             self.send(signal.SIGCONT)
         return stopped
@@ -192,6 +194,16 @@ def _environment(layout: Layout, local: int, procs: int) -> dict[str, str]:
     # Rank 0 serves the store itself, afresh in each life: one that outlives them would hold the last life's answers.
     inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
     return chosen | inherited | dict(environment)
+
+
+def _signal_main_thread(pid: int, number: signal.Signals) -> None:
+    """A signal for the process as a whole may be taken by any thread, while the main one, woken up, goes on. Its own
+    signal it takes where it stands.
+    """
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc since 2.30
+    if tgkill is None or tgkill(pid, pid, int(number)) != 0:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -27,18 +27,28 @@ def at(**changes: object) -> Prediction:
 
 
 def test_states_are_shared_out_step_by_step() -> None:
-    whole = at(sharding="ddp")
-    for sharding, parts in (
-        ("zero1", ("optimizer", "master_weights")),
-        ("zero2", ("optimizer", "master_weights", "gradients")),
-        ("fsdp", ("optimizer", "master_weights", "gradients", "weights")),
+    """Bytes per weight of the device that holds a stage: half weights beside fp32 masters, until the shards of the
+    weights are the masters."""
+    held = at(sharding="ddp").memory["weights"] / 2
+    for sharding, sizes in (
+        ("ddp", (2, 4, 8, 2)),
+        ("zero1", (2, 4 / 8, 8 / 8, 4)),
+        ("zero2", (2, 4 / 8, 8 / 8, 4 / 8)),
+        ("fsdp", (4 / 8, 0, 8 / 8, 4 / 8)),
+        ("hsdp", (4 / 4, 0, 8 / 4, 4 / 4)),
     ):
-        one = at(sharding=sharding)
-        for name in ("optimizer", "master_weights", "gradients", "weights"):
-            share = 8 if name in parts else 1
-            assert one.memory[name] == pytest.approx(whole.memory[name] / share, rel=1e-6), (sharding, name)
-    half = at(sharding="hsdp", shard=4)
-    assert half.memory["weights"] == pytest.approx(whole.memory["weights"] / 4, rel=1e-6)
+        for precision in ("O2",) if sharding == "ddp" else ("O1", "O2"):
+            one = at(precision=precision, sharding=sharding, shard=4 if sharding == "hsdp" else 1)
+            found = [
+                one.memory[name] / held for name in ("weights", "master_weights", "optimizer", "gradients")
+            ]
+            assert found == pytest.approx(sizes, rel=1e-6), (sharding, precision)
+
+
+def test_autocast_keeps_a_copy_of_weights_that_are_not_shared_out() -> None:
+    whole, shards = at(precision="O1", sharding="ddp"), at(precision="O1", sharding="fsdp")
+    assert whole.memory["gathered_weights"] == pytest.approx(whole.memory["weights"] / 2, rel=1e-6)
+    assert shards.memory["gathered_weights"] == at(sharding="fsdp").memory["gathered_weights"]
 
 
 def test_bytes_per_parameter_are_sixteen_and_what_else_is_asked_for() -> None:

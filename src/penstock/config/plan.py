@@ -24,7 +24,7 @@ Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "operators", "early", "full"]
 Algorithm = Literal["adamw", "adam8bit", "sgd", "muon"]
-GradientType = Literal["weights", "fp32"]
+GradientType = Literal["weights", "fp32", "half"]
 TensorOverlap = Literal["none", "weights", "all"]
 Offload = Literal["none", "optimizer", "activations"]
 
@@ -107,7 +107,8 @@ class Plan:
     algorithm: Algorithm = "adamw"
     """What the optimizer computes, which decides how many numbers it keeps per weight."""
     gradients: GradientType = "weights"
-    """Type that gradients are accumulated and reduced in: that of the weights, or fp32."""
+    """Type that gradients are accumulated and reduced in: that of the weights that the optimizer updates, fp32 where
+    these are shared out; or fp32, or half precision."""
     offload: Offload = "none"
     """What lives in host memory."""
     overlap: bool = True

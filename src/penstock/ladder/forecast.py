@@ -131,7 +131,7 @@ def _calls(work: Workload, plan: Plan, blocks: int) -> int:
 
 
 def _gathered_size(plan: Plan) -> int:
-    return 2 if plan.precision in ("O2", "O3") else 4
+    return 4 if plan.precision == "O0" else 2
 
 
 def _gradient_size(plan: Plan) -> int:

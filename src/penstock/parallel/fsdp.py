@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +31,9 @@ from penstock.models.anatomy import anatomy_of
 from penstock.optim.layout import local, whole
 from penstock.optim.shards import MOVED
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
+from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.rebind import rebind
 from penstock.parallel.world import REPLICATE, SHARD, World
-from penstock.precision.levels import half_dtype
 from penstock.precision.master import compute_in_fp32, is_norm
 
 
@@ -82,9 +82,9 @@ def shard(
 
     Parameters become DTensors of which each rank holds its rows, in the type they have; those on the meta device get
     memory for this rank's rows alone, with the values of `shares` by name. A model that has its weights is first made
-    the same on all ranks: rank 0's. With precision=O2 blocks are gathered in half precision and gradients reduced in
-    fp32, and the norms stay fp32; the shards themselves are the fp32 master weights. `optimizers` over the model's
-    parameters, with or without state, go on over the shards.
+    the same on all ranks: rank 0's. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices
+    and all but O2's norms are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32.
+    `optimizers` over the model's parameters, with or without state, go on over the shards.
 
     Raises:
         ConfigError: the model's blocks cannot be found, or a parameter cannot be shared out.
@@ -98,8 +98,6 @@ def shard(
         broadcast(model)
     before = dict(model.named_parameters())
     options = _options(plan, world, device)
-    if plan.precision == "O2":
-        _shard_norms(model, blocks, options)
     for block in blocks:
         _fully_shard(block, **options)
     _fully_shard(
@@ -107,6 +105,11 @@ def shard(
     )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     units = [*units[1:], units[0]]
+    gather_mixed(model, units, plan)
+    if plan.precision == "O2":
+        for module in model.modules():
+            if is_norm(module) and _own(module):
+                compute_in_fp32(module)
     _prefetch(model, blocks)
     for unit in units:
         if device.type == "cpu":
@@ -131,36 +134,16 @@ def _check(model: nn.Module) -> None:
 
 
 def _options(plan: Plan, world: World, device: torch.device) -> dict[str, Any]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     assert world.mesh is not None
-    half = half_dtype(plan) if plan.precision == "O2" else None
     offload = plan.offload == "optimizer"
     return {
         "mesh": world.mesh[REPLICATE, SHARD] if plan.sharding == "hsdp" else world.mesh[SHARD],
         "reshard_after_forward": plan.sharding[:4] != "zero",
-        # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
-        ),
+        "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
-
-
-def _shard_norms(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Units of their own for norms, gathered in fp32: those of a block together, others each by itself."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # They are small: kept once gathered, which spares them a second gathering.
-    options = {**options, "mp_policy": whole, "reshard_after_forward": False}
-    seen: set[nn.Module] = set()
-    for owner in (*blocks, model):
-        norms = [m for m in owner.modules() if is_norm(m) and m not in seen and _own(m)]
-        seen.update(norms)
-        for norm in norms:
-            compute_in_fp32(norm)
-            _fully_shard(norm, **options)
 
 
 def _own(module: nn.Module) -> bool:
@@ -206,7 +189,7 @@ def _materialise(
         return whole(tensor, rows.to(device=device, dtype=tensor.dtype))
 
     model._apply(give)  # type: ignore[no-untyped-call]
-    for entry in _entries(units):
+    for entry in entries_of(units):
         entry._setattr_on_modules(entry.sharded_param)  # tied weights were given memory one by one
 
 
@@ -214,17 +197,8 @@ def _follow_moves(units: Sequence[Any]) -> None:
     """Tell torch where shards lie after an optimizer has moved them into a flat buffer of its own: it gathers from an
     address that it keeps beside the parameter.
     """
-    for entry in _entries(units):
+    for entry in entries_of(units):
         setattr(entry.sharded_param, MOVED, functools.partial(_moved, weakref.ref(entry)))
-
-
-def _entries(units: Sequence[Any]) -> Iterator[Any]:
-    """What torch keeps beside each sharded parameter."""
-    for unit in units:
-        state = unit._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
-        for group in [state._fsdp_param_group] if several is None else several:
-            yield from () if group is None else group.fsdp_params
 
 
 def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:

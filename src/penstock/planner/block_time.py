@@ -259,7 +259,7 @@ def _pointwise(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
         # Tokens are sorted to experts and back.
         once += 4 * d * block.routed * c
         back += 4 * d * block.routed * c
-    if plan.precision == "O1" and rates.stream == 4:
+    if plan.precision == "O1":
         once += 2 * 6 * block.width
     if rates.linear == 1:
         # Inputs and gradients are scaled and cast: an amax and a cast each.

@@ -72,7 +72,7 @@ def block_activations(block: Block, plan: Plan) -> dict[str, float]:
     t = plan.tp
     tokens = plan.micro_batch * block.tokens / plan.cp
     rows = tokens / (t if plan.sp else 1)
-    half = plan.precision in ("O2", "O3") or plan.sharding in ("fsdp", "hsdp")
+    half = plan.precision in ("O2", "O3")
     c = 4 if plan.precision == "O0" else 2
     e = c if half else 4
     d = block.width
@@ -207,7 +207,9 @@ def in_flight(plan: Plan) -> float:
 def _gathered(shape: Shape, plan: Plan) -> float:
     """Whole weights of the blocks at hand and the next, and their gradients, where weights are sharded."""
     if plan.sharding not in ("fsdp", "hsdp") or plan.dp * plan.cp == 1:
-        return (2 if plan.precision == "O1" and plan.sharding != "fsdp" else 0) * held_parameters(shape, plan)
+        # Autocast keeps a copy in half of each weight that it has in fp32.
+        whole = plan.precision == "O1" and weight_size(plan) == 4
+        return 2 * held_parameters(shape, plan) if whole else 0.0
     block = max(block.parameters for block in shape.blocks) / plan.tp
     ends = shape.output * shape.width / plan.tp
     return 2 * block * weight_size(plan) + ends * (1 if shape.tied else 2) * weight_size(plan)

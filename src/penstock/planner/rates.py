@@ -78,20 +78,11 @@ def compute_type(plan: Plan, machine: Machine) -> str:
 
 def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Rates:
     """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
-    return _rates(
-        machine,
-        compute_type(plan, machine),
-        plan.precision,
-        plan.attention,
-        plan.sharding in ("fsdp", "hsdp"),
-        constants,
-    )
+    return _rates(machine, compute_type(plan, machine), plan.precision, plan.attention, constants)
 
 
 @lru_cache(maxsize=512)
-def _rates(
-    machine: Machine, type_: str, precision: str, attention: str, gathered: bool, constants: Constants
-) -> Rates:
+def _rates(machine: Machine, type_: str, precision: str, attention: str, constants: Constants) -> Rates:
     if type_ not in machine.peak_flops:
         raise ConfigError(
             f"Machine {machine.name} has no rate for {type_}, which the plan computes in; it has "
@@ -130,7 +121,7 @@ def _rates(
         launch_seconds=machine.launch_seconds,
         cpu=cpu,
         kernels=machine.kernels if precision == "O0" else (),
-        stream=4 if precision == "O0" or (precision == "O1" and not gathered) else 2,
+        stream=4 if precision in ("O0", "O1") else 2,
         compute=compute,
         linear=1 if type_ == "fp8" else compute,
         tile_depth=constants.tile_depth,

@@ -97,7 +97,6 @@ def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
     return Plan(
         precision="O2",
         dtype="bf16" if dtype == "bf16" else "fp16",
-        gradients="fp32" if dtype == "bf16" else "weights",
         optimizer="fused",
         attention="flash" if dtype == "bf16" else "efficient",
         compile="blocks",

@@ -13,27 +13,43 @@ EIGHT_BIT = 1.03
 
 
 def weight_size(plan: Plan) -> int:
-    """Bytes per weight that forward and backward compute with."""
-    return (
-        2
-        if plan.precision in ("O2", "O3") or (plan.precision == "O1" and plan.sharding in ("fsdp", "hsdp"))
-        else 4
-    )
-
-
-def stored_size(plan: Plan) -> int:
-    """Bytes per weight as it is stored between steps, without master weights."""
+    """Bytes per weight that forward and backward compute with; what is shared out is gathered in half precision."""
+    if plan.precision == "O1":
+        return 4 if plan.sharding == "ddp" else 2
     return 2 if plan.precision in ("O2", "O3") else 4
 
 
+def stored_size(plan: Plan) -> int:
+    """Bytes per weight as it is stored between steps, without master weights.
+
+    Shards of weights are fp32 with O1 and O2, and then nothing else is stored. Where only optimizer states are shared
+    out, whole weights in half precision lie beside shards in fp32, with O1 as with O2.
+    """
+    if plan.precision == "O1":
+        return 2 if plan.sharding in ("zero1", "zero2") else 4
+    return 2 if plan.precision == "O3" or (plan.precision == "O2" and not shards_are_masters(plan)) else 4
+
+
+def shards_are_masters(plan: Plan) -> bool:
+    """Whether the fp32 weights that an optimizer updates are what each device holds of the weights."""
+    return plan.precision in ("O1", "O2") and plan.sharding in ("fsdp", "hsdp")
+
+
 def gradient_size(plan: Plan) -> int:
-    """Bytes per gradient that is accumulated and reduced."""
-    return 4 if plan.gradients == "fp32" else stored_size(plan)
+    """Bytes per gradient that is accumulated and reduced: of whole weights that lie there in half precision, in half;
+    of weights in fp32, or whose update is shared out, in fp32.
+    """
+    if plan.gradients == "weights":
+        shared = plan.precision == "O2" and plan.sharding != "ddp"
+        return 4 if plan.precision == "O1" or shared else stored_size(plan)
+    return 4 if plan.gradients == "fp32" else 2
 
 
 def master_size(plan: Plan) -> float:
     """Bytes per weight of master weights, beside the weights that forward and backward compute with."""
-    return MASTER_BYTES[plan.master] if plan.precision == "O2" else 0.0
+    if plan.precision == "O1":
+        return 4.0 if plan.sharding in ("zero1", "zero2") else 0.0
+    return MASTER_BYTES[plan.master] if plan.precision == "O2" and not shards_are_masters(plan) else 0.0
 
 
 def optimizer_size(plan: Plan) -> float:
@@ -52,7 +68,7 @@ def update_bytes(plan: Plan) -> float:
     back. In the remainder's form one pass reads and writes the half weight, its remainder and both moments, reads the
     gradient as it is, and takes clipping's factor along; the norm has read the gradient once before.
     """
-    if plan.precision == "O2" and plan.master == "remainder":
+    if plan.precision == "O2" and plan.master == "remainder" and not shards_are_masters(plan):
         return 2.0 * (2.0 + 2.0) + 2.0 * 4.0 * MOMENTS[plan.algorithm] + 2.0 * gradient_size(plan)
     number = 2.0 if plan.precision == "O3" else 4.0
     kept = MOMENTS[plan.algorithm]
@@ -60,7 +76,7 @@ def update_bytes(plan: Plan) -> float:
     fused = plan.optimizer in ("fused", "contiguous")
     adam = (3 * number + 2 * kept * state) if fused else 20 * number * (1 + kept) / 3
     clip = 3 * number
-    if plan.precision != "O2":
+    if plan.precision != "O2" or shards_are_masters(plan):
         return adam + clip
     size = gradient_size(plan)
     cast = size + 4.0 if size == 2 else 0.0

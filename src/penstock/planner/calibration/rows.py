@@ -102,7 +102,8 @@ def mosaicml(chip: str) -> Iterator[Row]:
         if row["checkpointing"] == "True":
             again = "full" if pure else "early"
         plan = Plan(
-            precision="O2" if pure else "O1", optimizer="foreach", attention="efficient", dp=int(row["gpus"]),
+            precision="O2", gradients="half" if pure else "weights", optimizer="foreach", attention="efficient",
+            dp=int(row["gpus"]),
             sharding="fsdp", micro_batch=int(row["micro_batch"]), accumulate=int(row["accumulate"]), recompute=again,
         )  # fmt: skip
         machine = load_machine(machines[row["gpu"]])
@@ -127,7 +128,7 @@ def _titan(row: dict[str, str]) -> tuple[TransformerConfig, Plan]:
     if row["ac"] == "selective layer":
         kind, every = "early", 2
     plan = Plan(
-        precision="O1", optimizer="fused", attention="flash", fp8="float8" in row["precision"], tp=tp, sp=tp > 1, cp=cp,
+        precision="O2", optimizer="fused", attention="flash", fp8="float8" in row["precision"], tp=tp, sp=tp > 1, cp=cp,
         dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]), recompute=kind,
         recompute_every=every, tp_overlap="all" if "async" in row["techniques"].lower() else "none",
         # The H200 rows are of 2025, when the loss was compiled too.
@@ -194,7 +195,7 @@ def bloom() -> Iterator[Row]:
         half = "Rebalancing" not in row["section"] and row["section"] != "bf16"
         micro, dp = int(row["mbs"]), int(row["dp"])
         plan = replace(
-            _MEGATRON, dtype="fp16" if half else "bf16", gradients="weights" if half else "fp32", tp=int(row["tp"]),
+            _MEGATRON, dtype="fp16" if half else "bf16", gradients="half" if half else "fp32", tp=int(row["tp"]),
             pp=int(row["pp"]), dp=dp, micro_batch=micro, accumulate=int(row["gbs"]) // micro // dp, recompute="full",
             sharding="zero1", tp_overlap="none",
         )  # fmt: skip

@@ -1,0 +1,116 @@
+"""The type in which each sharded parameter is gathered, where those of one unit differ.
+
+torch's `fully_shard` knows one type per unit. Under mixed precision the matrices of a block are wanted in half
+precision, which halves what is sent and held, and its norms in fp32. Autocast would cast the matrices anyway, but only
+once they are there in fp32, and it keeps each copy until the backward pass: the weights of the whole model, in half, on
+every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config.plan import Plan
+from penstock.precision.levels import half_dtype
+from penstock.precision.master import is_norm
+
+_PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def groups_of(units: Sequence[Any]) -> Iterator[Any]:
+    """What torch gathers and reduces at once: one group for each unit with parameters of its own."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
+        for group in [state._fsdp_param_group] if several is None else several:
+            if group is not None:
+                yield group
+
+
+def entries_of(units: Sequence[Any]) -> Iterator[Any]:
+    """What torch keeps beside each sharded parameter."""
+    for group in groups_of(units):
+        yield from group.fsdp_params
+
+
+def mixed_policy(plan: Plan) -> Any:
+    """How units are gathered and reduced: with O1 and O2 in half precision, unless `gather_mixed` says otherwise of a
+    parameter, and gradients in fp32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = half_dtype(plan) if plan.precision in ("O1", "O2") else None
+    # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
+    return MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+    )
+
+
+def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
+    """Let each parameter of freshly sharded `units` be gathered in the type that its level gives it.
+
+    O1: in half what belongs to matrix products alone, which autocast would cast; everything else in fp32. O2: norms in
+    fp32, everything else in half. Values are the same to the bit as with all of it gathered in fp32 and cast later.
+    """
+    if plan.precision not in ("O1", "O2"):
+        return
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    in_half = _multiplied if plan.precision == "O1" else _no_norm
+    for group in groups_of(units):
+        kinds = set()
+        for entry in group.fsdp_params:
+            half = all(in_half(module, name) for module, name in owners[id(entry.sharded_param)])
+            kinds.add(half)
+            if not half:
+                entry.init_dtype_attrs = functools.partial(_in_fp32, weakref.ref(entry))
+        if len(kinds) == 2:
+            group.post_backward = functools.partial(_reduced_alike, weakref.ref(group))
+
+
+def _multiplied(module: nn.Module, name: str) -> bool:
+    """Whether autocast casts this parameter for the one use that its module makes of it."""
+    if isinstance(module, nn.MultiheadAttention):
+        return name.endswith(("proj_weight", "in_proj_bias"))
+    kind = type(module)
+    if kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D":
+        return True  # GPT-2's linear layer, with its weight transposed
+    # A class with a forward of its own may do more with its weight, such as standardise it.
+    return any(isinstance(module, base) and kind.forward is base.forward for base in _PRODUCTS)
+
+
+def _no_norm(module: nn.Module, name: str) -> bool:
+    return not is_norm(module)
+
+
+def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
+    """In place of torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered as it is stored."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    alive = entry()
+    if alive is not None:
+        type(alive).init_dtype_attrs(alive, MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _reduced_alike(group: weakref.ref[Any], *unused: Any) -> None:
+    """In place of torch's `FSDPParamGroup.post_backward`, which wants all gradients of a unit in one type: those of
+    half weights become fp32 first, as their reduction does anyway.
+    """
+    alive = group()
+    if alive is None:
+        return
+    for entry in alive.fsdp_params:
+        if hasattr(entry, "_unsharded_param"):
+            entry.accumulate_unsharded_grad_if_needed()
+            entry.to_accumulated_grad_if_needed()
+    type(alive).post_backward(alive, *unused)

@@ -1,0 +1,169 @@
+"""Matrices of sharded models are gathered in half precision, and what autocast computes in fp32 with is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import build
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.models import create
+from penstock.parallel import world_of
+from penstock.precision import autocast
+from penstock.testing.equality import TINY, images, trained
+from penstock.testing.spawn import spawn
+
+SCALED = replace(TINY, layer_scale=0.5)
+RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)
+
+
+class Mixed(nn.Module):
+    """Blocks of torch's own attention, a matrix of its own, and a linear layer that changes its weight first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 16)
+        self.blocks = nn.ModuleList(MixedBlock() for _ in range(2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(2))
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x[:, 0])
+        return output
+
+
+class Standardised(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, nn.functional.layer_norm(self.weight, (16,)), self.bias)
+
+
+class MixedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.fc = Standardised(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0] * self.scale
+        output: Tensor = x + self.fc(x)
+        return output
+
+
+def _seen(model: nn.Module) -> dict[str, torch.dtype]:
+    """Filled while the model runs: the type of each parameter as its module sees it."""
+    types: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+
+        def look(module: nn.Module, _: Any, prefix: str = name) -> None:
+            types.update({f"{prefix}.{n}": p.dtype for n, p in module.named_parameters(recurse=False)})
+
+        module.register_forward_pre_hook(look)
+    return types
+
+
+def _types(model: nn.Module, plan: Plan, batch: Any) -> dict[str, torch.dtype]:
+    # Hooks that were there before sharding's run after its own, once the weights are there.
+    built = build(model, plan, recipe=RECIPE, world=world_of(plan, "cpu"))
+    types = _seen(built.model)
+    built.step([batch])
+    return types
+
+
+def _gathered() -> dict[str, dict[str, torch.dtype]]:
+    found = {}
+    for level in ("O1", "O2"):
+        plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 precision={level}")
+        found[f"vit {level}"] = _types(create(SCALED), plan, images(0, 2))
+        found[f"mixed {level}"] = _types(Mixed(), plan, (torch.randn(2, 3, 64), torch.tensor([0, 1])))
+    return found
+
+
+def test_each_parameter_is_gathered_in_the_type_that_it_is_computed_with() -> None:
+    found = spawn(_gathered, 2)[0]
+    half, whole = torch.bfloat16, torch.float32
+
+    def like(types: dict[str, torch.dtype], *words: str) -> set[torch.dtype]:
+        chosen = {dtype for name, dtype in types.items() if any(word in name for word in words)}
+        assert chosen, (words, sorted(types))
+        return chosen
+
+    for level in ("O1", "O2"):
+        vit, mixed = found[f"vit {level}"], found[f"mixed {level}"]
+        rest = whole if level == "O1" else half
+        assert like(vit, "norm") == {whole}
+        assert like(vit, "fc1.weight", "fc2.bias", "qkv.weight", "head.weight") == {half}
+        assert like(vit, "scale") == {rest}
+        assert like(mixed, "norm.") == {whole}
+        assert like(mixed, "in_proj", "out_proj", "stem", "head") == {half}
+        assert like(mixed, "fc.") == {rest}
+
+
+def _twice(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    """The same micro-batches of 2 for both ranks."""
+    single = images(step, samples // 2)
+    doubled = [value.unflatten(0, (-1, 2)).repeat_interleave(2, 0).flatten(0, 1) for value in single]
+    return doubled[0], doubled[1]
+
+
+def _alike(lines: list[str]) -> list[tuple[str, float, float]]:
+    found = []
+    for line in lines:
+        plan = Plan.parse(line)
+        got = trained(SCALED, plan, steps=10, recipe=RECIPE, batches=_twice)
+        single = replace(plan, dp=1, sharding="ddp", recompute="none")
+        one = trained(SCALED, single, steps=10, recipe=RECIPE)
+        worst = max(float((got.weights[name] - value).abs().max()) for name, value in one.weights.items())
+        found.append((line, worst, max(abs(a - b) for a, b in zip(got.losses, one.losses, strict=True))))
+    return found
+
+
+def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
+    """Both ranks see the same samples, and the mean of two equal gradients is exact. All that could differ from one
+    process is the type of weights and of their gradients: no bit may."""
+    lines = [
+        "dp=2 sharding=fsdp micro_batch=2 precision=O1",
+        "dp=2 sharding=fsdp micro_batch=2 precision=O2",
+        "dp=2 sharding=fsdp micro_batch=2 precision=O1 accumulate=2 recompute=full",
+        "dp=2 sharding=zero1 micro_batch=2 precision=O1 accumulate=2",
+        "dp=2 sharding=fsdp micro_batch=2 precision=O1 dtype=fp16 optimizer=fused",
+    ]
+    for line, weights, losses in spawn(_alike, 2, lines)[0]:
+        assert (weights, losses) == (0.0, 0.0), line
+
+
+def _kept(level: str) -> tuple[int, int]:
+    plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 precision={level}")
+    built = build(create(TINY), plan, recipe=RECIPE, world=world_of(plan, "cpu"))
+    shapes = {
+        tuple(p.shape) for name, p in built.model.named_parameters() if "blocks" in name and p.ndim == 2
+    }
+    shapes |= {shape[::-1] for shape in shapes}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(plan, "cpu"):
+        loss = built.loss(built.model, images(0, 2))
+    matrices = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
+    assert loss.requires_grad
+    return len(matrices), sum(tensor.untyped_storage().nbytes() for tensor in matrices)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nothing_of_a_block_stays_behind_after_its_forward_pass(level: str) -> None:
+    """Of weights that were gathered the backward pass remembers where they were, not what they were."""
+    count, size = spawn(_kept, 2, level)[0]
+    assert count >= 2 * 4  # four matrices in each of two blocks
+    assert size == 0

@@ -28,6 +28,8 @@ from penstock.config.describe import default_word
 from penstock.config.plan import Plan
 
 ROOT = Path(__file__).parent.parent
+SLOW = ("checkpoints", "ladder", "launch", "own-model", "train")
+"""Pages whose commands take ten seconds and more."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 _FENCE = re.compile(
     r"^(?P<fence>`{3,})(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=fence)$", re.DOTALL | re.MULTILINE
@@ -76,7 +78,11 @@ def run_page(page: Path, text: str) -> None:
                     raise AssertionError(f"{page}:{line}: {command}: {error}") from error
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.stem in SLOW else page for page in PAGES],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(page, page.read_text(encoding="utf-8"))

@@ -129,7 +129,7 @@ def test_being_stopped_at_random_times_changes_no_bit(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
 def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Path, times: int) -> None:
     dice, slowest, timeout = random.Random(times), 0.0, 4.0
     for number in range(times):
@@ -145,8 +145,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Pa
         slowest = max(slowest, time.monotonic() - struck)
         assert slowest < timeout + 10
         assert f"rank {rank} hangs:" in agent.said
-        # Woken up to write it, the rank may be a few lines further than where it was stopped.
-        assert agent.said.index("testing/doomed.py") < agent.said.index(f"Stack of rank {1 - rank}")
+        assert agent.said.index("in _strike") < agent.said.index(f"Stack of rank {1 - rank}")
         no_orphans(folder)
         with launched(config, f"stop:{rank}:1", options=TWO) as agent:
             assert agent.wait(120) == 0, agent.said
@@ -174,7 +173,7 @@ def test_exceptions_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
 def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, times: int) -> None:
     dice = random.Random(times)
     reference = config_in(tmp_path, PLANS["ddp"], steps=16)

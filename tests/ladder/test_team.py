@@ -62,8 +62,9 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
         assert rung["interleaved"]
         assert rung["forecast"]["to_baseline"] > 0
         assert len(rung["memory_by_rank"]) == 2
-        # Predicted from shapes, measured by the profiler: of a model this small, all but a few buffers.
-        assert rung["forecast"]["memory_bytes"] == pytest.approx(rung["memory_bytes"], rel=0.1)
+        # Predicted from shapes, measured by the profiler: of a model this small, all but a few buffers, whose number
+        # depends on which rank waits for the other.
+        assert rung["forecast"]["memory_bytes"] == pytest.approx(rung["memory_bytes"], rel=0.2)
     assert rungs["parallel-fsdp"]["memory_bytes"] < rungs["baseline"]["memory_bytes"]
     assert rungs["parallel-ddp"]["memory_bytes"] > rungs["baseline"]["memory_bytes"]
     assert "--procs 4" in rungs["parallel-hsdp"]["reason"]

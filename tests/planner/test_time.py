@@ -74,14 +74,14 @@ def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> N
     moved = 80_000 / 10e9
     fused = Plan(optimizer="fused")
     assert step_seconds(_work(gelu), machine, fused)["pointwise"] == pytest.approx(moved + 10_000 / 1e9)
-    back = step_seconds(_work(replace(gelu, phase="backward")), machine, fused)["pointwise"]
+    back = step_seconds(_work(gelu._replace(phase="backward")), machine, fused)["pointwise"]
     assert back == pytest.approx(moved + 10_000 / 5e8)
     assert step_seconds(_work(gelu), CPU, fused)["pointwise"] == pytest.approx(moved)
     scores = Op(name="attention.scores", kind="bmm", phase="forward", batch=4, m=16, n=16, k=32)
-    values = replace(scores, name="attention.values", n=32, k=16)
+    values = scores._replace(name="attention.values", n=32, k=16)
     for op in (scores, values):
         assert step_seconds(_work(op), machine, fused)["attention"] == pytest.approx(op.flops / 20e9)
-    traced = replace(scores, name="attention._scaled_dot_product_flash_attention_for_cpu", k=64)
+    traced = scores._replace(name="attention._scaled_dot_product_flash_attention_for_cpu", k=64)
     assert step_seconds(_work(traced), machine, fused)["attention"] == pytest.approx(traced.flops / 20e9)
 
 
@@ -278,11 +278,11 @@ def test_large_results_are_mapped_anew_and_a_share_of_the_rest() -> None:
     """mallopt(3): blocks of 32 MiB and more are mapped on their own, whatever was freed before."""
     size = MAPPED_ALONE_BYTES // 4
     large = Op(name="mm", kind="gemm", phase="backward", count=2, m=1, n=1, k=1, written_elements=size)
-    small = replace(large, written_elements=size - 1)
+    small = large._replace(written_elements=size - 1)
     plan = Plan(optimizer="fused", accumulate=3)
     assert faulted_pages(_work(large), [large], plan) == 3 * 2 * MAPPED_ALONE_BYTES / 4096
     assert faulted_pages(_work(small), [small], plan) == 0
-    in_place = replace(large, name="add_")
+    in_place = large._replace(name="add_")
     assert faulted_pages(_work(in_place), [in_place], plan) == 0
     work = replace(_work(parameters=1024), activation_bytes=8 * 4096)
     assert faulted_pages(work, [], plan) == pytest.approx(RETURNED_SHARE * (3 * 8 + 1))

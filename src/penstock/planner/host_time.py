@@ -37,14 +37,15 @@ def host_seconds(
             name = "attention" if op.phase == "forward" else "attention_backward"
             if "scaled_dot" in op.name and op.phase == "backward":
                 flops *= TRACED_BACKWARD
-        rate = kernel_rate(machine.kernels, name, *attention_shape(op)) if measured else None
+        rate = _kernel_rate(machine, name, *attention_shape(op)) if measured else None
         if fused:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
             return flops / rate if rate else max(flops / gemm_rate, moved_seconds)
         return flops / (rate or gemm_rate) + moved_seconds
     if op.kind in ("gemm", "conv"):
         return (op.flops + op.recomputed_flops) / gemm_rate + moved_seconds
-    element = kernel_rate(machine.kernels, kernel_name(op), 0, 0)
+    name = kernel_name(op)
+    element = _kernel_rate(machine, name, 0, 0) if name else None
     return moved_seconds + (op.written_elements / element if element else 0.0)
 
 
@@ -63,6 +64,12 @@ def kernel_name(op: Op) -> str:
     if op.name == "mlp.activation" or "gelu" in op.name:
         return "gelu" + backward
     return ""
+
+
+@lru_cache(maxsize=4096)
+def _kernel_rate(machine: Machine, name: str, tokens: int, features: int) -> float | None:
+    # A machine knows its hash; that of its samples takes as long as looking at them.
+    return kernel_rate(machine.kernels, name, tokens, features)
 
 
 @lru_cache(maxsize=4096)

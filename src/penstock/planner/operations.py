@@ -7,9 +7,8 @@ Shapes: B samples, N tokens, T = B·N rows, D width, M MLP width, H heads, K fea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, Plan
@@ -18,8 +17,7 @@ OpKind = Literal["gemm", "bmm", "conv", "pointwise", "norm", "softmax", "copy", 
 Phase = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(NamedTuple):
     """One operation, done `count` times. All other figures are of one time.
 
     `gemm`, `bmm` and `conv` multiply (m, k) by (k, n); a `bmm` does so for `batch` pairs in one launch, and a
@@ -29,7 +27,7 @@ class Op:
     name: str
     kind: OpKind
     phase: Phase
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # of the field, not the tuple's method
     batch: int = 1
     m: int = 0
     n: int = 0
@@ -62,7 +60,7 @@ def operations(
 def _operations(config: ModelConfig, batch: int, fused: bool, copies: bool) -> tuple[Op, ...]:
     forward = [
         *_stem(config, batch),
-        *(replace(op, count=config.depth) for op in _block(config, batch, fused=fused, copies=copies)),
+        *(op._replace(count=config.depth) for op in _block(config, batch, fused=fused, copies=copies)),
         *_head(config, batch),
     ]
     backward = [grad for op in reversed(forward) for grad in _gradients(op, config)]
@@ -175,8 +173,8 @@ def _attention(config: ModelConfig, batch: int, *, fused: bool, copies: bool) ->
     yield product
     if not fused:
         yield _elementwise("attention.softmax", "softmax", scores, scores)
-    yield replace(
-        product, name="attention.values", n=k, k=n, read_elements=size + kept, written_elements=size
+    yield product._replace(
+        name="attention.values", n=k, k=n, read_elements=size + kept, written_elements=size
     )
     if not fused:
         yield _elementwise("attention.merge", "copy", size, size)
@@ -203,29 +201,29 @@ def _gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
         yield from _attention_gradients(op, config)
     elif op.kind in ("softmax", "norm") or op.name in ("mlp.activation",) or ".relu" in op.name:
         # The incoming gradient, and what was kept.
-        yield replace(op, phase="backward", read_elements=2 * op.written_elements)
+        yield op._replace(phase="backward", read_elements=2 * op.written_elements)
     elif op.name == "stem.patches":
         return  # nobody asks for the gradient of the image
     elif op.kind == "reduce":
-        yield replace(
-            op, phase="backward", read_elements=op.written_elements, written_elements=op.read_elements
+        yield op._replace(
+            phase="backward", read_elements=op.written_elements, written_elements=op.read_elements
         )
     elif op.name == "positions":
         size = op.written_elements
-        yield replace(
-            op, phase="backward", read_elements=size, written_elements=config.patches * config.width
+        yield op._replace(
+            phase="backward", read_elements=size, written_elements=config.patches * config.width
         )
     elif op.name.endswith(".scale"):
         size = op.written_elements
-        yield replace(op, phase="backward", read_elements=3 * size, written_elements=2 * size)
+        yield op._replace(phase="backward", read_elements=3 * size, written_elements=2 * size)
     elif op.name.endswith(".residual"):
         # The sum of the gradients of both branches.
-        yield replace(op, phase="backward")
+        yield op._replace(phase="backward")
     elif op.name.endswith("dropout"):
         size = op.read_elements
-        yield replace(op, phase="backward", read_elements=2 * size, written_elements=size)
+        yield op._replace(phase="backward", read_elements=2 * size, written_elements=size)
     else:
-        yield replace(op, phase="backward")
+        yield op._replace(phase="backward")
 
 
 def _product_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
@@ -235,12 +233,12 @@ def _product_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
     source = op.read_elements - weight - (outputs if op.kind == "gemm" else 0)
     first = op.name in ("stem.conv0",) or (op.name == "stem.proj" and config.stem == "patchify")
     if not first:
-        yield replace(
-            op, name=f"{op.name}.input", phase="backward", m=rows, n=inputs, k=outputs,
+        yield op._replace(
+            name=f"{op.name}.input", phase="backward", m=rows, n=inputs, k=outputs,
             read_elements=output + weight, written_elements=source,
         )  # fmt: skip
-    yield replace(
-        op, name=f"{op.name}.weight", phase="backward", m=outputs, n=inputs, k=rows,
+    yield op._replace(
+        name=f"{op.name}.weight", phase="backward", m=outputs, n=inputs, k=rows,
         read_elements=output + source, written_elements=weight,
     )  # fmt: skip
     if op.kind == "gemm":
@@ -257,14 +255,14 @@ def _attention_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
     values = op.name == "attention.values"
     fused = op.written_elements == 0 if not values else op.read_elements == size
     kept = 0 if fused else scores
-    left = replace(
-        op, name=f"{op.name}.left", phase="backward", m=n, n=n if values else k, k=k if values else n,
+    left = op._replace(
+        name=f"{op.name}.left", phase="backward", m=n, n=n if values else k, k=k if values else n,
         read_elements=size + (size if values else kept), written_elements=kept if values else size,
         recomputed_flops=2 * scores * k if fused and not values else 0,
     )  # fmt: skip
     yield left
-    yield replace(
-        left, name=f"{op.name}.right", m=n, n=k, k=n,
+    yield left._replace(
+        name=f"{op.name}.right", m=n, n=k, k=n,
         read_elements=kept + size, written_elements=size, recomputed_flops=0,
     )  # fmt: skip
     if not values:

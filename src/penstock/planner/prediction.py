@@ -7,7 +7,7 @@ from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
-from penstock.planner.activations import activation_bytes, activation_parts, working_bytes
+from penstock.planner.activations import activation_parts, working_bytes
 from penstock.planner.counts import operations, parameters
 from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
@@ -42,13 +42,14 @@ def by_operators(plan: Plan) -> bool:
 def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
     """The operations, parameters and activations of one micro-batch of `model`."""
     batch, device = plan.micro_batch, machine.device
+    kept = activation_parts(model, batch, plan, device=device)
     return Workload(
         operations=operations(model, batch, plan, device=device),
         samples=batch,
         parameters=parameters(model),
         tensors=parameter_tensors(model),
-        activation_bytes=activation_bytes(model, batch, plan, device=device),
-        activation_parts=activation_parts(model, batch, plan, device=device),
+        activation_bytes=sum(kept.values()),
+        activation_parts=kept,
         working_bytes=working_bytes(model, batch, plan, device=device),
     )
 

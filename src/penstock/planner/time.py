@@ -81,6 +81,7 @@ def compute_type(plan: Plan, machine: Machine) -> str:
     return wish if wish in machine.peak_flops or plan.precision != "O0" else "fp32"
 
 
+@lru_cache(maxsize=65536)
 def gemm_rate(
     machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1, *, over_rows: bool = False
 ) -> float:
@@ -90,7 +91,7 @@ def gemm_rate(
     few); without any, the best known rate is lowered by what tiles and waves leave idle, as for layouts.
     Raises KeyError where the machine cannot compute in this type.
     """
-    samples = tuple(sample for sample in machine.gemm if sample.dtype == type_)
+    samples = [sample for sample in machine.gemm if sample.dtype == type_]
     if samples:
         return min(_interpolated(samples, m, n, k), machine.peak_flops[type_])
     ceiling = machine.achievable_flops.get(type_)
@@ -112,8 +113,9 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
     operations = _under_plan(work, plan, machine)
     parts = dict.fromkeys(("gemm", "attention", "pointwise", "optimizer", "launch", "pages"), 0.0)
     launches = 0
+    type_ = compute_type(plan, machine)
     for op in operations:
-        parts[_part(op)] += op.count * _op_seconds(op, machine, plan) * plan.accumulate
+        parts[_part(op)] += op.count * _op_seconds(op, machine, plan, type_) * plan.accumulate
         launches += op.count * plan.accumulate
     moved, updates = optimizer_traffic(work.parameters, work.tensors, plan, machine.device)
     parts["optimizer"] = moved / _bandwidth(machine)
@@ -218,30 +220,23 @@ def _merged(operations: Iterable[Op]) -> list[Op]:
     return merged
 
 
-def _op_seconds(op: Op, machine: Machine, plan: Plan) -> float:
-    """The roofline of one operation done once."""
+def _op_seconds(op: Op, machine: Machine, plan: Plan, type_: str) -> float:
+    """The roofline of one operation done once, products in `type_`."""
     moved = (op.read_elements + op.written_elements) * _element_bytes(op, plan)
     seconds = moved / _bandwidth(machine)
+    fused = _is_fused_attention(op, plan)
+    if fused and machine.device != "cpu":
+        return _fused_seconds(op, rates_of(machine, plan), seconds)
     rate = math.inf
     if op.kind in _MATRIX:
-        rate = gemm_rate(
-            machine,
-            compute_type(plan, machine),
-            op.m,
-            op.n,
-            op.k,
-            op.batch,
-            over_rows=_is_weight_gradient(op),
-        )
+        over_rows = _is_weight_gradient(op)
+        rate = gemm_rate(machine, type_, op.m, op.n, op.k, op.batch, over_rows=over_rows)
     if machine.device == "cpu":
-        fused = _is_fused_attention(op, plan)
         if plan.precision != "O0" and fused:
             rate *= CPU_HALF_FUSED_SHARE
         return host_seconds(
             op, machine, gemm_rate=rate, moved_seconds=seconds, measured=plan.precision == "O0", fused=fused
         )
-    if _is_fused_attention(op, plan):
-        return _fused_seconds(op, rates_of(machine, plan), seconds)
     if op.kind in _MATRIX:
         seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
     return seconds
@@ -299,8 +294,7 @@ def _bandwidth(machine: Machine) -> float:
     return machine.memory_bytes_per_second or math.inf
 
 
-@lru_cache(maxsize=65536)
-def _interpolated(samples: tuple[GemmSample, ...], m: int, n: int, k: int) -> float:
+def _interpolated(samples: Iterable[GemmSample], m: int, n: int, k: int) -> float:
     near: list[tuple[float, float]] = []
     for sample in samples:
         apart = math.log(sample.m / m) ** 2 + math.log(sample.n / n) ** 2 + math.log(sample.k / k) ** 2

@@ -119,6 +119,7 @@ def test_kills_at_steps_and_during_saves_change_nothing(undisturbed: RunConfig, 
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_being_asked_to_stop_saves_at_once_and_asks_for_a_requeue(
     undisturbed: RunConfig, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_being_asked_to_stop_saves_at_once_and_asks_for_a_requeue(
     assert_same_end(config, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_time_but_no_bit(undisturbed: RunConfig, tmp_path: Path) -> None:
     config = config_in(tmp_path)
     ends = live(config, ["step:12", "flip:checkpoints/step-10/optimizer.safetensors", "none"])
@@ -136,6 +138,7 @@ def test_a_damaged_checkpoint_costs_time_but_no_bit(undisturbed: RunConfig, tmp_
     assert_same_end(config, undisturbed)
 
 
+@pytest.mark.slow
 def test_no_checkpoint_to_trust_ends_with_its_own_code(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     cuts = [f"cut:checkpoints/step-{step}/weights.safetensors" for step in (5, 10)]

@@ -92,6 +92,7 @@ def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     no_orphans(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hang_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
     with toy(tmp_path, "stop:0:7", options=("--hang-seconds", "2")) as agent:
         assert agent.wait() == 0

@@ -16,8 +16,8 @@ PATH = ROOT / "docs" / "reference" / "faults.md"
 INTRODUCTION = """\
 # Faults and what they cost
 
-Written by `make reference` from what `make test-faults` measured; do not edit. `make test` and `make test-slow` run a short form of every
-row. Each row is a test: a fault that cost a bit, left a process or took too long would fail it.
+Written by `make reference` from what `make test-faults` measured; do not edit. `make test` and `make test-slow` run a
+short form of every row. Each row is a test: a fault that cost a bit, left a process or took too long would fail it.
 """
 
 

@@ -50,6 +50,35 @@ def test_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None
     assert times == sorted(times)
 
 
+def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "llama3-8b", "--machine", "h100", "--gpus", "8", "--global-batch", "512")
+    _, out, _ = run(capsys, *words)
+    best, runs = (
+        re.search(rf"^{start}: (.*?)(?: \(([\d.]+)% slower\))?$", out, re.MULTILINE)
+        for start in ("best", "best that penstock train runs")
+    )
+    assert best is not None
+    assert not Plan.parse(best[1]).runnable
+    assert runs is not None
+    assert Plan.parse(runs[1]).runnable
+    assert Plan.parse(runs[1]).gpus == 8
+    _, out, _ = run(capsys, *words, "--json", "--top", "1")
+    data = json.loads(out)
+    assert data["best_runnable"]["plan"] == runs[1]
+    slower = data["best_runnable"]["iteration_seconds"] / data["layouts"][0]["iteration_seconds"] - 1
+    assert float(runs[2]) == pytest.approx(100 * slower, abs=0.06)
+
+
+def test_where_nothing_trains_today_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "gpt-175b", "--machine", "a100-80g", "--gpus", "1024", "--global-batch", "1536")
+    _, out, _ = run(capsys, *words)
+    assert "penstock train runs none of them yet" in out
+    _, out, _ = run(capsys, *words, "--json", "--top", "1")
+    assert json.loads(out)["best_runnable"] is None
+
+
 def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, file = tmp_path / "a" / "plan.html", tmp_path / "plan.toml"
     code, _, _ = run(capsys, *SMALL, "--html", str(page), "--toml", str(file))

@@ -228,16 +228,23 @@ def _levers(
     return sensitivity(config, machine, gpus, found.predictions[0], base=base)
 
 
+def best_runnable(found: Found) -> Prediction | None:
+    """The fastest layout that training can run today."""
+    return next((one for one in found.predictions if one.plan.runnable), None)
+
+
 def as_data(
     question: dict[str, Any], found: Found, top: int, levers: list[Any], machine: Machine
 ) -> dict[str, Any]:
     """The answer as plain data, units in the names."""
     layouts = [_layout(one, question, machine) for one in found.predictions[:top]]
+    runs = best_runnable(found)
     return {
         **question,
         "layouts_tried": found.tried,
         "layouts_too_large": found.too_large,
         "layouts": layouts,
+        "best_runnable": None if runs is None else _layout(runs, question, machine),
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
@@ -344,6 +351,16 @@ def _show(
     console.print(table)
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
+    runs = best_runnable(found)
+    if runs is None:
+        console.print(
+            "penstock train runs none of them yet: they all split layers, stages or samples.", soft_wrap=True
+        )
+    elif runs is not best:
+        slower = runs.iteration_seconds / best.iteration_seconds - 1
+        console.print(
+            f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
+        )
     said = totals(best, samples, machine, price)
     if said:
         console.print(", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in said.items()))

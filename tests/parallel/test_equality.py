@@ -34,7 +34,7 @@ def _both(lines: list[str], double: bool) -> list[tuple[str, Trained, Trained]]:
         model = create(TINY).double() if double else TINY
         got = trained(model, plan, steps=STEPS, recipe=RECIPE, double=double)
         if torch.distributed.get_rank() == 0:
-            single = replace(alone(plan), recompute="none")
+            single = replace(alone(plan), recompute="none", compile="none")
             if single not in known:
                 model = create(TINY).double() if double else TINY
                 known[single] = trained(model, single, steps=STEPS, recipe=RECIPE, double=double)
@@ -123,6 +123,14 @@ def test_every_layout_equals_one_process(world: int, precision: str) -> None:
 def test_every_layout_equals_one_process_in_fp64(world: int) -> None:
     lines = [line for line in _matrix(world) if "O0" in line]
     _check(world, [line.replace(" precision=O0", "") for line in lines], double=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+def test_compiled_blocks_equal_one_eager_process(precision: str) -> None:
+    lines = [f"dp=2 micro_batch=2 sharding=fsdp compile=blocks precision={precision}",
+             f"dp=2 micro_batch=2 compile=blocks precision={precision} accumulate=2"]  # fmt: skip
+    _check(2, lines, timeout=280)
 
 
 @pytest.mark.slow

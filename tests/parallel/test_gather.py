@@ -167,3 +167,19 @@ def test_nothing_of_a_block_stays_behind_after_its_forward_pass(level: str) -> N
     count, size = spawn(_kept, 2, level)[0]
     assert count >= 2 * 4  # four matrices in each of two blocks
     assert size == 0
+
+
+def _compiled(level: str) -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 compile=blocks precision={level}")
+    trained(SCALED, plan, steps=3, recipe=RECIPE)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gathering_does_not_cut_compiled_blocks(level: str) -> None:
+    assert spawn(_compiled, 2, level, timeout=200)[0] == (1, 0), (
+        "one graph serves all blocks, and it is whole"
+    )

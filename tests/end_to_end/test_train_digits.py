@@ -1,4 +1,4 @@
-"""The digits are learned: to a stated accuracy, within a stated time."""
+"""The digits are learned: to a stated accuracy, within a stated time of the processor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.train import TrainResult, train
 
 
 def trained(folder: Path, **overrides: object) -> tuple[TrainResult, float]:
-    """The result, and the seconds it took."""
+    """The result, and the processor's seconds that it took, whatever else runs here meanwhile."""
     peaks = {"fp32": 1e11, "bf16": 1e11}
     machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     fixed = {"model": "vit-digits", "output": str(folder / "run"), "device": "cpu"}
     fixed["machine"] = str(save_machine(machine, folder / "machine.json"))
     config = load_run(overrides=fixed | {name.replace("__", "."): value for name, value in overrides.items()})
-    started = time.perf_counter()
-    return train(config), time.perf_counter() - started
+    started = time.process_time()
+    return train(config), time.process_time() - started
 
 
 def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
@@ -38,13 +38,14 @@ def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
     )
     assert result.evaluation.top1 >= 0.90  # 0.946 and 0.958 measured with two seeds
     assert result.evaluation.top5 >= 0.99
-    assert seconds < 120  # 17 to 26 on a busy core
+    assert seconds < 120  # about 20
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_presets_recipe_reaches_97_percent(tmp_path: Path, seed: int) -> None:
     torch.set_num_threads(2)
     result, seconds = trained(tmp_path, seed=seed)
     assert result.evaluation.top1 >= 0.97
-    assert seconds < 240  # about a minute on two idle cores
+    assert seconds < 480  # about two minutes: one on each of two cores

@@ -181,6 +181,23 @@ def test_another_torch_is_another_machine(probes: list[bool]) -> None:
     assert probes == [True, True]
 
 
+def test_a_machine_that_was_busy_is_measured_again(
+    probes: list[bool], measured: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of rates that something else had slowed down nobody learns more than once; of good ones nobody asks again."""
+    here = replace(measured, name=machine_name(CPU))
+    busy = tuple(replace(s, flops_per_second=s.flops_per_second / 4) for s in here.gemm)
+    keep(replace(here, gemm=busy))
+    with caplog.at_level(logging.WARNING):
+        assert machine_for("cpu").gemm == ()
+    assert probes == [True]
+    assert "was busy when it was measured" in caplog.text
+    fast = tuple(replace(s, flops_per_second=s.flops_per_second * 2) for s in here.gemm)
+    keep(replace(here, gemm=fast))
+    assert machine_for("cpu").gemm == fast
+    assert probes == [True]
+
+
 def test_a_cache_that_cannot_be_written_is_said(
     probes: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ from penstock.config.machine import (
 )
 from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.probe.operators import kernel_samples, operator_seconds
-from penstock.probe.products import gemm_samples, matmul_precision
+from penstock.probe.products import gemm_samples, matmul_precision, measured_again
 from penstock.probe.rates import (
     all_reduce_bandwidth,
     launch_seconds,
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 _PROBE = 3
 """Raised when a probe learns to measure more."""
+_BUSY = 1.5
+"""How much faster a CPU is than when it was measured, before it is said to have been busy then."""
 
 
 def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bool = False) -> Machine:
@@ -89,24 +91,41 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
 def machine_for(device: str | torch.device = "auto") -> Machine:
     """The Machine that `device` is: as `penstock probe` measured it, else by datasheet, else measured quickly now.
 
-    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version. One rank of
-    a group may ask: it measures nothing that needs the others.
+    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version, and again
+    where a CPU turns out to be much faster than it says: it was busy then. One rank of a group may ask: it measures
+    nothing that needs the others.
     """
     where = resolve_device(device)
-    kept = cached_machine(machine_name(where))
+    name = machine_name(where)
+    kept = cached_machine(name)
     if kept is not None and _version_note() in kept.notes:
-        return kept
-    if where.type == "cuda":
-        memory = torch.cuda.get_device_properties(where).total_memory
-        sheet = match_datasheet(torch.cuda.get_device_name(where), memory)
-        if sheet is not None:
-            return sheet
-    log.info(
-        "measuring this machine (%s), once; `penstock probe` measures it more closely", machine_name(where)
-    )
+        if not _was_busy(kept, where):
+            return kept
+        log.warning("%s was busy when it was measured, and is measured again", name)
+    else:
+        if where.type == "cuda":
+            memory = torch.cuda.get_device_properties(where).total_memory
+            sheet = match_datasheet(torch.cuda.get_device_name(where), memory)
+            if sheet is not None:
+                return sheet
+        log.info("measuring this machine (%s), once; `penstock probe` measures it more closely", name)
     machine = probe(where, quick=True, alone=True)
     keep(machine)
     return machine
+
+
+def _was_busy(kept: Machine, where: torch.device) -> bool:
+    """Whether a product is so much faster now that something else must have run while `kept` was measured."""
+    best = max(
+        (sample for sample in kept.gemm if sample.dtype == "fp32"),
+        key=lambda sample: sample.flops_per_second,
+        default=None,
+    )
+    if where.type != "cpu" or best is None:
+        return False
+    with _undisturbed(), torch.no_grad():
+        now = measured_again(best, 0.05)
+    return now.flops_per_second > _BUSY * best.flops_per_second
 
 
 def keep(machine: Machine) -> Path | None:

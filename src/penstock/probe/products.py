@@ -162,6 +162,14 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
     return samples
 
 
+def measured_again(sample: GemmSample, budget: float) -> GemmSample:
+    """The product of fp32 matrices that `sample` is of, on this CPU, now."""
+    generator = torch.Generator().manual_seed(0)
+    kind = _Kind("fp32", _float_operands(torch.float32), F.linear)
+    with matmul_precision(kind.matmul):
+        return _gemm_sample(kind, (sample.m, sample.n, sample.k), torch.device("cpu"), generator, budget)
+
+
 def _gemm_sample(
     kind: _Kind, shape: Shape, device: torch.device, generator: torch.Generator, budget: float
 ) -> GemmSample:

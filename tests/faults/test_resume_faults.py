@@ -86,7 +86,7 @@ def as_many_as(procs: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("sharding", "sizes"),
     [
-        pytest.param("fsdp", (1,), id="short"),
+        pytest.param("fsdp", (1,), id="short", marks=pytest.mark.slow),
         pytest.param("ddp", (1, 2, 3, 4), marks=whole),
         pytest.param("fsdp", (1, 2, 3, 4), marks=whole),
     ],

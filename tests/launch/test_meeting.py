@@ -49,6 +49,7 @@ def test_a_code_reaches_all_nodes(tmp_path: Path) -> None:
     no_orphans(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_gone_on_without(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2", "100000", "slow:20")
     with nodes.start("a", 1, "--node-rank", "0") as a, nodes.start("b", 1, "--node-rank", "1") as b:

@@ -251,7 +251,6 @@ def test_a_hopeless_rung_costs_little(clock: Clock) -> None:
     )  # a warm-up that is long already, two rounds, the step that weighs memory
 
 
-@pytest.mark.slow
 def test_a_budget_shortens_and_then_stops(clock: Clock) -> None:
     report, rungs, _ = _climb(clock, lambda setting: 1.0, loss_steps=100, budget=200.0, rounds=5)
     assert report.loss_steps < 100

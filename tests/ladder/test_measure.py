@@ -121,6 +121,9 @@ def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> 
 def test_compiling_is_timed_and_leaves_losses_alone(subject: Configured) -> None:
     torch.compiler.reset()  # other tests compile such blocks too
     with measure.side_by_side():
+        measure.timed(
+            measure.contend(subject, _with(subject, "host_memory=keep"), 0), 1
+        )  # its memory is another's
         setting = _with(subject, "compile=blocks")
         contender = measure.contend(subject, setting, 0)
         assert contender.compile_seconds is not None

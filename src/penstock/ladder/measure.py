@@ -126,6 +126,8 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
         compile_seconds=None,
     )
     compiled = setting.plan.compile != "none"
+    # Now, and not with a step that is not timed, which would be the one that compiles.
+    settle(keep=setting.plan.host_memory == "keep")
     warm: list[float] = []
     while len(warm) < 2 or (len(warm) < WARM_UP_STEPS and (compiled or sum(warm) < LONG_WARM_UP)):
         warm.append(timed(contender, 1))

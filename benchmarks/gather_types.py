@@ -28,6 +28,7 @@ from penstock.build import Built, build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
+from penstock.optim.layout import local
 from penstock.parallel import World, fsdp, world_of
 from penstock.precision import autocast
 from penstock.report.record import environment
@@ -75,14 +76,12 @@ def whole(model: ViTConfig, plan: Plan, world: World, device: torch.device) -> B
 def held_bytes(built: Built, batch: Any) -> int:
     """Bytes that the backward pass is kept waiting for, storages counted once, weights of this rank left out."""
     own = {local(parameter).untyped_storage().data_ptr() for parameter in built.model.parameters()}
-    kept: dict[int, int] = {}
+    held: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         held.append(tensor)
         return tensor
 
-    held: list[Tensor] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         autocast(built.plan, built.device),
@@ -94,16 +93,11 @@ def held_bytes(built: Built, batch: Any) -> int:
     return sum(size for place, size in alive.items() if place not in own)
 
 
-def local(parameter: Any) -> Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
 def sent_bytes(built: Built, batch: Any) -> int:
     """What the all-gathers of one step leave on this rank."""
     received = 0
-    name = (
-        "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-    )  # torch 2.13
+    newer = hasattr(distributed, "all_gather_single")  # since torch 2.13
+    name = "all_gather_single" if newer else "all_gather_into_tensor"
     original = getattr(distributed, name)
 
     def counted(output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -55,8 +55,6 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=whole)])
 def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: Path, kills: int) -> None:
-    if undisturbed.plan.sharding == "ddp" and kills == 1:
-        pytest.skip("the whole suite kills replicas too")
     dice = random.Random(kills)
     config = config_in(tmp_path, undisturbed.plan)
     faults = [f"kill:{dice.randrange(2)}:{dice.randint(1, 6)}" for _ in range(kills)]

@@ -56,6 +56,16 @@ def test_communication_is_the_planners() -> None:
     )
 
 
+def test_shards_keep_no_copies_of_the_whole_for_autocast() -> None:
+    machine = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11})
+    words = "dp=2 precision=O1 micro_batch=64"  # so many samples that the peak is that of their activations
+    replicas, shards = _predicted(words, machine), _predicted(f"{words} sharding=fsdp", machine)
+    copies = replicas.activations["cast_weights"]
+    assert copies == pytest.approx(2 * replicas.parameters, rel=0.02)
+    assert shards.memory["activations"] == replicas.memory["activations"] - copies
+    assert sum(shards.activations.values()) == shards.memory["activations"]
+
+
 def test_memory_of_replicas_and_shards() -> None:
     alone = predict_workload(workload(MODEL, CPU, Plan()), CPU, Plan())
     replicas, shards, groups = (

@@ -264,7 +264,7 @@ def test_o0_is_plain_python_to_the_bit() -> None:
         (("bare.py",), 0, "loss", 0.06),
         pytest.param(("closure.py", "LBFGS"), 3, "loss", 1e-3, marks=pytest.mark.slow),
         pytest.param(("gan.py",), 0, "distance", 0.3, marks=pytest.mark.slow),
-        pytest.param(("accumulate.py",), 0, "loss", 1.4, marks=pytest.mark.slow),
+        pytest.param(("accumulate.py",), 0, "loss", 1.2, marks=pytest.mark.slow),
         pytest.param(("compiled.py", "after"), 0, "loss", 0.14, marks=pytest.mark.slow),
         pytest.param(("trainer.py", "OUTPUT"), 0, "loss", 0.2, marks=pytest.mark.slow),
         pytest.param(("timm_style.py",), 0, "updates", 60, marks=pytest.mark.slow),

@@ -353,9 +353,7 @@ def _show(
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     runs = best_runnable(found)
     if runs is None:
-        console.print(
-            "penstock train runs none of them yet: they all split layers, stages or samples.", soft_wrap=True
-        )
+        console.print("penstock train runs none of them yet.")
     elif runs is not best:
         slower = runs.iteration_seconds / best.iteration_seconds - 1
         console.print(

@@ -62,6 +62,11 @@ def predict_ranks(work: Workload, machine: Machine, plan: Plan, *, blocks: int, 
     fullest, samples per second of all ranks together.
     """
     mine = rank_machine(machine, plan.dp, link)
+    if plan.precision == "O1" and plan.sharding != "ddp":
+        # Shards are gathered in half, so that autocast keeps no copies of the whole.
+        copies = work.activation_parts.get("cast_weights", 0)
+        parts = {name: size for name, size in work.activation_parts.items() if name != "cast_weights"}
+        work = replace(work, activation_bytes=work.activation_bytes - copies, activation_parts=parts)
     one = replace(plan, dp=1, sharding="ddp", shard=1, offload="none")
     alone = predict_workload(work, mine, one)
     rates = rates_of(mine, plan)

@@ -25,9 +25,14 @@ def stored_size(plan: Plan) -> int:
     Shards of weights are fp32 with O1 and O2, and then nothing else is stored. Where only optimizer states are shared
     out, whole weights in half precision lie beside shards in fp32, with O1 as with O2.
     """
+    return 2 if plan.precision == "O3" or halves_beside_masters(plan) else 4
+
+
+def halves_beside_masters(plan: Plan) -> bool:
+    """Whether whole weights are stored in half precision, and fp32 ones for the optimizer to update beside them."""
     if plan.precision == "O1":
-        return 2 if plan.sharding in ("zero1", "zero2") else 4
-    return 2 if plan.precision == "O3" or (plan.precision == "O2" and not shards_are_masters(plan)) else 4
+        return plan.sharding in ("zero1", "zero2")
+    return plan.precision == "O2" and not shards_are_masters(plan)
 
 
 def shards_are_masters(plan: Plan) -> bool:
@@ -47,9 +52,7 @@ def gradient_size(plan: Plan) -> int:
 
 def master_size(plan: Plan) -> float:
     """Bytes per weight of master weights, beside the weights that forward and backward compute with."""
-    if plan.precision == "O1":
-        return 4.0 if plan.sharding in ("zero1", "zero2") else 0.0
-    return MASTER_BYTES[plan.master] if plan.precision == "O2" and not shards_are_masters(plan) else 0.0
+    return MASTER_BYTES[plan.master] if halves_beside_masters(plan) else 0.0
 
 
 def optimizer_size(plan: Plan) -> float:

@@ -14,6 +14,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.models import ViT
 from penstock.planner import counts
+from penstock.planner.operations import _listed
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -103,6 +104,16 @@ def test_flops_do_not_depend_on_the_plan() -> None:
     plans = [Plan(attention=a, layout=b) for a in ("plain", "sdpa") for b in ("batch_first", "batch_second")]
     totals = {sum(op.count * op.flops for op in counts.operations(TINY, 3, plan)) for plan in plans}
     assert totals == {3 * counts.model_flops_per_sample(TINY)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("line", ["attention=plain", "attention=sdpa layout=batch_second"])
+def test_operations_of_any_batch_are_those_listed_for_it(variant: str, line: str) -> None:
+    config, plan = replace(TINY, **VARIANTS[variant]), Plan.parse(line)
+    fused, copies = plan.attention == "sdpa", plan.layout == "batch_first"
+    for batch in (1, 2, 3, 7, 64):
+        listed = _listed(config, batch, fused=fused, copies=copies)
+        assert counts.operations(config, batch, plan) == tuple(listed)
 
 
 def test_traffic_shrinks_with_fusion_and_with_sequence_first() -> None:

@@ -208,6 +208,10 @@ def test_fused_attention_in_half_precision_is_slow_on_a_cpu_only() -> None:
     assert seconds(CPU, "") < seconds(CPU, "attention=plain")
     gpu = load_machine("h100")
     assert seconds(gpu, "precision=O1") < seconds(gpu, "precision=O1 attention=plain")
+    # There torch chooses a fused kernel whatever the type and the length.
+    assert seconds(gpu, "precision=O1 attention=auto") == seconds(gpu, "precision=O1")
+    assert seconds(gpu, "precision=O1 attention=cudnn") < seconds(gpu, "precision=O1")
+    assert seconds(gpu, "precision=O1 attention=efficient") > seconds(gpu, "precision=O1")
 
 
 def test_memory_tells_what_does_not_fit() -> None:

@@ -87,7 +87,7 @@ def working_bytes(config: ModelConfig, batch: int, plan: Plan, *, device: str = 
 
 def _attention(config: ModelConfig, rows: int, plan: Plan, widths: _Widths, device: str) -> int:
     d, c = config.width, widths.compute
-    form = attention_form(plan, config, device)
+    form = attention_form(plan, config.tokens, device)
     copies = plan.layout == "batch_first"
     scores = rows * config.heads * config.tokens
     kept = rows * d * c  # the normalised rows that go into qkv

@@ -70,19 +70,28 @@ def tiled_seconds(chip: Chip, m: int, n: int, k: int, batch: int = 1, *, over_ro
     inner length, each part adding its sums in fp32 to those of the others.
     """
     rate, sms, depth, memory = chip
-    best = math.inf
-    for rows, columns, area in TILES:
-        work = -(-(-(-m // rows) * -(-n // columns) * batch) // sms) * area
-        if work < best:
-            best = work
-    seconds = 2.0 * best * sms * (k + depth) / rate
-    if k >= 2 * SPLIT_DEPTH and best * sms > 1.05 * m * n * batch:
+    tiles = _tiled(sms, m, n, batch)
+    seconds = 2.0 * tiles * (k + depth) / rate
+    if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
         for parts in range(2, min(MOST_PARTS, k // SPLIT_DEPTH) + 1):
             summed = 8.0 * parts * m * n * batch / memory
-            for rows, columns, area in TILES:
-                work = -(-(-(-m // rows) * -(-n // columns) * batch * parts) // sms) * area
-                seconds = min(seconds, 2.0 * work * sms * (k / parts + depth) / rate + summed)
+            split = 2.0 * _tiled(sms, m, n, batch * parts) * (k / parts + depth) / rate + summed
+            if split < seconds:
+                seconds = split
     row = m if over_rows else k
     if n % LINE or row % LINE:
         seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
     return seconds
+
+
+@lru_cache(maxsize=1 << 15)
+def _tiled(multiprocessors: int, m: int, n: int, count: int) -> float:
+    """Numbers of the result, were `count` products (m, n) as large as the waves of tiles that they take: of the tile
+    shape that takes least, its relative rate made up for by its size.
+    """
+    best = math.inf
+    for rows, columns, area in TILES:
+        work = -(-(-(-m // rows) * -(-n // columns) * count) // multiprocessors) * area
+        if work < best:
+            best = work
+    return best * multiprocessors

@@ -8,6 +8,7 @@ and not compared. Measured rates are those of operands that lie in a cache; the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 from penstock.config.machine import KernelSample, Machine
@@ -23,30 +24,30 @@ TRACED_BACKWARD = 1.25
 
 
 def host_seconds(
-    op: Op, machine: Machine, *, gemm_rate: float, moved_seconds: float, measured: bool, fused: bool
+    op: Op, machine: Machine, gemm_rate: Callable[[Op], float], moved: float, *, fused: bool, measured: bool
 ) -> float:
-    """Seconds of `op` done once. `gemm_rate` is that of a product of its shape, `moved_seconds` what its traffic takes.
+    """Seconds of `op` done once, whose traffic takes `moved`. `gemm_rate` gives the rate of a product of its shape.
 
     `measured` says whether the rates of kernels hold for the type that is computed in, `fused` whether a batched
     product is part of a fused attention kernel.
     """
-    if op.kind == "bmm":
-        flops = float(op.flops + op.recomputed_flops)
-        name = "bmm"
-        if fused:
-            name = "attention" if op.phase == "forward" else "attention_backward"
-            if "scaled_dot" in op.name and op.phase == "backward":
-                flops *= TRACED_BACKWARD
-        rate = _kernel_rate(machine, name, *attention_shape(op)) if measured else None
-        if fused:
-            # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
-            return flops / rate if rate else max(flops / gemm_rate, moved_seconds)
-        return flops / (rate or gemm_rate) + moved_seconds
-    if op.kind in ("gemm", "conv"):
-        return (op.flops + op.recomputed_flops) / gemm_rate + moved_seconds
-    name = kernel_name(op)
-    element = _kernel_rate(machine, name, 0, 0) if name else None
-    return moved_seconds + (op.written_elements / element if element else 0.0)
+    if op.kind == "gemm" or op.kind == "conv":
+        return op.flops / gemm_rate(op) + moved
+    if op.kind != "bmm":
+        name = kernel_name(op)
+        element = _kernel_rate(machine, name, 0, 0) if name else None
+        return moved + op.written_elements / element if element else moved
+    flops = float(op.flops + op.recomputed_flops)
+    name = "bmm"
+    if fused:
+        name = "attention" if op.phase == "forward" else "attention_backward"
+        if "scaled_dot" in op.name and op.phase == "backward":
+            flops *= TRACED_BACKWARD
+    rate = _kernel_rate(machine, name, *attention_shape(op)) if measured else None
+    if not fused:
+        return flops / (rate or gemm_rate(op)) + moved
+    # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
+    return flops / rate if rate else max(flops / gemm_rate(op), moved)
 
 
 def attention_shape(op: Op) -> tuple[int, int]:

@@ -52,22 +52,47 @@ def operations(
     FLOPs do not depend on it, the memory traffic and the recomputed FLOPs do.
     """
     plan = Plan(attention="plain") if plan is None else plan
-    fused = attention_form(plan, config, device) == "fused"
+    fused = attention_form(plan, config.tokens, device) == "fused"
     return _operations(config, batch, fused, plan.layout == "batch_first")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _operations(config: ModelConfig, batch: int, fused: bool, copies: bool) -> tuple[Op, ...]:
+    more, make = batch - 1, Op._make
+    return tuple([
+        make((name, kind, phase, count, pairs + more * pairs_, m + more * m_, n, k + more * k_,
+              read + more * read_, written + more * written_, again + more * again_))
+        for (name, kind, phase, count, pairs, m, n, k, read, written, again), (pairs_, m_, k_, read_, written_, again_)
+        in _growing(config, fused, copies)
+    ])  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _growing(
+    config: ModelConfig, fused: bool, copies: bool
+) -> tuple[tuple[Op, tuple[int, int, int, int, int, int]], ...]:
+    """The operations of one sample, each with what another sample adds to its `batch`, `m`, `k`, `read_elements`,
+    `written_elements` and `recomputed_flops`: every figure is affine in the batch, and no `n` depends on it.
+    """
+    one, two = (_listed(config, batch, fused=fused, copies=copies) for batch in (1, 2))
+    return tuple(
+        (a, (b.batch - a.batch, b.m - a.m, b.k - a.k, b.read_elements - a.read_elements,
+             b.written_elements - a.written_elements, b.recomputed_flops - a.recomputed_flops))
+        for a, b in zip(one, two)
+    )  # fmt: skip
+
+
+def _listed(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> list[Op]:
+    """Forward as it runs, then the gradients of each operation from the last to the first."""
     forward = [
         *_stem(config, batch),
         *(op._replace(count=config.depth) for op in _block(config, batch, fused=fused, copies=copies)),
         *_head(config, batch),
     ]
-    backward = [grad for op in reversed(forward) for grad in _gradients(op, config)]
-    return (*forward, *backward)
+    return forward + [grad for op in reversed(forward) for grad in _gradients(op, config)]
 
 
-def attention_form(plan: Plan, config: ModelConfig, device: str) -> Literal["plain", "fused", "math"]:
+def attention_form(plan: Plan, tokens: int, device: str) -> Literal["plain", "fused", "math"]:
     """What an attention backend does: keep the scores (`plain`, `math`) or compute them again (`fused`).
 
     `auto` is taken for plain where it mostly is so: on a CPU, in bf16, up to 512 tokens.
@@ -75,7 +100,7 @@ def attention_form(plan: Plan, config: ModelConfig, device: str) -> Literal["pla
     backend: AttentionBackend = plan.attention
     if backend == "auto":
         half = plan.precision != "O0" and plan.dtype == "bf16"
-        backend = "plain" if device == "cpu" and half and config.tokens <= 512 else "sdpa"
+        backend = "plain" if device == "cpu" and half and tokens <= 512 else "sdpa"
     if backend == "plain":
         return "plain"
     return "math" if backend == "math" else "fused"

@@ -74,8 +74,9 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
     seconds = step_seconds(work, machine, plan)
     memory = step_memory(work, plan)
     total = sum(seconds.values())
-    useful = plan.accumulate * sum(op.count * op.flops for op in work.operations)
-    again = plan.accumulate * sum(op.count * op.recomputed_flops for op in work.operations)
+    products = [op for op in work.operations if op.k]
+    useful = plan.accumulate * sum([op.count * op.flops for op in products])
+    again = plan.accumulate * sum([op.count * op.recomputed_flops for op in products])
     return Prediction(
         plan=plan,
         machine=machine.name,

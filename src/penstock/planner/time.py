@@ -14,14 +14,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple, get_args
 
 from penstock.config.machine import GemmSample, Machine
-from penstock.config.plan import Plan
+from penstock.config.plan import Plan, Precision
 from penstock.planner.attention import keys_computed
 from penstock.planner.constants import DEFAULT
 from penstock.planner.gemm import Chip, tiled_seconds
 from penstock.planner.host_time import IN_PLACE, TRACED_BACKWARD, host_seconds
-from penstock.planner.operations import Op
+from penstock.planner.operations import Op, OpKind, attention_form
 from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, Rates, rates_of
 
 PAGE_BYTES = 4096
@@ -36,6 +37,8 @@ UPDATE_LAUNCHES = 4
 """Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
+NEAR = 1e-6
+"""Squared distance in logarithms below which a shape is as good as measured."""
 CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
 Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
@@ -51,6 +54,12 @@ MULTI_TENSOR_ELEMENTS = 320 * 65536
 """Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
 
 _MATRIX = ("gemm", "bmm", "conv")
+_HALVES: dict[OpKind, float] = dict.fromkeys(get_args(OpKind), 2.0)
+_MIXED = _HALVES | {"norm": 4.0, "pointwise": 3.0, "copy": 3.0, "reduce": 3.0}
+_ELEMENT_BYTES: dict[Precision, dict[OpKind, float]] = {
+    "O0": dict.fromkeys(get_args(OpKind), 4.0), "O1": _MIXED, "O2": _MIXED, "O3": _HALVES,
+}  # fmt: skip
+"""Of an element that an operation moves: O1 and O2 keep norms and, in part, the residual stream in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +90,6 @@ def compute_type(plan: Plan, machine: Machine) -> str:
     return wish if wish in machine.peak_flops or plan.precision != "O0" else "fp32"
 
 
-@lru_cache(maxsize=65536)
 def gemm_rate(
     machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1, *, over_rows: bool = False
 ) -> float:
@@ -91,17 +99,54 @@ def gemm_rate(
     few); without any, the best known rate is lowered by what tiles and waves leave idle, as for layouts.
     Raises KeyError where the machine cannot compute in this type.
     """
-    samples = [sample for sample in machine.gemm if sample.dtype == type_]
-    if samples:
-        return min(_interpolated(samples, m, n, k), machine.peak_flops[type_])
-    ceiling = machine.achievable_flops.get(type_)
-    if machine.device == "cpu":
-        return ceiling or machine.peak_flops[type_]
-    rate = (ceiling or DEFAULT.unmeasured_share * machine.peak_flops[type_]) * DEFAULT.gemm_share
+    return _products(machine, type_).rate(m, n, k, batch, over_rows=over_rows)
+
+
+class _Sample(NamedTuple):
+    """A measured product as a point p of logarithms of m, n and k: |p|² and 2p, which tell its distance from any q as
+    |p|² - 2p·q + |q|², and its rate.
+    """
+
+    square: float
+    rows: float
+    columns: float
+    inner: float
+    rate: float
+
+    @classmethod
+    def of(cls, sample: GemmSample) -> _Sample:
+        x, y, z = math.log(sample.m), math.log(sample.n), math.log(sample.k)
+        return cls(x * x + y * y + z * z, 2 * x, 2 * y, 2 * z, sample.flops_per_second)
+
+
+class _Products(NamedTuple):
+    """How fast a machine multiplies in one type."""
+
+    samples: tuple[_Sample, ...]
+    ceiling: float
+    """No product is faster."""
+    chip: Chip | None
+    """How a GPU without measured products cuts them up."""
+
+    def rate(self, m: int, n: int, k: int, batch: int, *, over_rows: bool) -> float:
+        """As `gemm_rate`."""
+        if self.samples:
+            return min(_interpolated(self.samples, m, n, k), self.ceiling)
+        if self.chip is None:
+            return self.ceiling
+        return 2.0 * m * n * k * batch / tiled_seconds(self.chip, m, n, k, batch, over_rows=over_rows)
+
+
+@lru_cache(maxsize=256)
+def _products(machine: Machine, type_: str) -> _Products:
+    peak, best = machine.peak_flops[type_], machine.achievable_flops.get(type_)
+    samples = tuple(_Sample.of(sample) for sample in machine.gemm if sample.dtype == type_)
+    if samples or machine.device == "cpu":
+        return _Products(samples, peak if samples else best or peak, None)
+    rate = (best or DEFAULT.unmeasured_share * peak) * DEFAULT.gemm_share
     memory = _bandwidth(machine) * DEFAULT.memory_share
     sms = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
-    chip = Chip(rate, sms, DEFAULT.tile_depth, memory)
-    return 2.0 * m * n * k * batch / tiled_seconds(chip, m, n, k, batch, over_rows=over_rows)
+    return _Products((), peak, Chip(rate, sms, DEFAULT.tile_depth, memory))
 
 
 def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, float]:
@@ -110,13 +155,20 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
 
     They sum to the whole step, `plan.accumulate` micro-batches and one update.
     """
-    operations = _under_plan(work, plan, machine)
+    operations = _under_plan(work, plan)
     parts = dict.fromkeys(("gemm", "attention", "pointwise", "optimizer", "launch", "pages"), 0.0)
     launches = 0
-    type_ = compute_type(plan, machine)
+    seconds = _Prices(machine, plan).seconds
     for op in operations:
-        parts[_part(op)] += op.count * _op_seconds(op, machine, plan, type_) * plan.accumulate
-        launches += op.count * plan.accumulate
+        matrix = op.kind in _MATRIX
+        part = "gemm" if matrix else "pointwise"
+        if op.kind != "gemm" and op.name.startswith("attention"):
+            part = "attention"
+        parts[part] += op.count * seconds(op)
+        launches += op.count
+    for part in parts:
+        parts[part] *= plan.accumulate
+    launches *= plan.accumulate
     moved, updates = optimizer_traffic(work.parameters, work.tensors, plan, machine.device)
     parts["optimizer"] = moved / _bandwidth(machine)
     launched = (launches + updates) * machine.launch_seconds
@@ -133,12 +185,12 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
 
 def faulted_pages(work: Workload, operations: Iterable[Op], plan: Plan) -> float:
     """Pages that one step on a CPU maps anew, where freed memory goes back to the kernel."""
+    sizes = _ELEMENT_BYTES[plan.precision]
     large = sum(
         op.count * size
         for op in operations
         # By its name, torch's sign of an operator that writes in place, and so allocates nothing.
-        if not op.name.endswith("_")
-        and (size := op.written_elements * _element_bytes(op, plan)) >= MAPPED_ALONE_BYTES
+        if not op.name.endswith("_") and (size := op.written_elements * sizes[op.kind]) >= MAPPED_ALONE_BYTES
     )
     # Gradients are cleared to None, unless they lie in one flat buffer.
     freed = (
@@ -172,7 +224,7 @@ def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) ->
     return parameters * (FUSED_ACCESSES + NORM_ACCESSES + 2) * size + cast, 3
 
 
-def _under_plan(work: Workload, plan: Plan, machine: Machine) -> list[Op]:
+def _under_plan(work: Workload, plan: Plan) -> list[Op]:
     """The operations as the plan runs them: attention fused or not, casts under autocast, compiled runs of
     pointwise operations merged into one."""
     operations: Iterable[Op] = work.operations
@@ -185,21 +237,17 @@ def _under_plan(work: Workload, plan: Plan, machine: Machine) -> list[Op]:
 
 def _casts(work: Workload) -> list[Op]:
     """What autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
+    one = work.parameters // max(work.tensors, 1)
     cast = [
-        Op(name="cast.weights", kind="copy", phase="forward", count=work.tensors,
-           read_elements=work.parameters // max(work.tensors, 1),
-           written_elements=work.parameters // max(work.tensors, 1)),
-        Op(name="cast.gradients", kind="copy", phase="backward", count=work.tensors,
-           read_elements=work.parameters // max(work.tensors, 1),
-           written_elements=work.parameters // max(work.tensors, 1)),
-    ]  # fmt: skip
+        Op("cast.weights", "copy", "forward", work.tensors, read_elements=one, written_elements=one),
+        Op("cast.gradients", "copy", "backward", work.tensors, read_elements=one, written_elements=one),
+    ]
     for op in work.operations:
         if op.kind == "norm":
             moved = max(op.written_elements, 1)
             cast.append(
-                Op(name="cast.norm", kind="copy", phase=op.phase, count=op.count, read_elements=moved,
-                   written_elements=moved)
-            )  # fmt: skip
+                Op("cast.norm", "copy", op.phase, op.count, read_elements=moved, written_elements=moved)
+            )
     return cast
 
 
@@ -220,26 +268,45 @@ def _merged(operations: Iterable[Op]) -> list[Op]:
     return merged
 
 
-def _op_seconds(op: Op, machine: Machine, plan: Plan, type_: str) -> float:
-    """The roofline of one operation done once, products in `type_`."""
-    moved = (op.read_elements + op.written_elements) * _element_bytes(op, plan)
-    seconds = moved / _bandwidth(machine)
-    fused = _is_fused_attention(op, plan)
-    if fused and machine.device != "cpu":
-        return _fused_seconds(op, rates_of(machine, plan), seconds)
-    rate = math.inf
-    if op.kind in _MATRIX:
-        over_rows = _is_weight_gradient(op)
-        rate = gemm_rate(machine, type_, op.m, op.n, op.k, op.batch, over_rows=over_rows)
-    if machine.device == "cpu":
-        if plan.precision != "O0" and fused:
+class _Prices:
+    """What one operation costs, done once, on one device under one plan."""
+
+    __slots__ = ("_bandwidth", "_machine", "_measured", "_plan", "_products", "_rates", "_sizes")
+
+    def __init__(self, machine: Machine, plan: Plan) -> None:
+        self._machine, self._plan = machine, plan
+        self._bandwidth = _bandwidth(machine)
+        self._products = _products(machine, compute_type(plan, machine))
+        self._sizes = _ELEMENT_BYTES[plan.precision]
+        self._rates = None if machine.device == "cpu" else rates_of(machine, plan)
+        self._measured = plan.precision == "O0"
+
+    def seconds(self, op: Op) -> float:
+        """The roofline of `op`; on a CPU, what `host_time` says."""
+        kind, rates = op.kind, self._rates
+        moved = (op.read_elements + op.written_elements) * self._sizes[kind] / self._bandwidth
+        if rates is None:
+            fused = kind == "bmm" and self._is_fused_attention(op)
+            return host_seconds(op, self._machine, self._rate, moved, fused=fused, measured=self._measured)
+        if kind not in _MATRIX:
+            return moved
+        if kind == "bmm" and self._is_fused_attention(op):
+            return _fused_seconds(op, rates, moved)
+        chip = self._products.chip
+        if chip is None:
+            return max(moved, (op.flops + op.recomputed_flops) / self._rate(op))
+        return max(moved, tiled_seconds(chip, op.m, op.n, op.k, op.batch, over_rows=_is_weight_gradient(op)))
+
+    def _rate(self, op: Op) -> float:
+        rate = self._products.rate(op.m, op.n, op.k, op.batch, over_rows=_is_weight_gradient(op))
+        if self._rates is None and not self._measured and op.kind == "bmm" and self._is_fused_attention(op):
             rate *= CPU_HALF_FUSED_SHARE
-        return host_seconds(
-            op, machine, gemm_rate=rate, moved_seconds=seconds, measured=plan.precision == "O0", fused=fused
-        )
-    if op.kind in _MATRIX:
-        seconds = max(seconds, (op.flops + op.recomputed_flops) / rate)
-    return seconds
+        return rate
+
+    def _is_fused_attention(self, op: Op) -> bool:
+        """Whether a batched product is part of a fused kernel: by the plan, or by its name in a traced model."""
+        # A product's rows are tokens.
+        return "scaled_dot" in op.name or attention_form(self._plan, op.m, self._machine.device) == "fused"
 
 
 def _fused_seconds(op: Op, rates: Rates, moved_seconds: float) -> float:
@@ -257,48 +324,26 @@ def _fused_seconds(op: Op, rates: Rates, moved_seconds: float) -> float:
     return padded * (computed + exponentials) + (moved_seconds / 2 if ahead else moved_seconds)
 
 
-def _element_bytes(op: Op, plan: Plan) -> float:
-    """Bytes of an element that an operation moves: autocast keeps norms and the residual stream in fp32."""
-    if plan.precision == "O0":
-        return 4.0
-    if plan.precision == "O3" or op.kind in _MATRIX or op.kind == "softmax":
-        return 2.0
-    return 3.0 if op.kind == "copy" else 4.0 if op.kind == "norm" else 3.0
-
-
-def _is_fused_attention(op: Op, plan: Plan) -> bool:
-    """Whether a product is part of a fused attention kernel: by the plan, or by its name in a traced model."""
-    if op.kind != "bmm":
-        return False
-    if "scaled_dot" in op.name or plan.attention in ("sdpa", "flash"):
-        return True
-    # As `operations.attention_form` takes `auto` on a CPU; a product's rows are tokens.
-    half = plan.precision != "O0" and plan.dtype == "bf16"
-    return plan.attention == "auto" and not (half and op.m <= 512)
-
-
 def _is_weight_gradient(op: Op) -> bool:
     """Whether a product sums over rows of tokens: by its name, or in a traced model by its long inner length."""
-    if op.kind != "gemm" or op.phase != "backward":
+    if op.phase == "forward" or op.kind != "gemm":
         return False
     return op.name.endswith(".weight") or ("." not in op.name and op.k > max(op.m, op.n))
-
-
-def _part(op: Op) -> str:
-    if op.name.startswith("attention") and op.kind != "gemm":
-        return "attention"
-    return "gemm" if op.kind in _MATRIX else "pointwise"
 
 
 def _bandwidth(machine: Machine) -> float:
     return machine.memory_bytes_per_second or math.inf
 
 
-def _interpolated(samples: Iterable[GemmSample], m: int, n: int, k: int) -> float:
-    near: list[tuple[float, float]] = []
-    for sample in samples:
-        apart = math.log(sample.m / m) ** 2 + math.log(sample.n / n) ** 2 + math.log(sample.k / k) ** 2
-        near.append((apart, sample.flops_per_second))
-    near.sort()
-    weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in near[:NEAR_SAMPLES]]
-    return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)
+def _interpolated(samples: tuple[_Sample, ...], m: int, n: int, k: int) -> float:
+    x, y, z = math.log(m), math.log(n), math.log(k)
+    least = x * x + y * y + z * z
+    apart = [square - a * x - b * y - c * z for square, a, b, c, _ in samples]
+    bound = sorted(apart)[:NEAR_SAMPLES][-1]
+    total = rates = 0.0
+    for distance, sample in zip(apart, samples):
+        if distance <= bound:
+            weight = 1.0 / (distance + least + NEAR)
+            total += weight
+            rates += weight * sample.rate
+    return rates / total

@@ -167,10 +167,11 @@ What the errors are made of, as far as it is known:
   that are what `penstock probe` measures of an eager operator on the same generation of host (23 µs); what waiting
   itself adds is unknown, and the source's own comparisons of it range from nothing to 6 %. Three layouts with heads
   of 128 numbers, 12, 14 or 26 of them on a device, run 15 % slower than their neighbours, which have 16, 24 or 28 of
-  the same heads; heads of 108 numbers, whose rows are no multiple of 16 bytes, run a third slower than predicted, as
-  if attention's products were kept from tensor cores. One row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the
-  batch of 2,048 beside it. The layout ranked first is within 1.1 % of the fastest, but in one section of five layouts
-  where it is 4.1 % behind one that is predicted 0.2 % slower.
+  the same heads; two of them multiply and normalise scores of exactly the shapes of two neighbours (48 and 56 pairs of
+  a sample and a head), so that nothing computed from shapes tells them apart. Heads of 108 numbers, whose rows are no
+  multiple of 16 bytes, run a third slower than predicted, as if attention's products were kept from tensor cores. One
+  row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the batch of 2,048 beside it. The layout ranked first is within
+  1.1 % of the fastest, but in one section of five layouts where it is 4.1 % behind one that is predicted 0.2 % slower.
 - Attention kernels: the second generation is within 3 to 6 % on the mean in training on both chips. Held against these
   rows, an earlier model without exponentials, without whole tiles on the diagonal of a causal mask and without a tile's
   own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs, but these rows

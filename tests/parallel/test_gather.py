@@ -15,6 +15,8 @@ from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.parallel import world_of
 from penstock.precision import autocast
+from penstock.precision.fp8 import Scaling, fp8_linear
+from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
 from penstock.testing.equality import TINY, images, trained
 from penstock.testing.spawn import spawn
 
@@ -139,6 +141,41 @@ def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
     ]
     for line, weights, losses in spawn(_alike, 2, lines)[0]:
         assert (weights, losses) == (0.0, 0.0), line
+
+
+def _through_bf16(layer: Fp8Linear, x: Tensor) -> Tensor:
+    if not torch.is_autocast_enabled("cpu"):
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    weight, bias = (None if p is None else p.bfloat16() for p in (layer.weight, layer.bias))
+    assert weight is not None
+    return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
+
+
+def _fp8(scaling: Scaling) -> tuple[set[torch.dtype], float, float]:
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        made = create(TINY)
+        assert len(convert_to_fp8(made, scaling, emulate=True).converted) == 8
+        return made
+
+    plan = Plan.parse("dp=2 sharding=fsdp micro_batch=2 precision=O1")
+    alone = replace(plan, dp=1, sharding="ddp")
+    types = _types(model(), plan, images(0, 2))
+    got = trained(model(), plan, steps=10, recipe=RECIPE, batches=_twice)
+    exact = trained(model(), alone, steps=10, recipe=RECIPE)
+    Fp8Linear.forward = _through_bf16  # type: ignore[method-assign]
+    one = trained(model(), alone, steps=10, recipe=RECIPE)
+    worst = max(float((got.weights[name] - value).abs().max()) for name, value in one.weights.items())
+    apart = max(abs(a - b) for a, b in zip(got.losses, exact.losses, strict=True))
+    return {dtype for name, dtype in types.items() if "fc1" in name or "qkv" in name}, worst, apart
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_weights_on_their_way_to_fp8_are_gathered_in_half(scaling: Scaling) -> None:
+    types, through_bf16, directly = spawn(_fp8, 2, scaling)[0]
+    assert types == {torch.bfloat16}
+    assert through_bf16 == 0.0
+    assert directly < 0.02
 
 
 def _kept(level: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from penstock.config.plan import Plan
+from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.levels import half_dtype
 from penstock.precision.master import is_norm
 
@@ -56,7 +57,8 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     """Let each parameter of freshly sharded `units` be gathered in the type that its level gives it.
 
     O1: in half what belongs to matrix products alone, which autocast would cast; everything else in fp32. O2: norms in
-    fp32, everything else in half. Values are the same to the bit as with all of it gathered in fp32 and cast later.
+    fp32, everything else in half. Values are the same to the bit as with all of it gathered in fp32 and cast later;
+    only weights that are then rounded to fp8 go through bf16 on their way there.
     """
     if plan.precision not in ("O1", "O2"):
         return
@@ -78,7 +80,10 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
 
 
 def _multiplied(module: nn.Module, name: str) -> bool:
-    """Whether autocast casts this parameter for the one use that its module makes of it."""
+    """Whether half precision is all that is taken of this parameter, by autocast or fp8, and for one use only."""
+    if isinstance(module, Fp8Linear):
+        # Rounded to fp8 from bf16, which is fp32's eight leading bits where fp8 has four, at half the traffic.
+        return True
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))
     kind = type(module)

@@ -253,7 +253,7 @@ def _gathering(shape: Shape, rates: Rates, plan: Plan, forward: float, backward:
         return 0.0
     block = max(shape.blocks, key=lambda b: b.parameters)
     per_device = block.parameters / plan.tp / (plan.ep if block.experts else 1)
-    gather = gather_seconds(group, per_device * rates.linear)
+    gather = gather_seconds(group, per_device * weight_size(plan))
     scatter = gather_seconds(group, per_device * gradient_size(plan))
     again = 0.0 if plan.pp > 1 else gather
     # Flat buffers are filled and emptied on the device's own time: a read and a write of each weight, of each

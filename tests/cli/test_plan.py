@@ -10,8 +10,10 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.plan_scaling import overtrained
-from penstock.config.load import read_file
+from penstock.config.load import from_dict, read_file
 from penstock.config.plan import Plan
+from penstock.config.recipes import load_run
+from penstock.config.run import RunConfig
 from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ExitCode
 from penstock.planner.scaling_laws import BESIROGLU
@@ -50,20 +52,28 @@ def test_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize(
+    ("model", "machine", "gpus", "batch", "runner"),
+    [
+        ("llama3-8b", "h100", 8, 512, "penstock.build runs on a model of your own"),
+        ("vit-h14", "a100-80g", 16, 16, "penstock train runs"),
+    ],
+)
 def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], model: str, machine: str, gpus: int, batch: int, runner: str
 ) -> None:
-    words = ("plan", "llama3-8b", "--machine", "h100", "--gpus", "8", "--global-batch", "512")
+    """`train` has no language models, so none of their layouts is said to be one that it runs."""
+    words = ("plan", model, "--machine", machine, "--gpus", str(gpus), "--global-batch", str(batch))
     _, out, _ = run(capsys, *words)
     best, runs = (
-        re.search(rf"^{start}: (.*?)(?: \(([\d.]+)% slower\))?$", out, re.MULTILINE)
-        for start in ("best", "best that penstock train runs")
+        re.search(rf"^{re.escape(start)}: (.*?)(?: \(([\d.]+)% slower\))?$", out, re.MULTILINE)
+        for start in ("best", f"best that {runner}")
     )
     assert best is not None
     assert not Plan.parse(best[1]).runnable
     assert runs is not None
     assert Plan.parse(runs[1]).runnable
-    assert Plan.parse(runs[1]).gpus == 8
+    assert Plan.parse(runs[1]).gpus == gpus
     _, out, _ = run(capsys, *words, "--json", "--top", "1")
     data = json.loads(out)
     assert data["best_runnable"]["plan"] == runs[1]
@@ -74,7 +84,8 @@ def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
 def test_where_nothing_trains_today_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "gpt-175b", "--machine", "a100-80g", "--gpus", "1024", "--global-batch", "1536")
     _, out, _ = run(capsys, *words)
-    assert "penstock train runs none of them yet" in out
+    assert "penstock.build runs none of them yet" in out
+    assert "penstock train" not in out
     _, out, _ = run(capsys, *words, "--json", "--top", "1")
     assert json.loads(out)["best_runnable"] is None
 
@@ -93,11 +104,33 @@ def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], t
         "More devices, or fewer",
     ):
         assert words in text
-    assert read_file(file)["model"] == "gpt-7.5b"
-    assert (
-        Plan.from_toml(re.sub(r"^.*\[plan\]\n", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)).gpus
-        == 16
-    )
+    assert Plan.from_toml(file.read_text(encoding="utf-8")).gpus == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed", "told"),
+    [
+        ("gpt-7.5b", "tp=8 sp=true", "with samples of 4096 tokens on 16 a100-80g,"),
+        ("gpt-7.5b", "tp=8 sp=true", "penstock.build.build runs it on no model yet"),
+        ("t5-base", "tp=1 pp=1", "with samples of 4096 tokens (512 in the decoder) on 16 a100-80g,"),
+        ("t5-base", "tp=1 pp=1", "penstock.build.build applies it to a model of your own"),
+    ],
+)
+def test_the_file_of_a_language_model_is_a_plan_and_says_what_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, fixed: str, told: str
+) -> None:
+    file = tmp_path / "plan.toml"
+    words = ("--machine", "a100-80g", "--gpus", "16", "--global-batch", "128", "--sequence", "4096")
+    base = f"precision=O2 optimizer=fused attention=flash {fixed}"
+    code, out, err = run(capsys, "plan", model, *words, "--base", base, "--json", "--toml", str(file))
+    assert code == 0, err
+    text = file.read_text(encoding="utf-8")
+    comment = [line for line in text.splitlines() if line.startswith("# ")]
+    assert comment[0].startswith(f"# The fastest layout of {model} ")
+    assert any(told in line for line in comment)
+    assert "128 samples a step. `penstock train` trains no language models" in comment[1]
+    assert read_file(file).keys() == {"plan"}, "train would refuse a model that it does not have"
+    assert Plan.from_toml(text).line() == json.loads(out)["layouts"][0]["plan"]
 
 
 def test_a_pipeline_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -228,6 +261,7 @@ def test_a_vision_model_on_one_device_gets_a_plan_that_trains(
     file = tmp_path / "run.toml"
     code, _, _ = run(capsys, "plan", "vit-b16", "--gpus", "1", "--global-batch", "64", "--toml", str(file))
     assert code == 0
-    Plan.from_toml(
-        re.sub(r"^.*\[plan\]\n", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
-    ).refuse_unrunnable()
+    told = read_file(file)
+    assert told["model"] == "vit-b16"
+    from_dict(Plan, told["plan"]).refuse_unrunnable()
+    assert load_run(RunConfig, file=file).plan == from_dict(Plan, told["plan"])

@@ -91,3 +91,18 @@ def test_exit_codes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
         file.write_bytes(b"")
     assert main(["train", "vit-digits", *options, "--recipe.lr", "0.5"]) == 5
     assert "weights.safetensors has 0 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "named"), [("tp=2", ["tp=2"]), ("pp=2 schedule=gpipe", ["pp=2", "schedule=gpipe"])]
+)
+def test_settings_that_training_cannot_run_are_refused_by_name(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, named: list[str]
+) -> None:
+    """Not for want of processes, nor of a device: with these it would be refused all the same."""
+    assert main(["train", "vit-digits", *options, "--plan", line, "--device", "cuda:7"]) == 2
+    told = capsys.readouterr().err
+    for word in named:
+        assert f"plan.{word} can be predicted by `penstock plan`, but training cannot run it yet" in told
+    assert "torchrun" not in told
+    assert not (tmp_path / "run").exists()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.config.machine import (
     ASSUMED_LAUNCH_SECONDS,
     GemmSample,
+    KernelSample,
     Machine,
     cache_folder,
     cache_path,
@@ -139,3 +142,65 @@ def test_machines_hold_their_types() -> None:
     with pytest.raises(ConfigError, match=r"machine.device is 'tpu'"):
         replace(MEASURED, device="tpu")  # type: ignore[arg-type]
     assert len({MEASURED, MEASURED, load_machine("h100")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_flops": {}}, "machine.peak_flops is empty"),
+        ({"peak_flops": {"fp32": 0.0}}, "machine.peak_flops.fp32 is 0.0, but must be finite and above 0"),
+        ({"peak_flops": {"fp32": math.inf}}, "machine.peak_flops.fp32 is inf"),
+        ({"achievable_flops": {"bf16": -1.0}}, "machine.achievable_flops.bf16 is -1.0"),
+        ({"memory_bytes": -1.0}, "machine.memory_bytes is -1.0, but must be finite and at least 0"),
+        ({"memory_bytes_per_second": math.nan}, "machine.memory_bytes_per_second is nan"),
+        ({"launch_seconds": -1e-6}, "machine.launch_seconds is -1e-06"),
+        ({"operator_seconds": math.inf}, "machine.operator_seconds is inf"),
+        ({"page_seconds": -1.0}, "machine.page_seconds is -1.0"),
+        ({"link_bytes_per_second": -1.0}, "machine.link_bytes_per_second is -1.0"),
+        ({"node_bytes_per_second": math.nan}, "machine.node_bytes_per_second is nan"),
+        ({"collective_bytes_per_second": -1.0}, "machine.collective_bytes_per_second is -1.0"),
+        ({"multiprocessors": -1}, "machine.multiprocessors is -1"),
+        ({"devices_per_node": -1}, "machine.devices_per_node is -1, but must be finite and at least 1."),
+        ({"power_watts": -700.0}, "machine.power_watts is -700.0"),
+        (
+            {"gemm": (replace(MEASURED.gemm[0], flops_per_second=0.0),)},
+            "machine.gemm[0].flops_per_second is 0.0",
+        ),
+        (
+            {"gemm": (*MEASURED.gemm, replace(MEASURED.gemm[0], n=0))},
+            "machine.gemm[1].n is 0, but must be at least 1",
+        ),
+        (
+            {"kernels": (KernelSample(name="gelu", per_second=math.nan),)},
+            "machine.kernels[0].per_second is nan",
+        ),
+        (
+            {"kernels": (KernelSample(name="bmm", per_second=1.0, tokens=-1),)},
+            "machine.kernels[0].tokens is -1",
+        ),
+    ],
+)
+def test_figures_that_cannot_be_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(MEASURED, **changes)
+    assert len(caught.value.problems) == 1
+    assert message in str(caught.value)
+
+
+def test_0_is_a_figure_that_is_not_known() -> None:
+    unknown: dict[str, Any] = {
+        "memory_bytes": 0.0, "memory_bytes_per_second": 0.0, "launch_seconds": 0.0, "power_watts": 0.0,
+        "link_bytes_per_second": 0.0, "multiprocessors": 0,
+    }  # fmt: skip
+    replace(MEASURED, **unknown)
+
+
+def test_figures_that_cannot_be_are_refused_with_their_file(tmp_path: Path) -> None:
+    path = save_machine(MEASURED, tmp_path / "m.json")
+    path.write_text(path.read_text().replace("1000000000.0", "-Infinity").replace("150000000000.0", "NaN"))
+    with pytest.raises(ConfigError) as caught:
+        load_machine(path)
+    assert [problem.partition(", but")[0] for problem in caught.value.problems] == [
+        f"In {path}: machine.peak_flops.fp32 is nan",
+        f"In {path}: machine.gemm[0].flops_per_second is -inf",
+    ]

@@ -60,6 +60,20 @@ def test_a_line_holds_only_what_differs() -> None:
         assert field.name not in str(Plan())
 
 
+def test_a_line_tells_which_settings_it_names() -> None:
+    assert Plan.named("tp=1  micro_batch=2\nbaseline") == {"tp", "micro_batch"}
+    assert Plan.named("baseline") == Plan.named("") == frozenset()
+    with pytest.raises(ConfigError, match=r"plan\.tq is not a setting"):
+        Plan.named("tq=1")
+
+
+def test_a_table_of_a_plan_is_read_as_the_plan() -> None:
+    plan = Plan(tp=2, precision="O1")
+    assert Plan.from_toml(f"# a comment\n[plan]\n{plan.to_toml()}") == plan
+    with pytest.raises(ConfigError, match="In the plan: model is not a setting"):
+        Plan.from_toml('model = "vit-b16"\n[plan]\ntp = 2')
+
+
 def test_every_problem_of_a_line_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
         Plan.parse("precison=O1 optimizer=fusd fast compile=none compile=none micro_batch=1.5")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+import penstock
 from penstock.config.machine import load_machine
-from penstock.config.transformer import TRANSFORMERS
+from penstock.config.transformer import TRANSFORMERS, TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.inference import Serving, cache_bytes_per_token, predict_inference
 from penstock.planner.shapes import shape_of
 
 H100 = load_machine("h100")
 LLAMA = TRANSFORMERS["llama3-8b"]
+FINE = replace(
+    TRANSFORMERS["mixtral-8x7b"], width=2048, heads=16, kv_heads=16, experts=64, experts_per_token=6,
+    shared_experts=2, expert_width=1408,
+)  # fmt: skip
+"""Many small experts, and some that every token visits."""
 
 
 def test_the_cache_of_llama_3_8b_takes_128_kib_a_token() -> None:
@@ -60,8 +70,68 @@ def test_a_mixture_reads_only_the_experts_it_meets() -> None:
     assert many.decode_seconds_per_token > 2 * one.decode_seconds_per_token
 
 
+@pytest.mark.parametrize("model", [TRANSFORMERS["mixtral-8x7b"], FINE], ids=["coarse", "fine"])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 4), (8, 8)])
+def test_no_degree_computes_faster_than_the_devices_can(model: TransformerConfig, tp: int, ep: int) -> None:
+    one = predict_inference(model, H100, Serving(batch=64, tp=tp, ep=ep))
+    sample = shape_of(replace(model, sequence=512))
+    flops = 64 * sum(block.count * block.linear_flops for block in sample.blocks)
+    assert flops / one.prefill_seconds / one.serving.gpus < H100.achievable_flops["bf16"]
+
+
+def test_experts_are_divided_among_the_devices_once() -> None:
+    """Whole experts on each device, or a part of every one: the same bytes and the same products."""
+    mixtral = TRANSFORMERS["mixtral-8x7b"]
+    split = predict_inference(mixtral, H100, Serving(batch=64, tp=8))
+    whole = predict_inference(mixtral, H100, Serving(batch=64, tp=8, ep=8))
+    assert (whole.weights_bytes, whole.cache_bytes) == (split.weights_bytes, split.cache_bytes)
+    assert whole.serving.gpus == split.serving.gpus == 8
+    # Exchanges come on top, and there is little else to gain.
+    assert 1.0 < whole.prefill_seconds / split.prefill_seconds < 1.2
+    assert 0.95 < whole.decode_seconds_per_token / split.decode_seconds_per_token < 1.2
+    # One sequence meets two experts: eight devices share their products, or two devices compute one each.
+    alone, parted = (predict_inference(mixtral, H100, Serving(tp=8, ep=ep)) for ep in (8, 1))
+    assert alone.decode_seconds_per_token > 1.3 * parted.decode_seconds_per_token
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"batch": 0}, "serving.batch is 0, but must be at least 1."),
+        ({"prompt": -1}, "serving.prompt is -1, but must be at least 1."),
+        ({"generated": 0}, "serving.generated is 0"),
+        ({"tp": 0}, "serving.tp is 0"),
+        ({"pp": 0}, "serving.pp is 0"),
+        ({"ep": 0}, "serving.ep is 0"),
+        ({"tp": 1.5}, "serving.tp is 1.5, but must be a whole number."),
+        ({"weight_bytes": 0.0}, "serving.weight_bytes is 0.0, but must be above 0 and finite"),
+        ({"weight_bytes": math.nan}, "serving.weight_bytes is nan"),
+        ({"cache_bytes": -2.0}, "serving.cache_bytes is -2.0"),
+        ({"cache_bytes": math.inf}, "serving.cache_bytes is inf"),
+    ],
+)
+def test_impossible_sizes_are_named(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        predict_inference(LLAMA, H100, Serving(**sizes))
+    assert [message in problem for problem in caught.value.problems] == [True]
+
+
 def test_impossible_degrees_are_named() -> None:
+    mixtral = TRANSFORMERS["mixtral-8x7b"]
     with pytest.raises(ConfigError, match="tp=7 cannot share out"):
         predict_inference(LLAMA, H100, Serving(tp=7))
     with pytest.raises(ConfigError, match="only decoders"):
         predict_inference(TRANSFORMERS["t5-small"], H100, Serving())
+    with pytest.raises(ConfigError, match=r"ep=8 .* over the tp=1 devices of a stage, so it must divide tp"):
+        predict_inference(mixtral, H100, Serving(ep=8))
+    with pytest.raises(ConfigError, match=r"ep=8 .* tp=4"):
+        predict_inference(mixtral, H100, Serving(tp=4, ep=8))
+    with pytest.raises(ConfigError, match="ep=16 cannot share out the model's 8 experts evenly"):
+        predict_inference(mixtral, H100, Serving(tp=16, ep=16))
+    with pytest.raises(ConfigError, match="ep=2 is for mixtures of experts"):
+        predict_inference(LLAMA, H100, Serving(tp=2, ep=2))
+
+
+def test_generation_is_predicted_by_the_package() -> None:
+    assert penstock.predict_inference is predict_inference
+    assert penstock.Serving is Serving

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.config.convert import nearest, plain
-from penstock.config.load import dump_toml
+from penstock.cli.plan_file import plan_file, write
+from penstock.cli.plan_inputs import (
+    check_base,
+    check_line,
+    check_numbers,
+    named_model,
+    only,
+    samples_of_run,
+    whole,
+)
+from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS, TransformerConfig
-from penstock.errors import ConfigError, ExitCode, OutOfMemory
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import ExitCode, OutOfMemory
 
 if TYPE_CHECKING:
     from penstock.planner.outcome import Prediction
@@ -32,26 +40,33 @@ def plan(
     machine: Annotated[
         str, Parameter(help="Name of a known machine, or file of one that probe stored.")
     ] = "h100",
-    gpus: Annotated[int | None, Parameter(help="Devices; 8 if left out.")] = None,
+    gpus: Annotated[int | None, Parameter(converter=whole, help="Devices; 8 if left out.")] = None,
     global_batch: Annotated[
-        int | None, Parameter(help="Samples of one optimizer step, over all devices.")
+        int | None, Parameter(converter=whole, help="Samples of one optimizer step, over all devices.")
     ] = None,
-    sequence: Annotated[int | None, Parameter(help="Tokens of a sample, in place of the preset's.")] = None,
+    sequence: Annotated[
+        int | None,
+        Parameter(
+            converter=whole,
+            help="Tokens of a sample in place of the preset's; of its encoder, where there is a decoder too.",
+        ),
+    ] = None,
     tokens: Annotated[
         float | None, Parameter(help="Tokens to train on: gives days and device hours.")
     ] = None,
-    images: Annotated[float | None, Parameter(help="Images to train on, per epoch.")] = None,
+    images: Annotated[float | None, Parameter(help="Images to train a vision model on, per epoch.")] = None,
     epochs: Annotated[float, Parameter(help="Passes over --tokens or --images.")] = 1.0,
     base: Annotated[
-        str | None, Parameter(help="What is not searched, as a Plan line: precision, attention, …")
+        str | None,
+        Parameter(help="What is fixed, as a Plan line; everything it names is kept, the rest is searched."),
     ] = None,
     explain: Annotated[str | None, Parameter(help="Explain this one Plan line in place of a search.")] = None,
     sensitivity: Annotated[bool, Parameter(negative="", help="Say what would help most.")] = False,
-    top: Annotated[int, Parameter(help="Layouts to show.")] = 10,
+    top: Annotated[int | None, Parameter(converter=whole, help="Layouts to show; 10 if left out.")] = None,
     price: Annotated[float | None, Parameter(help="Of one device for one hour: gives the cost.")] = None,
     json: Annotated[bool, Parameter(negative="", help="Print everything as JSON.")] = False,
     toml: Annotated[
-        Path | None, Parameter(help="Write the best Plan as a file for `train --config`.")
+        Path | None, Parameter(help="Write the best Plan as a file: of a vision model, for `train --config`.")
     ] = None,
     html: Annotated[Path | None, Parameter(help="Write one page with figures.")] = None,
     compute: Annotated[
@@ -68,21 +83,30 @@ def plan(
 
     With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
     """
+    check_numbers(
+        above_zero={
+            "--tokens": tokens, "--images": images, "--epochs": epochs, "--compute": compute,
+            "--budget-gpu-hours": budget_gpu_hours,
+        },
+        from_zero={"--price": price, "--served-tokens": served_tokens},
+        from_one={"--gpus": gpus, "--global-batch": global_batch, "--sequence": sequence, "--top": top},
+    )  # fmt: skip
     if compute is not None or budget_gpu_hours is not None:
         option = "--compute" if compute is not None else "--budget-gpu-hours"
         sought: dict[str, Any] = {"--gpus": gpus, "--global-batch": global_batch, "--sequence": sequence}
         run: dict[str, Any] = {"--tokens": tokens, "--images": images, "--base": base, "--price": price}
-        _only_search(
+        only(
             option,
-            {"a model": model, "--explain": explain, "--toml": toml, **sought, **run}
-            | {"--sensitivity": sensitivity or None},
+            {"a model": model, "--explain": explain, "--toml": toml, "--top": top, **sought, **run}
+            | {"--sensitivity": sensitivity or None, "--epochs": None if epochs == 1.0 else epochs},
         )
         return _scaling(
             load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json, html=html
         )
     config = named_model(model, sequence)
+    only("A model", {"--served-tokens": served_tokens or None})
     device = load_machine(machine)
-    samples = _samples(config, tokens, images, epochs)
+    samples = samples_of_run(config, tokens=tokens, images=images, epochs=epochs, price=price)
     question = {
         "model": model,
         "machine": device.name,
@@ -91,54 +115,43 @@ def plan(
         "price": price,
     }
     if explain is not None:
-        _only_search(
+        only(
             "--explain",
-            {"--toml": toml, "--html": html, "--base": base, "--sensitivity": sensitivity or None},
+            {"--toml": toml, "--html": html, "--base": base, "--top": top}
+            | {"--sensitivity": sensitivity or None},
         )
         line = Plan.parse(explain)
-        _agrees(line, gpus, global_batch)
+        check_line(line, gpus, global_batch)
         return _explain(config, device, line, question, as_json=json)
     gpus = 8 if gpus is None else gpus
-    fixed = None if base is None else Plan.parse(base)
+    top = 10 if top is None else top
+    given = None if base is None else Plan.parse(base)
+    fixed = frozenset[str]() if base is None else Plan.named(base)
+    if given is not None:
+        global_batch = check_base(given, fixed, gpus, global_batch)
     from penstock.planner.search import explore, nothing_fits
 
-    found = explore(config, device, gpus, global_batch=global_batch, base=fixed, keep=None)
+    found = explore(config, device, gpus, global_batch=global_batch, base=given, fixed=fixed, keep=None)
     if not found.predictions:
         raise OutOfMemory(nothing_fits(config, device, gpus, found))
-    levers = _levers(config, device, gpus, found, fixed) if sensitivity or html else []
+    levers = _levers(config, device, gpus, found, given, fixed) if sensitivity or html else []
     if toml is not None:
-        _write(toml, f'model = "{model}"\n\n' + _plan_toml(found.predictions[0].plan))
+        assert model is not None
+        write(toml, plan_file(model, config, found.predictions[0]))
     if html is not None:
         from penstock.cli.plan_page import plan_page
 
-        _write(html, plan_page(config, device, gpus, found, levers, samples=samples, base=fixed, price=price))
+        write(
+            html,
+            plan_page(
+                config, device, gpus, found, levers, samples=samples, base=given, fixed=fixed, price=price
+            ),
+        )
     if json:
         print(json_module.dumps(as_data(question, found, top, levers, device), indent=1))
     else:
         _show(config, device, gpus, found, top, samples, price, levers if sensitivity else [])
     return int(ExitCode.DONE)
-
-
-def _only_search(option: str, others: dict[str, Any]) -> None:
-    """Refuse what would be left aside beside `option`."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ConfigError(
-            f"{option} was given with {' and '.join(given)}, which it has no use for; leave one out."
-        )
-
-
-def _agrees(line: Plan, gpus: int | None, global_batch: int | None) -> None:
-    """Refuse devices or samples that a Plan line contradicts, for these are all in it."""
-    for option, asked, said, degrees in (
-        ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
-        ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
-    ):
-        if asked is not None and asked != said:
-            raise ConfigError(
-                f"{option} is {asked}, but the Plan line of --explain takes {said} by its {degrees}; change one of "
-                "them."
-            )
 
 
 def _explain(
@@ -181,7 +194,7 @@ def _scaling(
 
     flops = plan_scaling.compute_of(machine, compute, hours)
     if html is not None:
-        _write(html, plan_scaling.scaling_page(machine, flops, hours, served))
+        write(html, plan_scaling.scaling_page(machine, flops, hours, served))
     if as_json:
         print(plan_scaling.as_json(flops, served))
     else:
@@ -189,47 +202,21 @@ def _scaling(
     return int(ExitCode.DONE)
 
 
-def named_model(name: str | None, sequence: int | None = None) -> ViTConfig | TransformerConfig:
-    """The preset called `name`, of either family, with another length of sample if asked. Raises ConfigError."""
-    presets: dict[str, ViTConfig | TransformerConfig] = {**PRESETS, **TRANSFORMERS}
-    if name is None:
-        raise ConfigError(
-            "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
-        )
-    if name not in presets:
-        raise ConfigError(
-            f"There is no model preset {name!r}.{nearest(name, presets)} Presets are {', '.join(presets)}."
-        )
-    config = presets[name]
-    if sequence is None:
-        return config
-    if isinstance(config, ViTConfig):
-        raise ConfigError("--sequence is for language models; a vision model's tokens follow from its image.")
-    return replace(config, sequence=sequence)
-
-
-def _samples(
-    config: ViTConfig | TransformerConfig, tokens: float | None, images: float | None, epochs: float
-) -> float | None:
-    if tokens is not None and images is not None:
-        raise ConfigError("--tokens and --images were both given; a model is trained on one of them.")
-    if images is not None:
-        return images * epochs
-    if tokens is None:
-        return None
-    return tokens * epochs / config.tokens
-
-
 def _levers(
-    config: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, base: Plan | None
+    config: ViTConfig | TransformerConfig,
+    machine: Machine,
+    gpus: int,
+    found: Found,
+    base: Plan | None,
+    fixed: frozenset[str],
 ) -> list[Any]:
     from penstock.planner.explain import sensitivity
 
-    return sensitivity(config, machine, gpus, found.predictions[0], base=base)
+    return sensitivity(config, machine, gpus, found.predictions[0], base=base, fixed=fixed)
 
 
 def best_runnable(found: Found) -> Prediction | None:
-    """The fastest layout that training can run today."""
+    """The fastest layout that training can run today: of a vision model by itself, of a model handed in otherwise."""
     return next((one for one in found.predictions if one.plan.runnable), None)
 
 
@@ -282,16 +269,6 @@ TOTALS = {
 def grouped(value: float) -> str:
     """Four digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _plan_toml(plan: Plan) -> str:
-    return "[plan]\n" + dump_toml(plan)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    print(f"written: {path}", file=sys.stderr)
 
 
 COLUMNS = (
@@ -352,13 +329,14 @@ def _show(
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     runs = best_runnable(found)
+    # `train` has vision models only; a language model is handed in as a module.
+    ours = isinstance(config, ViTConfig)
+    runner = "penstock train runs" if ours else "penstock.build runs on a model of your own"
     if runs is None:
-        console.print("penstock train runs none of them yet.")
+        console.print(f"{'penstock train' if ours else 'penstock.build'} runs none of them yet.")
     elif runs is not best:
         slower = runs.iteration_seconds / best.iteration_seconds - 1
-        console.print(
-            f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
-        )
+        console.print(f"best that {runner}: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True)
     said = totals(best, samples, machine, price)
     if said:
         console.print(", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in said.items()))

@@ -11,8 +11,8 @@ from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
-from penstock.planner.outcome import Prediction
-from penstock.planner.search import MARGIN, Found, explore
+from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.search import Found, explore
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.plan_figures import Stack, pareto, stacked_bars
 from penstock.report.schedule_figure import schedule_figure
@@ -25,9 +25,10 @@ DRAWN_TURNS = 2
 
 def plan_page(
     model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, levers: list[Any], *,
-    samples: float | None = None, base: Plan | None = None, price: float | None = None,
+    samples: float | None = None, base: Plan | None = None, fixed: frozenset[str] = frozenset(),
+    price: float | None = None,
 ) -> str:  # fmt: skip
-    """The page as text."""
+    """The page as text. `base` and `fixed` are what the search was given, for it is made again with other devices."""
     best = found.predictions[0]
     sections = [
         _layouts(found),
@@ -37,7 +38,7 @@ def plan_page(
             title="Why the others lose",
             rows=[("", [Cell(line, words=True)]) for line in why_others_lose(model, machine, found, best)],
         ),
-        _front(model, machine, gpus, best, base),
+        _front(model, machine, gpus, best, base, fixed),
     ]
     if best.plan.pp > 1:
         sections.append(_pipeline(best))
@@ -128,16 +129,23 @@ def _memory(found: Found, machine: Machine) -> Section:
 
 
 def _front(
-    model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, best: Prediction, base: Plan | None
+    model: ViTConfig | TransformerConfig,
+    machine: Machine,
+    gpus: int,
+    best: Prediction,
+    base: Plan | None,
+    fixed: frozenset[str],
 ) -> Section:
-    """Time against devices at the same global batch."""
+    """Time against devices at the same global batch, without numbers of devices that what is fixed does not admit."""
     points = []
     for factor in (0.125, 0.25, 0.5, 1, 2, 4):
         devices = int(gpus * factor)
         if devices < 1 or devices != gpus * factor:
             continue
         try:
-            one = explore(model, machine, devices, global_batch=best.global_batch, base=base, keep=1)
+            one = explore(
+                model, machine, devices, global_batch=best.global_batch, base=base, fixed=fixed, keep=1
+            )
         except PenstockError:
             continue
         if one.predictions:

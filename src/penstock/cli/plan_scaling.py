@@ -22,7 +22,10 @@ CHINCHILLA = 5.76e23
 
 
 def compute_of(machine: Machine, compute: float | None, hours: float | None) -> float:
-    """FLOPs to spend: as given, or what so many device hours compute. Raises ConfigError unless above 0."""
+    """FLOPs to spend: as given, or what so many device hours compute.
+
+    Raises ConfigError unless they are above 0 and finite.
+    """
     if compute is not None and hours is not None:
         raise ConfigError("--compute and --budget-gpu-hours were both given; a budget is one of them.")
     if compute is None:
@@ -30,7 +33,10 @@ def compute_of(machine: Machine, compute: float | None, hours: float | None) -> 
         peak = rates.get("bf16") or rates.get("fp16") or max(rates.values())
         compute = (hours or 0.0) * 3600 * peak * ASSUMED_MFU
     if not 0 < compute < float("inf"):
-        raise ConfigError(f"--compute is {compute:g} FLOPs, but must be above 0.")
+        option = "--compute is" if hours is None else f"--budget-gpu-hours {hours:g} are"
+        raise ConfigError(
+            f"{option} {compute:g} FLOPs, which must be above 0 and finite; give another budget."
+        )
     return compute
 
 

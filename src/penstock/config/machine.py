@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config.convert import check_fields, nearest
+from penstock.config.convert import check_fields, field_types, nearest
 from penstock.errors import ConfigError, EnvironmentProblem
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
@@ -48,6 +50,9 @@ class Machine:
     `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`, `fp8`,
     `int8`, and on CPUs `fp32_medium`. A type that is absent cannot be computed in on this machine. A CPU has no
     datasheet peak, so there a measured Machine holds the best rate of its probe here and in `achievable_flops` alike.
+
+    Rates by type and of samples are above 0. Of the other figures 0 means that it is not known. Raises ConfigError with
+    every figure that is negative, infinite or not a number.
     """
 
     name: str
@@ -70,6 +75,8 @@ class Machine:
     devices_per_node: int = 1
     node_bytes_per_second: float | None = None
     """Out of a node, over all its adapters."""
+    host_bytes_per_second: float | None = None
+    """Between a device and the memory of its host, one direction."""
     collective_bytes_per_second: float | None = None
     """Measured bus bandwidth of all-reduce, where a probe ran distributed."""
     multiprocessors: int | None = None
@@ -83,10 +90,41 @@ class Machine:
 
     def __post_init__(self) -> None:
         problems = check_fields(self, "machine")
-        if not problems and self.devices_per_node < 1:
-            problems = [f"machine.devices_per_node is {self.devices_per_node}, but must be at least 1."]
+        if not problems:
+            problems = [*self._figure_problems()]
         if problems:
             raise ConfigError(problems)
+
+    def _figure_problems(self) -> Iterator[str]:
+        for name in field_types(Machine):
+            value = getattr(self, name)
+            least = 1 if name == "devices_per_node" else 0
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                unknown = "" if least else ", and 0 where it is not known"
+                yield f"machine.{name} is {value}, but must be finite and at least {least}{unknown}."
+        if not self.peak_flops:
+            yield "machine.peak_flops is empty, but needs the rate of one type at least, such as bf16."
+        rates = {
+            f"{name}.{kind}": rate
+            for name in ("peak_flops", "achievable_flops")
+            for kind, rate in getattr(self, name).items()
+        }
+        rates |= {f"gemm[{i}].flops_per_second": one.flops_per_second for i, one in enumerate(self.gemm)}
+        rates |= {f"kernels[{i}].per_second": one.per_second for i, one in enumerate(self.kernels)}
+        for name, rate in rates.items():
+            if not 0 < rate < math.inf:
+                yield f"machine.{name} is {rate}, but must be finite and above 0; leave out what is not known."
+        sizes = {
+            f"gemm[{i}].{side}": (getattr(one, side), 1) for i, one in enumerate(self.gemm) for side in "mnk"
+        }
+        sizes |= {
+            f"kernels[{i}].{size}": (getattr(one, size), 0)
+            for i, one in enumerate(self.kernels)
+            for size in ("tokens", "features")
+        }
+        for name, (size, least) in sizes.items():
+            if size < least:
+                yield f"machine.{name} is {size}, but must be at least {least}."
 
     def __hash__(self) -> int:
         # The dicts would make the generated hash fail; equality still compares every field.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from penstock.config.convert import BadValue, check_fields, convert, field_types, nearest
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
+from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
@@ -134,6 +135,16 @@ class Plan:
         Words are separated by white space, in any order; `baseline` and an empty line are the defaults. Raises
         `ConfigError` with every problem of the line.
         """
+        return cls(**cls._values(line))
+
+    @classmethod
+    def named(cls, line: str) -> frozenset[str]:
+        """The settings that a line for `parse` names, those too that it gives their default. Raises as `parse`."""
+        return frozenset(cls._values(line))
+
+    @classmethod
+    def _values(cls, line: str) -> dict[str, Any]:
+        """The settings of a line by name."""
         kinds = field_types(cls)
         values: dict[str, Any] = {}
         problems = []
@@ -158,7 +169,7 @@ class Plan:
                     problems.append(f"plan.{name} is {text!r}, but {bad}")
         if problems:
             raise ConfigError(problems)
-        return cls(**values)
+        return values
 
     def line(self) -> str:
         """The Plan as one line of key=value words: what differs from the defaults, or `baseline`.
@@ -183,7 +194,10 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str) -> Plan:
-        """The Plan that TOML text writes; what is absent keeps its default. Raises `ConfigError`."""
+        """The Plan that TOML text writes, as it is or as the table `plan` and nothing else.
+
+        What is absent keeps its default. Raises `ConfigError`.
+        """
         import tomllib
 
         from penstock.config.load import from_dict
@@ -192,6 +206,8 @@ class Plan:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"The plan is no valid TOML: {error}.") from error
+        if values.keys() == {"plan"} and isinstance(values["plan"], dict):
+            values = values["plan"]
         return from_dict(cls, values, origin="the plan")
 
     @property
@@ -250,13 +266,14 @@ class Plan:
 
     def validate(self, model: ModelConfig, machine: Machine) -> None:
         """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""
-        problems = [
-            *self._unrunnable(),
-            *self._precision_problems(machine),
-            *self._attention_problems(model, machine),
-        ]
+        problems = [*self._unrunnable(), *self.misfits(model, machine)]
         if problems:
             raise ConfigError(problems)
+
+    def misfits(self, model: ModelConfig | TransformerConfig, machine: Machine) -> Iterator[str]:
+        """Every reason why `machine` cannot compute `model` as the Plan says, be it run or predicted."""
+        yield from self._precision_problems(machine)
+        yield from self._attention_problems(model, machine)
 
     def _precision_problems(self, machine: Machine) -> Iterator[str]:
         if self.precision == "O0":
@@ -304,7 +321,7 @@ class Plan:
                 "use matmul=highest."
             )
 
-    def _attention_problems(self, model: ModelConfig, machine: Machine) -> Iterator[str]:
+    def _attention_problems(self, model: ModelConfig | TransformerConfig, machine: Machine) -> Iterator[str]:
         if machine.device == "cpu" and self.attention not in _CPU_ATTENTION:
             yield (
                 f"plan.attention={self.attention} exists on GPUs only, and machine {machine.name} is a CPU; "

@@ -114,7 +114,11 @@ def world_of(plan: Plan, device: torch.device | str) -> World:
 
 
 def require_size(plan: Plan, size: int) -> None:
-    """Raise `ConfigError` unless `size` processes are what the Plan needs; says which Plans these could run."""
+    """Raise `ConfigError` unless `size` processes are what the Plan needs; says which Plans these could run.
+
+    A Plan that no processes can run is refused for that: starting as many as it takes would not help.
+    """
+    plan.refuse_unrunnable()
     if plan.gpus == size:
         return
     if size == 1:

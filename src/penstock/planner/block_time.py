@@ -111,7 +111,7 @@ def _linears(
     """Matrix products with weights; gives the seconds of the weights' gradients, which collectives can hide behind,
     and of the block's last product."""
     t, d = plan.tp, block.width
-    a, kv = block.heads * block.features // t, max(1, block.kv_heads * block.features // t)
+    a, kv = block.heads * block.features // t, max(1, block.kv_heads // t) * block.features
     products = [(tokens, a + 2 * kv, d, 1), (tokens, d, a, 1)]
     if block.cross:
         other = max(1, plan.micro_batch * block.cross // plan.cp)
@@ -159,10 +159,9 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
         once, back = _fused(block, rates, tokens, heads)
         forward.attention += once
         backward.attention += back
-        again = once if plan.recompute != "selective" or plan.attention != "auto" else 0.0
         if plan.cp > 1:
             _context(block, rates, plan, tokens, once, back, forward, backward)
-        return again
+        return 0.0  # no scores are kept, so none are made again
     batch = max(1, plan.micro_batch * heads)
     rows = max(1, tokens // plan.micro_batch)
     scores = gemm_seconds(rates, rows, seen, block.features, batch, linear=False)
@@ -178,9 +177,12 @@ def _attention(block: Block, rates: Rates, plan: Plan, tokens: int, forward: Par
     # A bias of distances is spread over the scores' place, and read by the product that adds to it.
     bias = 2 * elements * c if block.linear_bias else 0.0
     once = (passes + drop + bias) / rates.memory
-    forward.attention += scores + values + once
     # Gradients of probabilities, values, queries and keys.
-    backward.attention += scores + 2 * keys + values + back / rates.memory
+    behind = scores + 2 * keys + values + back / rates.memory
+    forward.attention += scores + values + once
+    backward.attention += behind
+    if plan.cp > 1:
+        _context(block, rates, plan, tokens, scores + values + once, behind, forward, backward)
     return scores + values + once
 
 
@@ -218,7 +220,7 @@ def _context(
 ) -> None:
     """Ring attention (Liu et al. 2023): keys and values go round while the part at hand is computed."""
     group = group_of(rates, plan.cp, plan.tp)
-    kv = 2.0 * tokens * max(1, block.kv_heads * block.features // plan.tp) * rates.compute
+    kv = 2.0 * tokens * max(1, block.kv_heads // plan.tp) * block.features * rates.compute
     turn = gather_seconds(group, kv * plan.cp)
     forward.context += exposed_seconds(rates, turn, once)
     backward.context += exposed_seconds(rates, 2 * turn, back)

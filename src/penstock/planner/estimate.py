@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.iteration import Memo, held_parameters, iteration
+from penstock.planner.holding import held_parameters
+from penstock.planner.iteration import Memo, iteration
 from penstock.planner.layout import layout_problems
 from penstock.planner.memory_model import activation_kinds, in_flight, memory
-from penstock.planner.outcome import Prediction
+from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.rates import FUSED, Rates, rates_of
 from penstock.planner.shapes import Shape, shape_of
 
@@ -21,10 +24,18 @@ def estimate(
 ) -> Prediction:
     """Predict one optimizer step. Raises ConfigError for a layout that cannot be, with every reason."""
     shape = shape_of(model)
-    problems = list(layout_problems(shape, plan))
+    problems = [*layout_problems(shape, plan), *_type_problems(plan)]
     if problems:
         raise ConfigError(problems)
     return prediction(shape, machine, rates_of(machine, plan, constants), plan, constants)
+
+
+def _type_problems(plan: Plan) -> Iterator[str]:
+    if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
+        yield (
+            f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
+            f"plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
+        )
 
 
 def prediction(
@@ -51,7 +62,7 @@ def prediction(
         iteration_seconds=seconds,
         samples_per_second=batch / seconds,
         memory_bytes=needed,
-        fits=not machine.memory_bytes or needed <= machine.memory_bytes,
+        fits=not machine.memory_bytes or needed <= MARGIN * machine.memory_bytes,
         model_flops_per_second_per_gpu=useful,
         mfu=useful / rates.peak,
         hfu=(useful + recomputed_flops(shape, plan) * batch / seconds / gpus) / rates.peak,
@@ -84,8 +95,9 @@ def recomputed_flops(shape: Shape, plan: Plan) -> float:
             again = (block.flops - last) / plan.recompute_every
         elif plan.recompute == "operators":
             again = 2 * block.tokens * block.width * (block.attention_width + block.hidden * block.gated)
+            again /= plan.recompute_every
         elif plan.recompute == "selective" and plan.attention not in FUSED:
-            again = block.attention_flops
+            again = block.attention_flops / plan.recompute_every
         else:
             again = 0.0
         if plan.attention in FUSED:

@@ -9,11 +9,11 @@ from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.planner.memory_model import memory
-from penstock.planner.outcome import Prediction
+from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.prediction import predict
-from penstock.planner.search import GIB, MARGIN, Found, default_batch, explore, vary
+from penstock.planner.search import GIB, Found, default_batch, explore, vary
 from penstock.planner.shapes import shape_of
 
 SECOND_WORDS = {
@@ -29,6 +29,7 @@ SECOND_WORDS = {
     "bubble": "pipeline bubble",
     "data": "data parallel collectives, exposed",
     "optimizer": "optimizer, and adding up gradients",
+    "offload": "copies to the host's memory and back, exposed",
     "step": "host work between steps",
     "straggling": "waiting for the slowest replica",
     "launch": "waiting for the host",
@@ -53,6 +54,9 @@ AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp
 
 def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) -> list[str]:
     """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
+    problems = list(plan.misfits(model, machine))
+    if problems:
+        raise ConfigError(problems)
     one = predict(model, machine, plan)
     lines = [
         f"{plan.line()}",
@@ -165,6 +169,7 @@ def sensitivity(
     best: Prediction,
     *,
     base: Plan | None = None,
+    fixed: frozenset[str] = frozenset(),
 ) -> list[Lever]:
     """What would help most, searched anew under each change; the largest gain first."""
     batch = best.global_batch or default_batch(shape_of(model), gpus)
@@ -193,7 +198,7 @@ def sensitivity(
     for words, change in changes:
         other, samples = change()
         try:
-            found = explore(model, other, gpus, global_batch=samples, base=base, keep=1)
+            found = explore(model, other, gpus, global_batch=samples, base=base, fixed=fixed, keep=1)
         except PenstockError:
             continue
         if found.predictions:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.config.convert import check_fields
 from penstock.config.machine import Machine
 from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
@@ -26,11 +29,16 @@ class Serving:
     batch: int = 1
     """Sequences that are generated together."""
     prompt: int = 512
-    """Tokens read at once before the first is generated."""
+    """Tokens of each sequence, read at once before the first is generated."""
     generated: int = 128
+    """Tokens of each sequence after its prompt."""
     tp: int = 1
+    """Tensor parallel degree: devices that share each block."""
     pp: int = 1
+    """Pipeline stages, which a token goes through one after the other."""
     ep: int = 1
+    """Expert parallel degree: into how many parts the `tp` devices of a stage share out a mixture's experts. Each
+    expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it lies on one whole."""
     weight_bytes: float = 2.0
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: float = 2.0
@@ -64,7 +72,10 @@ class InferencePrediction:
 def predict_inference(
     model: TransformerConfig, machine: Machine, serving: Serving, constants: Constants = DEFAULT
 ) -> InferencePrediction:
-    """Predict generation with a decoder. Raises ConfigError for degrees that the model does not admit."""
+    """Predict generation with a decoder on `serving.gpus` devices of `machine`: seconds, and bytes of one device.
+
+    Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
+    """
     shape = shape_of(model)
     _check(model, shape, serving)
     dtype = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else None
@@ -106,17 +117,41 @@ def cache_bytes_per_token(shape: Shape, serving: Serving) -> float:
 
 
 def _check(model: TransformerConfig, shape: Shape, serving: Serving) -> None:
-    problems = []
-    if model.family != "decoder":
-        problems.append(f"model.family is {model.family}, but only decoders are predicted to generate text.")
-    if any(block.heads % serving.tp for block in shape.blocks):
-        problems.append(f"tp={serving.tp} cannot share out the model's {model.heads} attention heads evenly.")
-    if serving.pp > shape.depth:
-        problems.append(f"pp={serving.pp} leaves stages without a block, for the model has {shape.depth}.")
-    if serving.ep > 1 and (not model.experts or model.experts % serving.ep):
-        problems.append(f"ep={serving.ep} cannot share out the model's {model.experts} experts evenly.")
+    problems = check_fields(serving, "serving") or [*_sizes(serving)] or [*_degrees(model, shape, serving)]
     if problems:
         raise ConfigError(problems)
+
+
+def _sizes(serving: Serving) -> Iterator[str]:
+    """Numbers that no model could be served with."""
+    for name in ("batch", "prompt", "generated", "tp", "pp", "ep"):
+        value = getattr(serving, name)
+        if value < 1:
+            yield f"serving.{name} is {value}, but must be at least 1."
+    for name in ("weight_bytes", "cache_bytes"):
+        value = getattr(serving, name)
+        if not 0 < value < math.inf:
+            yield f"serving.{name} is {value}, but must be above 0 and finite; half precision takes 2."
+
+
+def _degrees(model: TransformerConfig, shape: Shape, serving: Serving) -> Iterator[str]:
+    """Degrees that this model does not admit."""
+    tp, ep = serving.tp, serving.ep
+    if model.family != "decoder":
+        yield f"model.family is {model.family}, but only decoders are predicted to generate text."
+    if any(block.heads % tp for block in shape.blocks):
+        yield f"tp={tp} cannot share out the model's {model.heads} attention heads evenly."
+    if serving.pp > shape.depth:
+        yield f"pp={serving.pp} leaves stages without a block, for the model has {shape.depth}."
+    if ep > 1 and not model.experts:
+        yield f"ep={ep} is for mixtures of experts, and the model is none; use ep=1."
+    elif model.experts % ep:
+        yield f"ep={ep} cannot share out the model's {model.experts} experts evenly."
+    if tp % ep:
+        yield (
+            f"ep={ep} shares the experts out over the tp={tp} devices of a stage, so it must divide tp; use a tp that "
+            "is a multiple of it, or ep=1."
+        )
 
 
 def _weights(shape: Shape, serving: Serving) -> float:
@@ -124,7 +159,11 @@ def _weights(shape: Shape, serving: Serving) -> float:
 
 
 def _pass_seconds(shape: Shape, rates: Rates, serving: Serving, tokens: int, seen: int) -> float:
-    """One forward pass of all stages, one after the other: `tokens` new ones of each sequence, which see `seen`."""
+    """One forward pass of all stages, one after the other: `tokens` new ones of each sequence, which see `seen`.
+
+    With expert parallelism each device sends its share of the rows to the devices of the experts that they visit, and
+    gets results back: two all-to-alls per mixture. Groups that hold alike experts' parts are tp / ep devices apart.
+    """
     rows = serving.batch * tokens
     group = group_of(rates, serving.tp, 1)
     moved = float(rows) * shape.width * rates.compute
@@ -133,7 +172,8 @@ def _pass_seconds(shape: Shape, rates: Rates, serving: Serving, tokens: int, see
         one = _block_seconds(block, rates, serving, rows, tokens, seen)
         one += 2 * reduce_seconds(group, moved)
         if block.experts and serving.ep > 1:
-            one += 2 * exchange_seconds(group_of(rates, serving.ep, 1), moved * block.routed / serving.tp)
+            experts = group_of(rates, serving.ep, serving.tp // serving.ep)
+            one += 2 * exchange_seconds(experts, moved * block.routed / serving.tp)
         seconds += block.count * one
     columns = -(-shape.output // serving.tp)
     seconds += _product(rates, serving, serving.batch, columns, shape.width)
@@ -151,15 +191,21 @@ def _product(rates: Rates, serving: Serving, m: int, n: int, k: int, batch: int 
 
 def _block_seconds(block: Block, rates: Rates, serving: Serving, rows: int, tokens: int, seen: int) -> float:
     t, d = serving.tp, block.width
-    a, kv = block.heads * block.features // t, max(1, block.kv_heads * block.features // t)
+    # Where there are more devices than heads of keys, several devices keep the same head.
+    a, kv = block.heads * block.features // t, -(-block.kv_heads // t) * block.features
     seconds = _product(rates, serving, rows, a + 2 * kv, d) + _product(rates, serving, rows, d, a)
-    hidden = max(1, block.hidden // t)
+    hidden = -(-block.hidden // t)
     up = hidden * (2 if block.gated else 1)
     if block.experts:
         met = min(block.experts, rows * block.routed)
-        each = max(1, rows * block.routed // met)
-        met = max(1, met // serving.ep)
-        seconds += _product(rates, serving, each, up, d, met) + _product(rates, serving, each, d, hidden, met)
+        each = -(-rows * block.routed // met)
+        # Of one device: 1/ep of the experts that are met, and of each of them ep/t of its width.
+        held = -(-met // serving.ep)
+        part = -(-block.hidden * serving.ep // t)
+        wide = part * (2 if block.gated else 1)
+        seconds += _product(rates, serving, each, wide, d, held) + _product(
+            rates, serving, each, d, part, held
+        )
         if block.shared:
             seconds += _product(rates, serving, rows, up * block.shared, d)
             seconds += _product(rates, serving, rows, d, hidden * block.shared)

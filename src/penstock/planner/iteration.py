@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, field
 
 from penstock.config.plan import Plan
+from penstock.planner.block_memory import block_bytes
 from penstock.planner.block_time import BlockTime, Parts, block_time
 from penstock.planner.collectives import (
     Group,
@@ -29,13 +30,28 @@ from penstock.planner.collectives import (
     send_seconds,
 )
 from penstock.planner.gemm import gemm_seconds
+from penstock.planner.holding import (
+    expert_replicas,
+    gathered_parameters,
+    held_parameters,
+    kept_parameters,
+    sharded_parameters,
+)
 from penstock.planner.host_time import IN_PLACE
 from penstock.planner.layout import stage_blocks
 from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import Rates
 from penstock.planner.shapes import Shape
-from penstock.planner.states import gradient_size, optimizer_traffic, weight_size
+from penstock.planner.states import (
+    gradient_size,
+    stored_size,
+    update_bytes,
+    update_launches,
+    weight_size,
+)
 
+HOST_BYTES_PER_SECOND = 50e9
+"""Of host memory, what one device's share of an update there moves: eight of them on two sockets of 200 GB/s each."""
 LOSS_BYTES = {"none": 36, "blocks": 36, "whole": 10}
 """Traffic of cross-entropy per number of the output, forward and backward: a cast to fp32, log-softmax, its gradient
 and the cast back, each an operator of its own unless the whole model is compiled."""
@@ -112,6 +128,7 @@ def iteration(
         "bubble": 0.0,
         "data": m * stage.data,
         "optimizer": 0.0,
+        "offload": 0.0,
         "step": 0.0,
         "straggling": 0.0,
         "launch": 0.0,
@@ -133,10 +150,9 @@ def iteration(
         result.bubble_fraction = bubble / (m * one)
     held = held_parameters(shape, plan) if held is None else held
     seconds["data"] += _reduction(shape, rates, plan, held, stage)
-    moved, launched = optimizer_traffic(held, plan)
-    seconds["optimizer"] = moved * (IN_PLACE if rates.cpu else 1.0) / rates.memory + _accumulation(
-        rates, plan, held
-    )
+    seconds["optimizer"] = _update(shape, rates, plan, held) + _accumulation(rates, plan, held)
+    if plan.offload != "none":
+        seconds["offload"] = _offload(shape, rates, plan, held, stage)
     if plan.gpus > 1:
         seconds["step"] = rates.step_seconds
     group, outer = data_group(rates, plan)
@@ -144,38 +160,13 @@ def iteration(
     nodes = -(-replicas * plan.tp // rates.per_node)
     if replicas > 1 and nodes > 1:
         seconds["straggling"] = rates.straggling * math.log2(nodes) * sum(seconds.values())
-    kernels = sum(t.launches * b.count for t, b in zip(times, shape.blocks)) / plan.pp * m + launched
+    tensors = sum(b.tensors * b.count for b in shape.blocks) / plan.pp
+    kernels = sum(t.launches * b.count for t, b in zip(times, shape.blocks)) / plan.pp * m
+    kernels += update_launches(kept_parameters(shape, plan, held), tensors, plan)
     seconds["launch"] = (
         max(0.0, kernels * rates.launch_seconds - sum(seconds.values())) if not rates.cpu else 0.0
     )
     return result
-
-
-def held_experts(shape: Shape, plan: Plan) -> float:
-    """Those of `held_parameters` that are experts, and so the same on 1/ep of the replicas only."""
-    total = sum(b.count * b.expert_parameters * b.experts for b in shape.blocks) / plan.ep / plan.tp
-    return total / shape.depth * max(stage_blocks(shape.depth, plan.pp))
-
-
-def held_parameters(shape: Shape, plan: Plan) -> float:
-    """Parameters of the fullest stage on one device, before data parallel sharding."""
-    blocks = 0.0
-    for block in shape.blocks:
-        own = block.attention_parameters / plan.tp + block.norm_parameters
-        if block.experts:
-            own += block.router_parameters
-            own += block.expert_parameters * (block.experts / plan.ep + block.shared) / plan.tp
-        else:
-            own += block.expert_parameters / plan.tp
-        blocks += block.count * own
-    if plan.pp == 1:
-        return blocks + (shape.entrance_parameters + shape.exit_parameters) / plan.tp
-    first, middle, last = stage_blocks(shape.depth, plan.pp)
-    one = blocks / shape.depth
-    entrance, exit_ = shape.entrance_parameters / plan.tp, shape.exit_parameters / plan.tp
-    if shape.tied:
-        exit_ += shape.output * shape.width / plan.tp
-    return max(first * one + entrance, middle * one, last * one + exit_)
 
 
 def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _Stage:
@@ -248,14 +239,10 @@ def data_group(rates: Rates, plan: Plan) -> tuple[Group, Group | None]:
 
 def _gathering(shape: Shape, rates: Rates, plan: Plan, forward: float, backward: float) -> float:
     """Exposed seconds per block and micro-batch of gathering weights (twice) and scattering gradients (once)."""
-    group, _ = data_group(rates, plan)
-    if group.size == 1:
+    if data_group(rates, plan)[0].size == 1:
         return 0.0
-    block = max(shape.blocks, key=lambda b: b.parameters)
-    per_device = block.parameters / plan.tp / (plan.ep if block.experts else 1)
-    gather = gather_seconds(group, per_device * weight_size(plan))
-    scatter = gather_seconds(group, per_device * gradient_size(plan))
-    again = 0.0 if plan.pp > 1 else gather
+    per_device = sum(b.count * sum(gathered_parameters(b, plan)) for b in shape.blocks) / shape.depth
+    gather, again, scatter = _sharing(shape, rates, plan)
     # Flat buffers are filled and emptied on the device's own time: a read and a write of each weight, of each
     # gradient, and of its division by the number of replicas.
     passes = 1 if plan.pp > 1 else 2
@@ -268,6 +255,22 @@ def _gathering(shape: Shape, rates: Rates, plan: Plan, forward: float, backward:
     return exposed + ends + copies
 
 
+def _sharing(shape: Shape, rates: Rates, plan: Plan) -> tuple[float, float, float]:
+    """Seconds of gathering one block's weights for its forward pass, again for its backward pass, and of scattering its
+    gradients, on the mean over blocks."""
+    group, _ = data_group(rates, plan)
+    _, replicas = expert_replicas(plan)
+    alike = group_of(rates, replicas, plan.tp * plan.ep)
+    gather = scatter = 0.0
+    for block in shape.blocks:
+        dense, experts = gathered_parameters(block, plan)
+        share = block.count / shape.depth
+        for members, size in ((group, dense), (alike, experts)):
+            gather += share * gather_seconds(members, size * weight_size(plan))
+            scatter += share * gather_seconds(members, size * gradient_size(plan))
+    return gather, 0.0 if plan.pp > 1 else gather, scatter
+
+
 def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stage) -> float:
     """Exposed seconds per step of reducing gradients over replicas, and of what else is said once per step."""
     group, outer = data_group(rates, plan)
@@ -277,10 +280,11 @@ def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stag
         seconds += reduce_seconds(pair, shape.output * shape.width / plan.tp * gradient_size(plan))
     if plan.sharding in ("fsdp", "hsdp"):
         if outer is not None:
-            whole = reduce_seconds(outer, held / group.size * gradient_size(plan))
-            seconds += (
-                max(0.1 * whole, exposed_seconds(rates, whole, stage.backward)) if plan.overlap else whole
-            )
+            whole = reduce_seconds(outer, sharded_parameters(shape, plan, held) * gradient_size(plan))
+            # Behind what the transfers within the group leave of the backward pass.
+            _, again, scatter = _sharing(shape, rates, plan)
+            left = max(0.0, stage.backward - (again + scatter) * shape.depth / plan.pp)
+            seconds += max(0.1 * whole, exposed_seconds(rates, whole, left)) if plan.overlap else whole
         return seconds
     if group.size == 1:
         return seconds
@@ -292,7 +296,9 @@ def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stag
         after = gather_seconds(group, held * weight_size(plan))
         if plan.sharding == "zero2":
             # Gradients cannot be kept whole, so each micro-batch reduces them.
-            seconds += (plan.accumulate - 1) * max(0.0, whole - stage.backward * plan.overlap)
+            behind = stage.backward if plan.overlap else 0.0
+            shown = exposed_seconds(rates, whole, behind) if plan.overlap else whole
+            seconds += (plan.accumulate - 1) * shown
     if not plan.overlap:
         return seconds + whole + after
     last = 1.0 / max(1, shape.depth // plan.pp)
@@ -315,6 +321,37 @@ def _transfers(shape: Shape, rates: Rates, plan: Plan) -> float:
     shown = rates.node_step if plan.overlap and plan.virtual > 1 else one
     steady = 2.0 * plan.accumulate * plan.virtual * shown
     return steady + 2.0 * (plan.pp - 1) * one
+
+
+def _update(shape: Shape, rates: Rates, plan: Plan, held: float) -> float:
+    """Seconds of the optimizer's update on the device, or in host memory, and of Muon's products."""
+    moved = kept_parameters(shape, plan, held) * update_bytes(plan)
+    if plan.offload == "optimizer":
+        return moved / HOST_BYTES_PER_SECOND
+    seconds = moved * (IN_PLACE if rates.cpu else 1.0) / rates.memory
+    if plan.algorithm == "muon":
+        # Whole matrices are needed; the devices that hold parts of the same ones share them out among them.
+        group, replicas = expert_replicas(plan) if plan.sharding != "ddp" else (1, 1)
+        for block in shape.blocks:
+            experts = block.newton_schulz_flops(block.experts / plan.ep) - block.newton_schulz_flops(0)
+            flops = block.newton_schulz_flops(0) / group + experts / replicas
+            seconds += block.count / plan.pp * flops / plan.tp / rates.half
+    return seconds
+
+
+def _offload(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stage) -> float:
+    """Exposed seconds of a step's copies to host memory and back, over a link of each device's own."""
+    m = plan.accumulate
+    if plan.offload == "activations":
+        kept = sum(block.count * block_bytes(block, plan)[0] for block in shape.blocks)
+        one = kept / shape.depth * max(stage_blocks(shape.depth, plan.pp)) / rates.host
+        return m * (max(0.0, one - stage.forward) + max(0.0, one - stage.backward))
+    kept = kept_parameters(shape, plan, held)
+    if plan.sharding not in ("fsdp", "hsdp"):
+        # Gradients go once a step, updated weights come back, with nothing to hide behind.
+        return kept * (gradient_size(plan) + weight_size(plan)) / rates.host
+    there, back = kept * gradient_size(plan), (1 if plan.pp > 1 else 2) * kept * stored_size(plan)
+    return m * max(0.0, max(there, back) / rates.host - stage.forward - stage.backward)
 
 
 def _accumulation(rates: Rates, plan: Plan, held: float) -> float:

@@ -14,7 +14,7 @@ def stage_blocks(depth: int, stages: int) -> tuple[int, int, int]:
     """Blocks of the first, a middle and the last stage.
 
     Even where `stages` divides `depth`. Else, where it divides `depth + 2`, entrance and exit take a block's place
-    each. Else the first stages take one more than the last.
+    each. Else the first stages take one more than the others, of which the last is one.
     """
     if stages == 1:
         return depth, depth, depth
@@ -24,7 +24,7 @@ def stage_blocks(depth: int, stages: int) -> tuple[int, int, int]:
         each = (depth + 2) // stages
         return each - 1, each, each - 1
     each = -(-depth // stages)
-    return each, each, max(0, depth - each * (stages - 1))
+    return each, each, each - 1
 
 
 def layout_problems(shape: Shape, plan: Plan) -> Iterator[str]:
@@ -50,6 +50,19 @@ def _tensor_problems(shape: Shape, plan: Plan) -> Iterator[str]:
             break
     if plan.sp and plan.tp == 1:
         yield "plan.sp=true splits what tensor parallelism leaves whole, but plan.tp=1; use sp=false, or a larger tp."
+    for block in shape.blocks:
+        if block.kv_heads % plan.tp and plan.tp % block.kv_heads:
+            yield (
+                f"plan.tp={plan.tp} can neither share out the model's {block.kv_heads} heads of keys evenly nor give "
+                f"each to as many devices; use a tp that divides {block.kv_heads}, or a multiple of it."
+            )
+            break
+        if plan.sp and block.tokens // plan.cp % plan.tp:
+            yield (
+                f"plan.sp=true cannot split {block.tokens // plan.cp} tokens over plan.tp={plan.tp} devices evenly; "
+                "use sp=false, or a tp that divides them."
+            )
+            break
     tokens = min(block.tokens for block in shape.blocks)
     if plan.cp > tokens or any(block.tokens % plan.cp for block in shape.blocks):
         yield (
@@ -65,6 +78,11 @@ def _pipeline_problems(shape: Shape, plan: Plan) -> Iterator[str]:
             yield (
                 f"plan.virtual={plan.virtual} needs plan.schedule=interleaved, which plan.schedule={plan.schedule} "
                 "is not."
+            )
+        if plan.schedule == "interleaved" and plan.accumulate % plan.pp:
+            yield (
+                f"plan.accumulate={plan.accumulate} is no multiple of plan.pp={plan.pp}, by which an interleaved "
+                "schedule takes its micro-batches; use one that is, or schedule=1f1b with virtual=1."
             )
         if plan.pp == 1:
             yield f"plan.virtual={plan.virtual} cuts pipeline stages into chunks, but plan.pp=1; use virtual=1."

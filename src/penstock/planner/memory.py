@@ -9,7 +9,7 @@ the other, layer by layer.
 from __future__ import annotations
 
 from penstock.config.plan import Plan
-from penstock.planner.states import master_size
+from penstock.planner.states import EIGHT_BIT, MOMENTS, master_size
 from penstock.planner.time import Workload
 
 
@@ -23,7 +23,8 @@ def step_memory(work: Workload, plan: Plan) -> dict[str, int]:
     size = 2 if plan.precision in ("O2", "O3") else 4
     number = 2 if plan.precision == "O3" else 4
     weights = work.parameters * size
-    parts = {"weights": weights, "optimizer": 2 * work.parameters * number}
+    moment = EIGHT_BIT if plan.algorithm == "adam8bit" else number
+    parts = {"weights": weights, "optimizer": int(MOMENTS[plan.algorithm] * moment * work.parameters)}
     gradients = weights
     if plan.precision == "O2":
         parts["master_weights"] = int(work.parameters * master_size(plan))

@@ -1,21 +1,17 @@
 """Bytes on the fullest device of a layout, by what takes them.
 
-Per block and micro-batch the activations are those that autograd keeps; for GPT in half precision they are the
-formulas of Korthikanti et al. 2022 (Table 2), exactly. A pipeline's first stage keeps as many micro-batches as there
-are stages; the last one keeps the output besides.
-
-Letters: T tokens of a micro-batch on this device, D width, A features of query heads, K of key heads, M hidden width,
-t tensor parallel degree.
+Per block and micro-batch the activations are those of `block_memory`. A pipeline's first stage keeps as many
+micro-batches as there are stages; the last one keeps the output besides.
 """
 
 from __future__ import annotations
 
 from penstock.config.plan import Plan
+from penstock.planner.block_memory import block_activations, block_bytes, weight_inputs
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.iteration import held_experts, held_parameters
+from penstock.planner.holding import gathered_parameters, held_parameters, sharded_parameters
 from penstock.planner.layout import stage_blocks
-from penstock.planner.rates import FUSED
-from penstock.planner.shapes import Block, Shape
+from penstock.planner.shapes import Shape
 from penstock.planner.states import (
     gradient_size,
     master_size,
@@ -44,10 +40,7 @@ def memory(
     """Bytes of the fullest device by part; their sum is the peak. `held` is its number of parameters, if known."""
     held = held_parameters(shape, plan) if held is None else held
     shards = plan.dp * plan.cp
-    group = min(plan.shard, shards) if plan.sharding == "hsdp" else shards
-    # What sharding leaves on each device: experts are shared out over fewer replicas, for ep has split them already.
-    experts = held_experts(shape, plan)
-    sharded = (held - experts) / group + experts / max(1, group // plan.ep)
+    sharded = sharded_parameters(shape, plan, held)
     master = master_size(plan)
     kept = held if plan.sharding == "ddp" else sharded
     parts = {
@@ -57,53 +50,16 @@ def memory(
         "master_weights": kept * master,
     }
     if plan.offload == "optimizer":
+        # Shards live in host memory, weights and gradients too; what is not shared out stays.
         parts["optimizer"] = parts["master_weights"] = 0.0
+        if plan.sharding in ("fsdp", "hsdp"):
+            parts["weights"] = parts["gradients"] = 0.0
     parts |= _worst_stage(shape, plan)
     parts["gathered_weights"] = _gathered(shape, plan)
     groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
     parts["communication"] = groups * BUFFER_BYTES
     lost = parts["activations"] + parts["output"] + parts["working"]
     parts["fragmentation"] = constants.fragmentation * lost
-    return parts
-
-
-def block_activations(block: Block, plan: Plan) -> dict[str, float]:
-    """Bytes that one block keeps of one micro-batch on one device, by kind, without any recomputation of it whole."""
-    t = plan.tp
-    tokens = plan.micro_batch * block.tokens / plan.cp
-    rows = tokens / (t if plan.sp else 1)
-    half = plan.precision in ("O2", "O3")
-    c = 4 if plan.precision == "O0" else 2
-    e = c if half else 4
-    d = block.width
-    a, kv = block.heads * block.features / t, block.kv_heads * block.features / t
-    operators = plan.recompute == "operators"
-    parts = {"norms": block.norms * rows * d * e, "inputs": block.norms * rows * d * c}
-    if block.rms and plan.compile == "none":
-        parts["norms"] += block.norms * rows * d * (4 + c)
-    parts["attention"] = tokens * (a + 2 * kv) * c * (2 if block.cross else 1) + tokens * a * c
-    scores = tokens * (block.tokens + block.cross) * block.heads / t
-    if plan.attention in FUSED:
-        parts["scores"] = tokens * block.heads / t * 4.0
-    elif plan.recompute == "selective":
-        parts["scores"] = 0.0
-    else:
-        parts["scores"] = scores * (c + ((c + 1) if block.dropout else 0))
-    visits = (block.routed * block.capacity + block.shared) if block.experts else 1.0
-    hidden = tokens * block.hidden / t * visits
-    parts["mlp"] = hidden * c * ((3 if plan.compile != "none" else 4) if block.gated else 2)
-    if block.experts:
-        parts["mlp"] += tokens * d * block.routed * block.capacity * c
-    parts["masks"] = block.norms * rows * d if block.dropout else 0.0
-    if operators:
-        # The block's input, every other product, and attention's output; eager code keeps the last product besides.
-        kept = d + (d if plan.compile == "none" else 0)
-        parts = {
-            "inputs": rows * kept * c,
-            "attention": tokens * (2 * a + kv) * c,
-            "scores": parts["scores"],
-            "mlp": hidden * c,
-        }
     return parts
 
 
@@ -124,34 +80,6 @@ def activation_kinds(shape: Shape, plan: Plan, activations: float) -> dict[str, 
             kinds[name] = kinds.get(name, 0.0) + block.count * size * share
     total = sum(kinds.values())
     return {name: activations * size / total for name, size in kinds.items() if size > 0} if total else {}
-
-
-def weight_inputs(block: Block, plan: Plan) -> float:
-    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what is left of a
-    micro-batch between the two halves of a split backward pass."""
-    tokens = plan.micro_batch * block.tokens / plan.cp
-    rows = tokens / (plan.tp if plan.sp else 1)
-    c = 4 if plan.precision == "O0" else 2
-    visits = (block.routed * block.capacity + block.shared) if block.experts else 1.0
-    a, kv = block.heads * block.features / plan.tp, block.kv_heads * block.features / plan.tp
-    hidden = tokens * block.hidden / plan.tp * visits
-    inputs = 2 * rows * block.width + tokens * a + hidden
-    gradients = 2 * rows * block.width + tokens * (a + 2 * kv) + hidden * (2 if block.gated else 1)
-    return (inputs + gradients) * c
-
-
-def block_bytes(block: Block, plan: Plan) -> tuple[float, float]:
-    """Bytes that one block keeps from forward to backward, and those that it makes again when its turn comes."""
-    whole = sum(block_activations(block, plan).values())
-    if plan.recompute not in ("full", "early", "operators"):
-        return whole, 0.0
-    rows = plan.micro_batch * block.tokens / plan.cp / (plan.tp if plan.sp else 1)
-    c = 4 if plan.precision == "O0" else 2
-    if plan.recompute == "operators":
-        return whole, 0.0
-    only = rows * block.width * c
-    every = plan.recompute_every
-    return only / every + whole * (1 - 1 / every), whole
 
 
 def _worst_stage(shape: Shape, plan: Plan) -> dict[str, float]:
@@ -183,7 +111,13 @@ def _worst_stage(shape: Shape, plan: Plan) -> dict[str, float]:
         # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
         late = min(plan.pp, plan.accumulate) - 1
         resting += late * sum(block.count * weight_inputs(block, plan) for block in shape.blocks)
-    back = (resting / shape.depth * last, output)
+    late_output = 0.0
+    if plan.schedule == "gpipe":
+        # All micro-batches' outputs wait for their backward passes: log-probabilities, in half where compiled.
+        late_output = (
+            (plan.accumulate - 1) * rows * shape.output / plan.tp * (2 if plan.compile == "whole" else 4)
+        )
+    back = (resting / shape.depth * last * rested(plan) + late_output, output)
     activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], work))
     return {"activations": activations} | _larger(output, work)
 
@@ -204,12 +138,21 @@ def in_flight(plan: Plan) -> float:
     return min(m, float(plan.pp))
 
 
+def rested(plan: Plan) -> float:
+    """The same of the last stage: one, but all under GPipe, and of each chunk but the last p when interleaved."""
+    if plan.schedule == "gpipe":
+        return float(plan.accumulate)
+    if plan.virtual > 1:
+        return min(float(plan.accumulate), ((plan.virtual - 1) * plan.pp + 1) / plan.virtual)
+    return 1.0
+
+
 def _gathered(shape: Shape, plan: Plan) -> float:
     """Whole weights of the blocks at hand and the next, and their gradients, where weights are sharded."""
     if plan.sharding not in ("fsdp", "hsdp") or plan.dp * plan.cp == 1:
         # Autocast keeps a copy in half of each weight that it has in fp32.
         whole = plan.precision == "O1" and weight_size(plan) == 4
         return 2 * held_parameters(shape, plan) if whole else 0.0
-    block = max(block.parameters for block in shape.blocks) / plan.tp
+    block = max(sum(gathered_parameters(b, plan)) for b in shape.blocks)
     ends = shape.output * shape.width / plan.tp
     return 2 * block * weight_size(plan) + ends * (1 if shape.tied else 2) * weight_size(plan)

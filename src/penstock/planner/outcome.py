@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from penstock.config.plan import Plan
 
+MARGIN = 0.93
+"""Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -20,7 +23,7 @@ class Prediction:
     memory_bytes: int
     """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
-    """Whether that is less than the machine's memory."""
+    """Whether that leaves the context, libraries and the allocator their share of the machine's memory: `MARGIN`."""
     model_flops_per_second_per_gpu: float
     """Forward and backward of the model, attention in full; what is computed twice is not counted."""
     mfu: float

@@ -12,8 +12,9 @@ from penstock.planner.counts import operations, parameters
 from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
 from penstock.planner.operations import conv_widths
+from penstock.planner.outcome import MARGIN
 from penstock.planner.outcome import Prediction as Prediction
-from penstock.planner.time import Workload, compute_type, step_seconds
+from penstock.planner.time import Workload, compute_type, step_parts
 
 
 def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan) -> Prediction:
@@ -29,14 +30,18 @@ def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan
 
 
 _BY_OPERATORS: dict[str, object] = {
-    "sharding": "ddp", "recompute": "none", "fp8": False, "algorithm": "adamw", "gradients": "weights",
-    "offload": "none",
+    "sharding": "ddp", "recompute": "none", "fp8": False, "gradients": "weights", "offload": "none",
 }  # fmt: skip
 
 
 def by_operators(plan: Plan) -> bool:
     """Whether a plan is of one device and of settings that the prediction by operators knows."""
-    return plan.gpus == 1 and all(getattr(plan, name) == value for name, value in _BY_OPERATORS.items())
+    # Muon's products follow from the matrices, which the operators do not name.
+    return (
+        plan.gpus == 1
+        and plan.algorithm != "muon"
+        and all(getattr(plan, name) == value for name, value in _BY_OPERATORS.items())
+    )
 
 
 def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
@@ -46,6 +51,7 @@ def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
     return Workload(
         operations=operations(model, batch, plan, device=device),
         samples=batch,
+        tokens=model.tokens,
         parameters=parameters(model),
         tensors=parameter_tensors(model),
         activation_bytes=sum(kept.values()),
@@ -71,7 +77,8 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
             f"it has {able}. Choose another plan.dtype or plan.precision."
         )
     peak = machine.peak_flops[peak_name]
-    seconds = step_seconds(work, machine, plan)
+    seconds, forward = step_parts(work, machine, plan)
+    computing = (seconds["gemm"] + seconds["attention"] + seconds["pointwise"]) / plan.accumulate
     memory = step_memory(work, plan)
     total = sum(seconds.values())
     products = [op for op in work.operations if op.k]
@@ -83,7 +90,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
         iteration_seconds=total,
         samples_per_second=work.samples * plan.accumulate / total,
         memory_bytes=sum(memory.values()),
-        fits=not machine.memory_bytes or sum(memory.values()) <= machine.memory_bytes,
+        fits=not machine.memory_bytes or sum(memory.values()) <= MARGIN * machine.memory_bytes,
         model_flops_per_second_per_gpu=useful / total,
         mfu=useful / total / peak,
         hfu=(useful + again) / total / peak,
@@ -93,6 +100,9 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
         memory=memory,
         activations=work.activation_parts if memory["activations"] else {},
         global_batch=work.samples * plan.accumulate,
+        tokens_per_sample=work.tokens,
         parameters=work.parameters,
+        forward_seconds=forward,
+        backward_seconds=computing - forward,
         memory_limit_bytes=int(machine.memory_bytes),
     )

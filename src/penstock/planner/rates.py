@@ -13,6 +13,10 @@ from penstock.planner.attention import exponentials_per_second, products_rate
 from penstock.planner.constants import DEFAULT, Constants
 
 DEFAULT_MULTIPROCESSORS = 128
+ASSUMED_HOST_LINK = 16e9
+"""Of a device whose Machine does not say: sixteen lanes of the third generation of PCI Express."""
+HOST_LINK_SHARE = 0.8
+"""What copies of pinned memory reach of it, less the headers of its packets."""
 FUSED = ("auto", "sdpa", "flash", "efficient", "cudnn")
 """Backends that keep no scores."""
 
@@ -62,6 +66,8 @@ class Rates:
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     step_seconds: float
     straggling: float
+    host: float
+    """Between a device and host memory, one direction."""
 
 
 def compute_type(plan: Plan, machine: Machine) -> str:
@@ -135,6 +141,7 @@ def _rates(machine: Machine, type_: str, precision: str, attention: str, constan
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         step_seconds=0.0 if cpu else constants.step_seconds,
         straggling=constants.straggling,
+        host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
     )
 
 

@@ -1,14 +1,16 @@
 """Every legal layout of a model on so many devices: predicted, ranked, and why the others lose.
 
-The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation. Memory comes first,
-because it is cheap and rules most layouts out; times of blocks are shared between layouts that have them in common.
+The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation, but for what is fixed.
+Memory comes first, because it is cheap and rules most layouts out; times of blocks are shared between layouts that have
+them in common.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.config.machine import Machine
@@ -19,18 +21,17 @@ from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.estimate import prediction
 from penstock.planner.iteration import Memo
-from penstock.planner.layout import layout_problems
 from penstock.planner.memory_model import memory
-from penstock.planner.outcome import Prediction
+from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.prediction import predict
 from penstock.planner.rates import FUSED, rates_of
 from penstock.planner.shapes import Shape, shape_of
 
-MARGIN = 0.93
-"""Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
-MOST_MICRO_BATCH = 64
 LEAST_TOKENS = 8192
 MOST_CONTEXT = 16
 GIB = 2**30
+_AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
+_SEARCHED = (*_AXES, "dp", "accumulate", "schedule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ class Space:
     ep: tuple[int, ...] = ()
     micro_batch: tuple[int, ...] = ()
     virtual: tuple[int, ...] = ()
-    sharding: tuple[str, ...] = ("zero1", "fsdp")
+    sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+    shard: tuple[int, ...] = ()
+    """Of hsdp. Left empty: as many replicas as lie in a node, and that doubled."""
     recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
@@ -69,16 +72,20 @@ def search(
     *,
     global_batch: int | None = None,
     base: Plan | None = None,
+    fixed: frozenset[str] = frozenset(),
     space: Space | None = None,
     keep: int | None = 50,
 ) -> list[Prediction]:
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them.
 
-    `base` gives what is not searched (precision, attention, compilation, optimizer); `global_batch` defaults to what
-    keeps each layout's devices busy, at least one sample per replica. Raises OutOfMemory saying what would make it
+    `base` gives what is not searched (precision, attention, compilation, optimizer), and of what is searched the
+    fields named in `fixed`; `global_batch` defaults to what keeps each layout's devices busy, at least one sample per
+    replica. Raises OutOfMemory saying what would make it
     fit where nothing does, and ConfigError where no degrees multiply to `gpus`.
     """
-    found = explore(model, machine, gpus, global_batch=global_batch, base=base, space=space, keep=keep)
+    found = explore(
+        model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep
+    )
     if not found.predictions:
         raise OutOfMemory(nothing_fits(model, machine, gpus, found))
     return found.predictions
@@ -110,6 +117,7 @@ def explore(
     *,
     global_batch: int | None = None,
     base: Plan | None = None,
+    fixed: frozenset[str] = frozenset(),
     space: Space | None = None,
     keep: int | None = 50,
     constants: Constants = DEFAULT,
@@ -119,16 +127,22 @@ def explore(
         raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
     shape = shape_of(model)
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
+    problems = list(base.misfits(model, machine))
+    if problems:
+        raise ConfigError(problems)
     batch = global_batch or default_batch(shape, gpus)
-    space = space or Space()
-    kinds = {"ddp", *space.sharding}
-    rates = {kind: rates_of(machine, vary(base, sharding=kind), constants) for kind in kinds}
-    memos: dict[str, Memo] = {kind: {} for kind in kinds}
+    rates = rates_of(machine, base, constants)
+    memo: Memo = {}
     limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
     found = Found()
     ranked: list[tuple[float, int, Prediction]] = []
-    for plan in layouts(shape, machine, gpus, batch, base, space):
+    for plan in layouts(shape, machine, gpus, batch, base, space or Space(), fixed):
         found.tried += 1
+        if gpus == 1 and isinstance(model, ViTConfig):
+            one = predict(model, machine, plan)
+            if one.memory_bytes <= limit:
+                ranked.append((one.iteration_seconds, found.tried, one))
+                continue
         parts = memory(shape, plan, constants)
         needed = sum(parts.values())
         if needed > limit:
@@ -136,16 +150,15 @@ def explore(
             if found.nearest is None or needed < found.nearest[1]:
                 found.nearest = (plan, needed)
             continue
-        kind = plan.sharding
-        one = prediction(shape, machine, rates[kind], plan, constants, parts=parts, memo=memos[kind])
+        one = prediction(shape, machine, rates, plan, constants, parts=parts, memo=memo)
         ranked.append((one.iteration_seconds, found.tried, one))
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
     if not found.tried:
         raise ConfigError(
-            f"No layout has {gpus} devices and {batch} samples a step: tensor parallel degrees must divide the heads, "
-            f"stages must divide the {shape.depth} blocks, and replicas the samples. Try a number of devices that "
-            "divides the batch, or another global batch."
+            f"No layout has {gpus} devices and {batch} samples a step{_as_fixed(base, fixed)}: tensor parallel degrees "
+            f"must divide the heads, stages must divide the {shape.depth} blocks, and replicas the samples. Try a "
+            "number of devices that divides the batch, or another global batch."
         )
     found.predictions = [one for _, _, one in sorted(ranked)[:keep]]
     return found
@@ -168,10 +181,29 @@ def vary(plan: Plan, **changes: Any) -> Plan:
     return other
 
 
+def _as_fixed(base: Plan, fixed: frozenset[str]) -> str:
+    degrees = [f"{name}={getattr(base, name)}" for name in _SEARCHED if name in fixed]
+    return f" with {', '.join(degrees)}" if degrees else ""
+
+
 def layouts(
-    shape: Shape, machine: Machine, gpus: int, batch: int, base: Plan, space: Space
+    shape: Shape,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    base: Plan,
+    space: Space,
+    fixed: frozenset[str] = frozenset(),
 ) -> Iterator[Plan]:
-    """Every legal layout in `space`."""
+    """Every legal layout in `space` that has the `fixed` fields of `base`."""
+    held = {name: getattr(base, name) for name in _SEARCHED if name in fixed}
+    space = replace(space, **{name: (value,) for name, value in held.items() if name in _AXES})
+    for plan in _legal(shape, machine, gpus, batch, base, space):
+        if all(getattr(plan, name) == value for name, value in held.items()):
+            yield plan
+
+
+def _legal(shape: Shape, machine: Machine, gpus: int, batch: int, base: Plan, space: Space) -> Iterator[Plan]:
     for tp in _tensor_degrees(shape, machine, gpus, space.tp):
         for pp in _stages(shape, gpus // tp, space.pp):
             for cp in _context_degrees(shape, space.cp):
@@ -181,32 +213,53 @@ def layouts(
                 if batch % dp:
                     continue
                 for ep in _expert_degrees(shape, dp, space.ep):
-                    corner = vary(base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=False)
-                    yield from _within(shape, corner, batch // dp, space)
+                    corner = vary(base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=False, shard=1)
+                    shardings = list(_shardings(corner, machine.devices_per_node // tp, space))
+                    yield from _within(shape, corner, batch // dp, shardings, space)
 
 
-def _within(shape: Shape, corner: Plan, samples: int, space: Space) -> Iterator[Plan]:
+def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
+    """Kinds of sharding, with the replicas of a group of hsdp: such as are neither one nor all of them."""
+    replicas = corner.dp * corner.cp
+    if replicas == 1:
+        # One device alone shares nothing out, whatever the kind is that was asked for.
+        only = space.sharding[0] if len(space.sharding) == 1 else "ddp"
+        yield only if only != "hsdp" else "ddp", 1
+        return
+    for kind in space.sharding:
+        if kind != "hsdp":
+            yield kind, 1
+            continue
+        sizes = space.shard or [max(1, per_node) << i for i in range(6)]
+        yield from (("hsdp", size) for size in sizes if 1 < size < replicas and replicas % size == 0)
+
+
+def _within(
+    shape: Shape, corner: Plan, samples: int, shardings: Sequence[tuple[str, int]], space: Space
+) -> Iterator[Plan]:
     """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
     chunks = _chunks(shape, corner.pp, space.virtual)
     plain = corner.schedule if corner.schedule in ("gpipe", "zero_bubble") else "1f1b"
-    shardings = space.sharding if corner.dp * corner.cp > 1 else ("ddp",)
     kinds = [kind for kind in space.recompute if kind != "selective" or corner.attention not in FUSED]
+    even = all(block.tokens // corner.cp % corner.tp == 0 for block in shape.blocks)
+    splits = sorted({sp and even for sp in space.sp}) if corner.tp > 1 else [False]
     for micro in _micro_batches(samples, space.micro_batch):
         for virtual in chunks:
             schedule = "interleaved" if virtual > 1 else plain
             if virtual > 1 and samples // micro % corner.pp:
                 continue
-            for sharding in shardings:
+            for sharding, shard in shardings:
                 for kind in kinds:
-                    for sp in space.sp if corner.tp > 1 else (False,):
+                    for sp in splits:
                         yield vary(
                             corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
-                            schedule=schedule, sharding=sharding, recompute=kind, sp=sp,
+                            schedule=schedule, sharding=sharding, shard=shard, recompute=kind, sp=sp,
                         )  # fmt: skip
 
 
 def _divisors(number: int) -> list[int]:
-    return [i for i in range(1, number + 1) if number % i == 0]
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return small + [number // i for i in reversed(small) if i * i != number]
 
 
 def _tensor_degrees(shape: Shape, machine: Machine, gpus: int, wanted: Sequence[int]) -> list[int]:
@@ -215,7 +268,12 @@ def _tensor_degrees(shape: Shape, machine: Machine, gpus: int, wanted: Sequence[
     return [
         tp
         for tp in found
-        if gpus % tp == 0 and all(block.heads % tp == 0 and block.hidden % tp == 0 for block in shape.blocks)
+        if gpus % tp == 0
+        and all(
+            block.heads % tp == 0 == block.hidden % tp
+            and (block.kv_heads % tp == 0 or tp % block.kv_heads == 0)
+            for block in shape.blocks
+        )
     ]
 
 
@@ -258,7 +316,7 @@ def _chunks(shape: Shape, pp: int, wanted: Sequence[int]) -> list[int]:
 def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
     if wanted:
         return [size for size in wanted if samples % size == 0]
-    return [size for size in _divisors(min(samples, MOST_MICRO_BATCH)) if samples % size == 0]
+    return _divisors(samples)
 
 
 def nothing_fits(model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found) -> str:
@@ -274,10 +332,11 @@ def nothing_fits(model: ViTConfig | TransformerConfig, machine: Machine, gpus: i
         f"({plan.line()})."
     )
     remedies = []
-    more = _enough(shape, machine, plan, limit)
+    more = _enough(shape, machine, gpus, plan, limit)
     if more is not None:
         remedies.append(f"use {more} devices or more")
-    if sum(memory(shape, vary(plan, offload="optimizer")).values()) <= limit:
+    shared = plan.sharding != "ddp" and plan.dp > 1
+    if shared and sum(memory(shape, vary(plan, offload="optimizer")).values()) <= limit:
         remedies.append("keep the optimizer's states in host memory (offload=optimizer)")
     if plan.algorithm == "adamw" and sum(memory(shape, vary(plan, algorithm="adam8bit")).values()) <= limit:
         remedies.append("keep its moments in eight bits (algorithm=adam8bit)")
@@ -288,14 +347,12 @@ def nothing_fits(model: ViTConfig | TransformerConfig, machine: Machine, gpus: i
     return f"{says} To make it fit: {'; or '.join(remedies)}."
 
 
-def _enough(shape: Shape, machine: Machine, plan: Plan, limit: float) -> int | None:
-    """The smallest number of devices, by doubling, on which `plan` with everything sharded fits."""
+def _enough(shape: Shape, machine: Machine, gpus: int, base: Plan, limit: float) -> int | None:
+    """The smallest number of devices, by doubling, on which a layout of one sample at a time fits."""
+    space = Space(micro_batch=(1,), recompute=("none", "full"), sharding=("zero1", "fsdp"))
     for doublings in range(1, 14):
-        dp = plan.dp * 2**doublings
-        wider = vary(plan, dp=dp, sharding="fsdp", recompute="full", micro_batch=1, accumulate=1)
-        for pp in (plan.pp, *_stages(shape, 2**30, ())):
-            deeper = vary(wider, pp=pp, dp=max(1, dp * plan.pp // pp))
-            fits = sum(memory(shape, deeper).values()) <= limit
-            if fits and not list(layout_problems(shape, deeper)):
-                return deeper.gpus
+        devices = gpus << doublings
+        for plan in layouts(shape, machine, devices, devices, base, space):
+            if sum(memory(shape, plan).values()) <= limit:
+                return devices
     return None

@@ -15,6 +15,7 @@ from functools import lru_cache
 from penstock.config.model import ViTConfig
 from penstock.config.transformer import TransformerConfig
 from penstock.planner import counts
+from penstock.planner.states import newton_schulz_flops
 
 RELATIVE_BUCKETS = 32
 """Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
@@ -78,6 +79,21 @@ class Block:
     def norm_parameters(self) -> int:
         """Learned numbers of the norms and the small things."""
         return self.norms * self.width * (1 if self.rms else 2) + self.extra_parameters
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that the learned numbers are in, queries, keys and values packed and experts stacked."""
+        mlps = 1 + (self.experts > 0 and self.shared > 0)
+        matrices = 2 + (3 if self.cross else 0) + (3 if self.gated else 2) * mlps
+        biases = matrices - (not self.qkv_bias) if self.bias else 0
+        return matrices + biases + self.norms * (1 if self.rms else 2) + (self.experts > 0)
+
+    def newton_schulz_flops(self, experts: float) -> float:
+        """FLOPs of Muon's orthogonalisation of its matrices, so many experts' among them (`states`)."""
+        d, a, kv = self.width, self.heads * self.features, self.kv_heads * self.features
+        attend = 2 * newton_schulz_flops(d, a) + 2 * newton_schulz_flops(d, kv)
+        mlp = (3 if self.gated else 2) * newton_schulz_flops(d, self.hidden)
+        return attend * (2 if self.cross else 1) + mlp * (experts + self.shared if self.experts else 1)
 
     @property
     def router_parameters(self) -> int:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from penstock.config.plan import Master, Plan
 
-"""How O2 keeps its fp32 weights: whole beside the half ones, or as the sixteen bits that bf16 weights lack."""
+UPDATE_LAUNCHES = 4
+"""Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
+OPTIMIZER_OPERATORS = 10
+"""Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
+MULTI_TENSOR_ELEMENTS = 320 * 65536
+"""Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
+NEWTON_SCHULZ_STEPS = 5
 MASTER_BYTES: dict[Master, float] = {"copy": 4.0, "remainder": 2.0}
+"""How O2 keeps its fp32 weights: whole beside the half ones, or as the sixteen bits that bf16 weights lack."""
 MOMENTS = {"adamw": 2.0, "adam8bit": 2.0, "sgd": 1.0, "muon": 1.0}
 """Numbers that an optimizer keeps per weight."""
 EIGHT_BIT = 1.03
@@ -87,17 +96,19 @@ def update_bytes(plan: Plan) -> float:
     return adam + clip + cast + unscale + 6.0 + size
 
 
-def optimizer_traffic(held: float, plan: Plan) -> tuple[float, float]:
-    """Bytes that one update moves on a device that holds `held` parameters, and kernels that it launches."""
-    shares = plan.dp * plan.cp if plan.sharding != "ddp" else 1
-    if plan.sharding == "hsdp":
-        shares = plan.shard
-    moved = held / shares * update_bytes(plan)
-    if plan.offload == "optimizer":
-        # Over the bus to the host, at a few hundredths of the memory's rate: see the memory model's notes.
-        moved *= HOST_SLOWDOWN
-    return moved, 40.0
+def update_launches(parameters: float, tensors: float, plan: Plan, device: str = "cuda") -> int:
+    """Operators that one update of so many parameters in so many tensors launches."""
+    chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
+    if plan.optimizer in ("loop", "foreach"):
+        each = tensors if plan.optimizer == "loop" or device == "cpu" else chunks
+        return math.ceil(each) * (OPTIMIZER_OPERATORS + 2)
+    if plan.optimizer == "fused":
+        return math.ceil(tensors * UPDATE_LAUNCHES) if device == "cpu" else 2 * chunks
+    return 3
 
 
-HOST_SLOWDOWN = 40.0
-"""How much slower an update in host memory is: 50 GB/s where the device has 2 TB/s."""
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """FLOPs of Muon's orthogonalisation of one (rows, columns) matrix: five steps of three products each, of the
+    shorter side n and the longer one m: 4 n² m + 2 n³ (Jordan et al. 2024, "Muon")."""
+    n, m = min(rows, columns), max(rows, columns)
+    return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n * n * n)

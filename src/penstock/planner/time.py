@@ -24,6 +24,7 @@ from penstock.planner.gemm import Chip, tiled_seconds
 from penstock.planner.host_time import IN_PLACE, TRACED_BACKWARD, host_seconds
 from penstock.planner.operations import Op, OpKind, attention_form
 from penstock.planner.rates import DEFAULT_MULTIPROCESSORS, Rates, rates_of
+from penstock.planner.states import EIGHT_BIT, MOMENTS, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
@@ -33,8 +34,6 @@ RETURNED_SHARE = 0.25
 """Share of a step's other activations and gradients that glibc hands back to the kernel and faults in again, left to
 itself. It depends on what small thing happens to lie on top of the heap when gradients are cleared, and differs between
 steps of one process: 0 to 0.3 of the pages were counted with seven models and batches, 0.3 to 0.85 with five large."""
-UPDATE_LAUNCHES = 4
-"""Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 NEAR = 1e-6
@@ -43,15 +42,12 @@ CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
 Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
 loss."""
-OPTIMIZER_OPERATORS = 10
-"""Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
 OPTIMIZER_ACCESSES = 20
-"""Numbers those operators read and write per parameter; one fused kernel reads 4 and writes 3."""
-FUSED_ACCESSES = 7
+"""Numbers that the operators of an AdamW update read and write per parameter; one fused kernel reads 4 and writes 3."""
+UPDATE_ACCESSES = 3
+"""Of a fused update: a weight is read and written, and its gradient read; its moments come on top."""
 NORM_ACCESSES = 1
 """Of the norm of all gradients, which clipping needs; what is not fused then scales them: two more."""
-MULTI_TENSOR_ELEMENTS = 320 * 65536
-"""Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
 
 _MATRIX = ("gemm", "bmm", "conv")
 _HALVES: dict[OpKind, float] = dict.fromkeys(get_args(OpKind), 2.0)
@@ -75,6 +71,8 @@ class Workload:
     """Kept from forward for backward, under the plan at hand."""
     activation_parts: dict[str, int] = field(default_factory=dict)
     """The same by kind, where it is known."""
+    tokens: int = 0
+    """Of one sample, where it is known."""
     working_bytes: int = 0
     """What the backward pass of the last block needs on top, while all others' activations are still kept."""
 
@@ -155,17 +153,26 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
 
     They sum to the whole step, `plan.accumulate` micro-batches and one update.
     """
+    return step_parts(work, machine, plan)[0]
+
+
+def step_parts(work: Workload, machine: Machine, plan: Plan) -> tuple[dict[str, float], float]:
+    """`step_seconds`, and the seconds of one micro-batch's forward operations."""
     operations = _under_plan(work, plan)
     parts = dict.fromkeys(("gemm", "attention", "pointwise", "optimizer", "launch", "pages"), 0.0)
     launches = 0
+    ahead = 0.0
     seconds = _Prices(machine, plan).seconds
     for op in operations:
         matrix = op.kind in _MATRIX
         part = "gemm" if matrix else "pointwise"
         if op.kind != "gemm" and op.name.startswith("attention"):
             part = "attention"
-        parts[part] += op.count * seconds(op)
+        taken = op.count * seconds(op)
+        parts[part] += taken
         launches += op.count
+        if op.phase == "forward":
+            ahead += taken
     for part in parts:
         parts[part] *= plan.accumulate
     launches *= plan.accumulate
@@ -180,7 +187,7 @@ def step_seconds(work: Workload, machine: Machine, plan: Plan) -> dict[str, floa
             parts["pages"] = faulted_pages(work, operations, plan) * machine.page_seconds
     else:
         parts["launch"] = max(0.0, launched - sum(parts.values()))
-    return parts
+    return parts, ahead
 
 
 def faulted_pages(work: Workload, operations: Iterable[Op], plan: Plan) -> float:
@@ -203,25 +210,25 @@ def faulted_pages(work: Workload, operations: Iterable[Op], plan: Plan) -> float
 
 
 def optimizer_traffic(parameters: int, tensors: int, plan: Plan, device: str) -> tuple[float, int]:
-    """Bytes moved and operators launched by one AdamW update (Loshchilov and Hutter, ICLR 2019, algorithm 2).
+    """Bytes moved and operators launched by one update; of AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2) unless
+    the plan says otherwise.
 
     `loop` launches every operator for every tensor. `foreach` moves as much with a launch per chunk of tensors (on
     a CPU torch has no such kernel and loops inside). `fused` reads weight, gradient and both moments and writes
     all but the gradient. `contiguous` does so on flat buffers, into which the backward pass moves each
     gradient: two more accesses. The norm that gradients are clipped by reads them once more.
     """
-    size = 2 if plan.precision == "O3" else 4
+    size = 2.0 if plan.precision == "O3" else 4.0
+    kept = MOMENTS[plan.algorithm]
+    moments = 2 * kept * (EIGHT_BIT if plan.algorithm == "adam8bit" else size)
     # Gradients in half become fp32 for the master weights, and these become weights in half again.
-    cast = parameters * 12.0 if plan.precision == "O2" else 0.0
-    chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
+    cast = 12.0 if plan.precision == "O2" else 0.0
     if plan.optimizer in ("loop", "foreach"):
-        each = tensors if plan.optimizer == "loop" or device == "cpu" else chunks
-        accesses = OPTIMIZER_ACCESSES + NORM_ACCESSES + 2
-        return parameters * accesses * size + cast, each * (OPTIMIZER_OPERATORS + 2)
-    if plan.optimizer == "fused":
-        each = tensors * UPDATE_LAUNCHES if device == "cpu" else 2 * chunks
-        return parameters * (FUSED_ACCESSES + NORM_ACCESSES) * size + cast, each
-    return parameters * (FUSED_ACCESSES + NORM_ACCESSES + 2) * size + cast, 3
+        accesses = OPTIMIZER_ACCESSES * (1 + kept) / 3 + NORM_ACCESSES + 2
+        moved = accesses * size
+    else:
+        moved = (UPDATE_ACCESSES + NORM_ACCESSES + 2 * (plan.optimizer == "contiguous")) * size + moments
+    return parameters * (moved + cast), update_launches(parameters, tensors, plan, device)
 
 
 def _under_plan(work: Workload, plan: Plan) -> list[Op]:

@@ -105,6 +105,8 @@ def train(
         SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved.
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
+    # Before ranks are counted or devices asked for: no number of either would let these settings run.
+    config.plan.refuse_unrunnable()
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (

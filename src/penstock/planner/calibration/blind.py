@@ -17,8 +17,8 @@ from penstock.planner.block_time import block_time
 from penstock.planner.calibration.table import Row, iteration_seconds, read
 from penstock.planner.constants import Constants
 from penstock.planner.memory_model import memory
+from penstock.planner.outcome import MARGIN
 from penstock.planner.rates import rates_of
-from penstock.planner.search import MARGIN
 from penstock.planner.shapes import Block, shape_of
 
 _VITS = {

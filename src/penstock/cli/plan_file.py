@@ -1,0 +1,54 @@
+"""What `penstock plan` leaves in files: the best Plan as TOML, and any text at a path that the user gave."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.config.load import dump_toml
+from penstock.config.model import ViTConfig
+from penstock.config.transformer import TransformerConfig
+from penstock.errors import EnvironmentProblem
+from penstock.planner.outcome import Prediction
+
+
+def plan_file(name: str, config: ViTConfig | TransformerConfig, best: Prediction) -> str:
+    """The best Plan of the preset `name` as TOML.
+
+    A vision model's file is one for `penstock train --config`. There is no such model for the others, so theirs holds
+    the Plan alone, for `Plan.from_toml`, and says in comments what it was found for.
+    """
+    table = "[plan]\n" + dump_toml(best.plan)
+    if isinstance(config, ViTConfig):
+        return f'model = "{name}"\n\n{table}'
+    return "".join(f"# {line}\n" for line in _told(name, config, best)) + "\n" + table
+
+
+def _told(name: str, config: TransformerConfig, best: Prediction) -> list[str]:
+    tokens = f"{config.sequence} tokens"
+    if config.family == "seq2seq":
+        tokens += f" ({config.decoder_sequence} in the decoder)"
+    lines = [
+        f"The fastest layout of {name} with samples of {tokens} on {best.gpus} {best.machine},",
+        f"{best.global_batch} samples a step. `penstock train` trains no language models: Plan.from_toml reads this.",
+    ]
+    if best.plan.runnable:
+        lines.append("penstock.build.build applies it to a model of your own.")
+    else:
+        lines.append("penstock.build.build runs it on no model yet: Plan.refuse_unrunnable says why.")
+    return lines
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text`, and the folders that it needs. Raises EnvironmentProblem where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why, remedy = error.strerror, "choose another path"
+        if path.is_dir():
+            remedy = "give the name of a file in it"
+        elif path.parent.exists() and not path.parent.is_dir():
+            why = f"{path.parent} is no folder"
+        raise EnvironmentProblem(f"{path} cannot be written: {why}; {remedy}.") from error
+    print(f"written: {path}", file=sys.stderr)

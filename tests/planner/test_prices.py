@@ -1,0 +1,256 @@
+"""What each setting of a layout costs and spares: nothing is free, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.transformer import TRANSFORMERS
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.planner import predict, search
+from penstock.planner.explain import explain
+from penstock.planner.layout import layout_problems, stage_blocks
+from penstock.planner.memory_model import in_flight, rested
+from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.search import Space, explore, layouts
+from penstock.planner.shapes import shape_of
+from penstock.schedules import held
+
+H100 = load_machine("h100")
+BASE = "precision=O2 optimizer=fused attention=flash compile=blocks"
+
+
+def one(model: str, line: str, machine: Machine = H100) -> Prediction:
+    config = PRESETS[model] if model in PRESETS else TRANSFORMERS[model]
+    return predict(config, machine, Plan.parse(f"{BASE} {line}"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pp=8 accumulate=16",
+        "pp=8 accumulate=4",
+        "pp=8 accumulate=16 schedule=gpipe",
+        "pp=2 accumulate=16 schedule=interleaved virtual=16",
+        "pp=4 accumulate=8 schedule=interleaved virtual=2",
+        "pp=4 accumulate=4 schedule=interleaved virtual=3",
+    ],
+)
+def test_first_and_last_stage_keep_what_the_schedules_say(line: str) -> None:
+    plan = Plan.parse(line)
+    for rank, kept in ((0, in_flight(plan)), (plan.pp - 1, rested(plan))):
+        said = held(plan.schedule, rank, plan.pp, plan.accumulate, plan.virtual)
+        assert kept == pytest.approx(said.whole / plan.virtual)
+
+
+def test_a_last_stage_that_keeps_many_micro_batches_needs_the_output_besides() -> None:
+    line = "pp=2 dp=32 sharding=zero1 micro_batch=1 accumulate=16"
+    plain, chunks = one("llama3-8b", line), one("llama3-8b", f"{line} schedule=interleaved virtual=16")
+    assert plain.fits
+    assert not chunks.fits
+    fifo = one("llama3-8b", "pp=8 accumulate=16 micro_batch=1 schedule=gpipe")
+    assert fifo.memory["output"] > 0
+    assert fifo.memory["activations"] > 2 * plain.memory["activations"]
+
+
+@pytest.mark.parametrize("kind", ["operators", "selective", "early", "full"])
+def test_blocks_that_do_not_recompute_keep_what_they_would(kind: str) -> None:
+    attention = "plain" if kind == "selective" else "flash"
+    base = (
+        f"precision=O2 optimizer=fused compile=blocks attention={attention} dp=8 sharding=fsdp micro_batch=1"
+    )
+
+    def of(more: str) -> Prediction:
+        return predict(TRANSFORMERS["gpt-22b"], H100, Plan.parse(f"{base} {more}"))
+
+    never, always = of(""), of(f"recompute={kind}")
+    half, hardly = of(f"recompute={kind} recompute_every=2"), of(f"recompute={kind} recompute_every=1000")
+    for part in ("iteration_seconds", "memory_bytes", "hfu"):
+        ends = getattr(never, part), getattr(always, part)
+        assert ends[0] != ends[1]
+        assert getattr(hardly, part) == pytest.approx(ends[0], rel=0.01)
+        assert min(ends) < getattr(half, part) < max(ends)
+
+
+def test_selective_recomputation_does_nothing_where_no_scores_are_kept() -> None:
+    line = "dp=8 sharding=fsdp micro_batch=1"
+    none, selective = one("gpt-22b", line), one("gpt-22b", f"{line} recompute=selective")
+    assert selective.iteration_seconds == none.iteration_seconds
+    assert selective.memory_bytes == none.memory_bytes
+
+
+def test_what_lies_in_host_memory_is_paid_on_the_way() -> None:
+    line = "dp=8 sharding=fsdp micro_batch=1"
+    none = one("llama3-8b", line)
+    activations = one("llama3-8b", f"{line} offload=activations")
+    away = none.memory["activations"] - activations.memory["activations"]
+    assert away > 2**34
+    exposed = activations.seconds["offload"]
+    least = 2 * away / 64e9 - none.forward_seconds - none.backward_seconds
+    assert 0 < least < exposed < 2 * away / 40e9
+    # Host memory is as slow beside a fast chip, and shards of everything leave.
+    states = one("llama3-8b", f"{line} offload=optimizer")
+    assert states.memory["weights"] == states.memory["gradients"] == states.memory["optimizer"] == 0
+    fast = one("llama3-8b", f"{line} offload=optimizer", load_machine("b200"))
+    assert fast.seconds["optimizer"] == pytest.approx(states.seconds["optimizer"])
+    assert states.seconds["optimizer"] > 20 * none.seconds["optimizer"]
+
+
+def test_muon_pays_for_its_products() -> None:
+    line = "dp=8 sharding=fsdp micro_batch=1"
+    adamw, sgd, muon = (one("llama3-8b", f"{line} algorithm={a}") for a in ("adamw", "sgd", "muon"))
+    # 32 blocks of 4096²·2, 4096·1024·2 and 4096·14336·3, shared out over eight.
+    square, narrow, wide = (
+        20.0 * n * n * m + 10.0 * n**3 for n, m in ((4096, 4096), (1024, 4096), (4096, 14336))
+    )
+    products = 32 * (2 * square + 2 * narrow + 3 * wide) / 8
+    assert products / 989e12 < muon.seconds["optimizer"] - sgd.seconds["optimizer"] < 1.6 * products / 989e12
+    assert sgd.seconds["optimizer"] < adamw.seconds["optimizer"] < muon.seconds["optimizer"]
+    assert muon.memory["optimizer"] == sgd.memory["optimizer"] < adamw.memory["optimizer"]
+    whole = one("llama3-8b", "dp=8 micro_batch=1 algorithm=muon").seconds["optimizer"]
+    assert whole > 6 * muon.seconds["optimizer"]
+
+
+def test_an_optimizer_that_visits_tensors_launches_for_each_of_them() -> None:
+    line = "optimizer=loop compile=none precision=O0 attention=sdpa micro_batch=4"
+    once, again = (
+        predict(PRESETS["vit-s16"], H100, Plan.parse(f"{line} {m}")) for m in ("", "recompute=full")
+    )
+    assert again.iteration_seconds > once.iteration_seconds
+    light = predict(PRESETS["vit-s16"], H100, Plan.parse(f"{line} algorithm=sgd"))
+    assert light.iteration_seconds <= once.iteration_seconds
+    assert light.memory_bytes < once.memory_bytes
+
+
+def test_experts_that_nobody_else_holds_are_updated_and_not_gathered() -> None:
+    line = "dp=8 sharding=fsdp micro_batch=1"
+    spread, apart = one("mixtral-8x7b", line), one("mixtral-8x7b", f"{line} ep=8")
+    assert apart.memory["optimizer"] == pytest.approx(spread.memory["optimizer"], rel=1e-6)
+    assert apart.seconds["optimizer"] == pytest.approx(spread.seconds["optimizer"], rel=1e-6)
+    assert apart.memory["gathered_weights"] < 0.2 * spread.memory["gathered_weights"]
+    assert apart.seconds["data"] < 0.2 * spread.seconds["data"]
+
+
+def test_keys_go_round_whatever_the_attention() -> None:
+    for attention in ("flash", "plain"):
+        plan = Plan.parse(f"precision=O2 optimizer=fused tp=8 cp=4 micro_batch=1 attention={attention}")
+        assert predict(TRANSFORMERS["llama2-7b"], load_machine("b200"), plan).seconds["context"] > 0
+
+
+def test_reducing_gradients_of_each_micro_batch_is_not_free() -> None:
+    line = "dp=128 micro_batch=1 accumulate=8"
+    a100 = load_machine("a100-80g")
+    states, gradients = (one("mpt-7b", f"{line} sharding={s}", a100) for s in ("zero1", "zero2"))
+    assert gradients.seconds["data"] > states.seconds["data"]
+    assert gradients.memory["gradients"] < states.memory["gradients"]
+
+
+def test_more_to_compute_never_makes_a_step_shorter() -> None:
+    machine = load_machine("mi300x")
+    line = "dp=16 sharding=hsdp shard=8 tp=8 cp=4 micro_batch=2"
+    kinds = [
+        one("gpt-1t", f"{line} {k}", machine).iteration_seconds
+        for k in ("", "recompute=early", "recompute=full")
+    ]
+    assert all(after > before * (1 - 1e-9) for before, after in itertools.pairwise(kinds))
+
+
+@pytest.mark.parametrize(("depth", "stages"), [(12, 8), (12, 11), (48, 20), (78, 12), (7, 4)])
+def test_uneven_stages_hold_all_blocks_and_none_is_empty(depth: int, stages: int) -> None:
+    first, middle, last = stage_blocks(depth, stages)
+    assert min(first, middle, last) >= 1
+    # Some stages in between have one less than their like.
+    assert first + last + (stages - 2) * (middle - 1) <= depth <= first + last + (stages - 2) * middle
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "words"),
+    [
+        ("gpt-22b", "pp=8 virtual=6 schedule=interleaved accumulate=12", "no multiple of plan.pp=8"),
+        ("vit-b16", "tp=4 sp=true", "197 tokens over plan.tp=4"),
+        ("llama3-8b", "tp=32 dp=1", None),
+        ("llama3-70b", "tp=8", None),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: str, line: str, words: str | None) -> None:
+    config = PRESETS[model] if model in PRESETS else TRANSFORMERS[model]
+    said = list(layout_problems(shape_of(config), Plan.parse(line)))
+    assert (words is None) == (not said), said
+    assert words is None or words in said[0]
+
+
+def test_keys_that_cannot_be_shared_out_are_refused() -> None:
+    three = replace(TRANSFORMERS["llama3-8b"], heads=24, kv_heads=3, width=3072, mlp_width=12288)
+    said = list(layout_problems(shape_of(three), Plan(tp=2)))
+    assert len(said) == 1
+    assert "3 heads of keys" in said[0]
+    assert not list(layout_problems(shape_of(three), Plan(tp=6)))
+
+
+def test_types_and_kernels_that_a_machine_lacks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fp8=true multiplies"):
+        predict(TRANSFORMERS["gpt-22b"], H100, Plan.parse("precision=O0 fp8=true"))
+    v100, line = load_machine("v100"), "precision=O1 dtype=fp16 attention=flash optimizer=fused"
+    with pytest.raises(ConfigError, match="compute capability"):
+        explain(PRESETS["vit-b16"], v100, Plan.parse(line))
+    with pytest.raises(ConfigError, match="compute capability"):
+        explore(PRESETS["vit-b16"], v100, 8, base=Plan.parse(line))
+
+
+def test_what_is_fixed_is_not_searched() -> None:
+    line = "tp=4 pp=4 micro_batch=2 sharding=fsdp recompute=full schedule=gpipe"
+    plan = Plan.parse(f"{BASE} {line}")
+    names = frozenset(word.partition("=")[0] for word in line.split())
+    found = search(TRANSFORMERS["gpt-22b"], H100, 64, global_batch=256, base=plan, fixed=names)
+    for prediction in found:
+        assert all(getattr(prediction.plan, name) == getattr(plan, name) for name in names)
+    groups = Plan.parse(f"{BASE} sharding=hsdp shard=16")
+    found = search(TRANSFORMERS["llama3-8b"], H100, 64, base=groups, fixed=frozenset({"sharding", "shard"}))
+    assert {(p.plan.sharding, p.plan.shard) for p in found} == {("hsdp", 16)}
+    alone = Plan.parse(f"{BASE} tp=8 pp=2 sharding=zero1")
+    assert search(TRANSFORMERS["gpt-22b"], H100, 16, base=alone, fixed=frozenset({"tp", "pp", "sharding"}))
+    with pytest.raises(ConfigError, match=r"with tp=3.*divide the heads"):
+        search(TRANSFORMERS["gpt-22b"], H100, 64, base=Plan(tp=3), fixed=frozenset({"tp"}))
+
+
+def test_every_kind_of_sharding_is_searched_and_none_is_empty() -> None:
+    shape = shape_of(TRANSFORMERS["llama3-8b"])
+    plans = list(layouts(shape, H100, 64, 512, Plan.parse(BASE), Space()))
+    assert {plan.sharding for plan in plans if plan.dp > 1} == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
+    assert all(1 < plan.shard < plan.dp * plan.cp for plan in plans if plan.sharding == "hsdp")
+    assert not any(list(layout_problems(shape, plan)) for plan in plans)
+    best = search(PRESETS["vit-b16"], load_machine("h200"), 8, global_batch=8192)[0]
+    assert best.plan.micro_batch > 64
+
+
+def test_the_best_of_a_search_is_predicted_as_it_is_alone() -> None:
+    for model in (PRESETS["vit-s16"], PRESETS["vit-l16"]):
+        best = search(model, H100, 1)[0]
+        assert best == predict(model, H100, best.plan)
+        assert best.tokens_per_second_per_gpu > 0
+        assert best.forward_seconds < best.backward_seconds
+
+
+def test_fitting_leaves_the_same_margin_everywhere() -> None:
+    line = "micro_batch=13 dp=8 sharding=fsdp"
+    prediction = one("gpt-1.7b", line, load_machine("a100-80g"))
+    limit = load_machine("a100-80g").memory_bytes
+    assert MARGIN * limit < prediction.memory_bytes < limit
+    assert not prediction.fits
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "enough"), [("gpt-1t", "h100", 256), ("llama3-8b", "a100-40g", 8)]
+)
+def test_as_many_devices_as_are_said_to_be_enough_are(model: str, machine: str, enough: int) -> None:
+    config, device = TRANSFORMERS[model], load_machine(machine)
+    with pytest.raises(OutOfMemory, match=f"use {enough} devices or more"):
+        search(config, device, 1)
+    assert search(config, device, enough, global_batch=enough)
+    with pytest.raises(OutOfMemory):
+        search(config, device, enough // 2, global_batch=enough // 2)

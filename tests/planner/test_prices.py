@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,13 @@ from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.explain import explain
-from penstock.planner.layout import layout_problems, stage_blocks
+from penstock.planner.layout import blocks_by_stage, layout_problems, stage_blocks
 from penstock.planner.memory_model import in_flight, rested
 from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.pipeline import zero_bubble_idle
 from penstock.planner.search import Space, explore, layouts
 from penstock.planner.shapes import shape_of
-from penstock.schedules import held
+from penstock.schedules import Costs, generate, held, simulate
 
 H100 = load_machine("h100")
 BASE = "precision=O2 optimizer=fused attention=flash compile=blocks"
@@ -160,12 +162,54 @@ def test_more_to_compute_never_makes_a_step_shorter() -> None:
     assert all(after > before * (1 - 1e-9) for before, after in itertools.pairwise(kinds))
 
 
+@pytest.mark.parametrize("heavy", ["first", "last", "any"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 4), (8, 8), (8, 32), (16, 32)])
+def test_a_zero_bubble_of_unequal_stages_is_the_simulator_s(
+    heavy: str, ranks: int, micro_batches: int
+) -> None:
+    chance = random.Random(f"{heavy} {ranks} {micro_batches}")
+    for _ in range(5):
+        forward, into, weight = 1.0, chance.uniform(0.9, 2.2), chance.uniform(0.5, 1.2)
+        stages = [[forward, into, weight] for _ in range(ranks)]
+        more = chance.uniform(0.2, 2.0)
+        if heavy == "any":
+            stages = [[cost * chance.uniform(0.8, 1.2) for cost in stage] for stage in stages]
+        elif heavy == "last":
+            stages[-1] = [cost + more / 3 for cost in stages[-1]]
+        else:
+            stages[0] = [forward + more / 2, into, weight + more / 2]
+        f, i, w = (list(costs) for costs in zip(*stages))
+        costs = Costs(forward=f, backward_input=i, backward_weight=w)
+        played = float(simulate(generate("zb-h1", ranks, micro_batches), costs).makespan)
+        busy = micro_batches * max(sum(stage) for stage in stages)
+        idle = zero_bubble_idle([(1, (a, b, c)) for a, b, c in stages], micro_batches)
+        assert idle + busy == pytest.approx(played, rel=0.025)
+        if heavy != "any":
+            first, like, last = stages[0], stages[1 if ranks > 2 else 0], stages[-1]
+            runs = [(1, (first[0], first[1], first[2])), (ranks - 2, (like[0], like[1], like[2]))]
+            runs.append((1, (last[0], last[1], last[2])))
+            assert zero_bubble_idle(runs, micro_batches) == pytest.approx(idle)
+
+
+def test_a_zero_bubble_of_the_planner_has_its_output_in_the_last_stage() -> None:
+    # Eight stages of four blocks, the last with an output over 128,256 words besides.
+    line = "pp=8 accumulate=8 micro_batch=1"
+    split, whole = one("llama3-8b", f"{line} schedule=zero_bubble"), one("llama3-8b", line)
+    assert split.seconds["bubble"] < 0.75 * whole.seconds["bubble"]
+    # Before its first pass the last stage waits for seven others' forward passes at least.
+    assert split.seconds["bubble"] > 7 * split.forward_seconds
+
+
 @pytest.mark.parametrize(("depth", "stages"), [(12, 8), (12, 11), (48, 20), (78, 12), (7, 4)])
 def test_uneven_stages_hold_all_blocks_and_none_is_empty(depth: int, stages: int) -> None:
     first, middle, last = stage_blocks(depth, stages)
     assert min(first, middle, last) >= 1
     # Some stages in between have one less than their like.
     assert first + last + (stages - 2) * (middle - 1) <= depth <= first + last + (stages - 2) * middle
+    every = blocks_by_stage(depth, stages)
+    assert sum(count for count, _ in every) == stages
+    assert sum(count * blocks for count, blocks in every) == depth
+    assert (every[0], every[-1]) == ((1, first), (1, last))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Overlap rules, all of them:
 - A pipeline of p stages and m micro-batches takes as long as its slowest stage does for all micro-batches, and once
   the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
   2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are put off
-  (schedule=zero_bubble), it shrinks as that of equal stages does in the schedule played through.
+  (schedule=zero_bubble), it is what the schedule played through leaves idle.
 - Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers.
 - Gradients are reduced behind the last micro-batch's backward pass, all but those of the last block.
 - What hides slows what it hides behind: a collective takes its share of the multiprocessors for as long as it lasts.
@@ -16,6 +16,7 @@ Overlap rules, all of them:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.plan import Plan
@@ -38,8 +39,8 @@ from penstock.planner.holding import (
     sharded_parameters,
 )
 from penstock.planner.host_time import IN_PLACE
-from penstock.planner.layout import stage_blocks
-from penstock.planner.pipeline import zero_bubble_share
+from penstock.planner.layout import blocks_by_stage, stage_blocks
+from penstock.planner.pipeline import StageTimes, zero_bubble_idle
 from penstock.planner.rates import Rates
 from penstock.planner.shapes import Shape
 from penstock.planner.states import (
@@ -92,6 +93,8 @@ class _Stage:
     """What all the other stages take for one micro-batch."""
     data: float
     """Exposed gathering and scattering of sharded weights, per micro-batch."""
+    every: Sequence[tuple[int, StageTimes]] = ()
+    """Stages in a row, where gradients of weights are put off."""
 
 
 Memo = dict[tuple[object, ...], list[BlockTime]]
@@ -143,8 +146,7 @@ def iteration(
     if plan.pp > 1:
         bubble = stage.others / plan.virtual
         if plan.schedule == "zero_bubble":
-            split = stage.backward - stage.weights
-            bubble *= zero_bubble_share(plan.pp, m, stage.forward, split, stage.weights)
+            bubble = zero_bubble_idle(stage.every, m)
         seconds["bubble"] = bubble
         seconds["pipeline"] = _transfers(shape, rates, plan)
         result.bubble_fraction = bubble / (m * one)
@@ -199,9 +201,20 @@ def _stage(shape: Shape, rates: Rates, plan: Plan, times: list[BlockTime]) -> _S
     count = slowest[1]
     whole = Parts()
     whole.plus(parts, count)
+    every: list[tuple[int, StageTimes]] = []
+    if plan.schedule == "zero_bubble":
+        # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
+        every = [
+            (count, (b * (forward + data), b * (backward - weights), b * weights))
+            for count, b in blocks_by_stage(n, plan.pp)
+        ]
+        ahead, behind, late = every[0][1]
+        every[0] = (1, (ahead + entrance / 2, behind, late + entrance / 2))
+        ahead, behind, late = every[-1][1]
+        every[-1] = (1, (ahead + output / 3, behind + output / 3, late + output / 3))
     return _Stage(
         whole, count * again, slowest[2], count * forward, count * backward, count * weights, total - slowest[0],
-        count * data,
+        count * data, every,
     )  # fmt: skip
 
 

@@ -27,6 +27,14 @@ def stage_blocks(depth: int, stages: int) -> tuple[int, int, int]:
     return each, each, each - 1
 
 
+def blocks_by_stage(depth: int, stages: int) -> list[tuple[int, int]]:
+    """Stages in a row and the blocks of each, as `stage_blocks` has them, for two stages at least; of those between the
+    first and the last the later ones may have one less."""
+    first, middle, last = stage_blocks(depth, stages)
+    fewer = first + last + (stages - 2) * middle - depth
+    return [(1, first), (stages - 2 - fewer, middle), (fewer, middle - 1), (1, last)]
+
+
 def layout_problems(shape: Shape, plan: Plan) -> Iterator[str]:
     """Every reason why a model of `shape` cannot be laid out as `plan` says, in whole sentences."""
     yield from _tensor_problems(shape, plan)

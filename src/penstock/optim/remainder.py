@@ -381,6 +381,8 @@ def from_adamw(
             converted._state_of(parameter)["remainder"] = remainders[parameter]
         else:
             del converted.state[parameter]
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        getattr(converted, name).update(getattr(optimizer, name))
     optimizer.register_step_pre_hook(_refuse_step)
     # A scheduler made before would otherwise warn that its optimizer never steps.
     optimizer._opt_called = True  # type: ignore[attr-defined]

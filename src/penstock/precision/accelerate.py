@@ -9,17 +9,20 @@ optimizer.step()
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.convert import nearest
 from penstock.errors import CheckpointError, ConfigError, NumericError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
@@ -70,15 +73,28 @@ class Session:
                 )
         device = _device_of(models)
         self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
-        self._noted: dict[int, Tensor] = {}
+        self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
         self._search: _Search | None = None
         self.gradients = [Gradients(optimizer, self, skip=skip) for optimizer in optimizers]
 
-    def note(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """An optimizer has used gradients under this scaler; the scale moves before the next backward pass."""
-        before = self._noted.get(id(scaler))
-        self._noted[id(scaler)] = found_inf if before is None else torch.maximum(before, found_inf)
+    def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
+        """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale
+        moves before the next backward pass.
+        """
+        before, earlier = self._noted.get(id(scaler), (None, False))
+        found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+        self._noted[id(scaler)] = (found_inf, stepped or earlier)
+
+    def start_again(self) -> None:
+        """Forget what belongs to the run before a state was loaded: noted overflows, and gradients."""
+        self._noted.clear()
+        self._polls = [_Poll() for _ in self.scalers]
+        if self._search is not None:
+            self._search.trace.detach()
+            self._search = None
+        for own in self.gradients:
+            own.forget()
 
     def settle(self, scaler: LossScaler) -> None:
         """Move the scale by what was noted since it last moved.
@@ -86,10 +102,11 @@ class Session:
         Raises:
             NumericError: gradients have overflowed at the lowest scale for some steps.
         """
-        found_inf = self._noted.pop(id(scaler), None)
-        if found_inf is None:
+        noted = self._noted.pop(id(scaler), None)
+        if noted is None:
             return
-        scaler.update(found_inf.to(scaler.scale.device, non_blocking=True))
+        found_inf, stepped = noted
+        scaler.update(found_inf.to(scaler.scale.device, non_blocking=True), stepped=stepped)
         if self._search is None:
             lost = self._polls[self.scalers.index(scaler)].look(scaler.lost)
             if lost is not None and lost >= PATIENCE:
@@ -202,6 +219,7 @@ def accelerate(
     models = _listed(model)
     optimizers = _listed(optimizer)
     _check_kinds(models, optimizers)
+    _check_options(scaler, agree, skip)
     properties = resolve(precision, dtype=dtype, device=_device_of(models), **overrides)
     bare = [unwrapped(m) for m in models]
     _check(properties, models, bare, optimizers, losses)
@@ -210,7 +228,8 @@ def accelerate(
             convert_to_fp8(module, properties.fp8)
     if properties.master == "remainder":
         optimizers = list(complete(optimizers, bare, norms=properties.norms, lists=properties.lists))
-        optimizer = optimizers[0] if isinstance(optimizer, Optimizer) else type(optimizer)(optimizers)
+        if optimizer is not None:
+            optimizer = optimizers[0] if isinstance(optimizer, Optimizer) else type(optimizer)(optimizers)
     session = Session(
         properties,
         bare,
@@ -270,11 +289,17 @@ def scale_loss(
             f"loss{'es' if len(session.scalers) > 1 else ''}; call accelerate(…, losses={loss_id + 1})."
         )
     scaler = session.scalers[loss_id]
+    if any(own.yielded is not None and own.yielded() is loss for own in all_of):
+        raise ConfigError(
+            "scale_loss was given a loss that it has scaled already; open it once for each loss, on the loss itself."
+        )
     if not any(own.prepared and own.scaler is scaler for own in all_of):
         session.settle(scaler)  # never between the micro-batches of one step
+    scaled = scaler.scaled(loss)
     for own in all_of:
         own.prepare(scaler)
-    yield scaler.scaled(loss)
+        own.yielded = weakref.ref(scaled)
+    yield scaled
 
 
 def clip_grad_norm_(optimizer: Optimizer | Sequence[Optimizer], max_norm: float) -> Tensor:
@@ -353,6 +378,31 @@ def _check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise ConfigError("accelerate was given no model.")
 
 
+def _check_options(scaler: Any, agree: Any, skip: Any) -> None:
+    options = [
+        name
+        for name in inspect.signature(LossScaler).parameters
+        if name not in ("device", "agree", "dynamic")
+    ]
+    problems = []
+    if scaler is not None and not isinstance(scaler, Mapping):
+        problems.append(f"scaler is {scaler!r}, but must be a dict of {', '.join(options)}.")
+    elif scaler:
+        problems += [
+            f"scaler has no option {name!r}.{nearest(str(name), options)} It takes {', '.join(options)}."
+            for name in scaler
+            if name not in options
+        ]
+    if agree is not None and agree != "auto" and not callable(agree):
+        problems.append(
+            f"agree is {agree!r}, but must be 'auto', None, or a function of the flag that ranks share."
+        )
+    if skip not in get_args(Skip):
+        problems.append(f"skip is {skip!r}, but must be one of {', '.join(get_args(Skip))}.")
+    if problems:
+        raise ConfigError(problems)
+
+
 def _check(
     properties: Precision,
     models: list[nn.Module],
@@ -360,7 +410,9 @@ def _check(
     optimizers: list[Optimizer],
     losses: int,
 ) -> None:
-    problems = [] if losses >= 1 else [f"losses is {losses}, but must be at least 1."]
+    problems = []
+    if not isinstance(losses, int) or losses < 1:
+        problems.append(f"losses is {losses!r}, but must be a whole number of at least 1.")
     problems += [
         f"{properties.level} replaces weights, and DistributedDataParallel holds on to those it was given; "
         "accelerate the model first and wrap it afterwards."
@@ -374,6 +426,8 @@ def _check(
                 f"{halves[0]} and {len(halves) - 1} more weights are half, but accelerate starts from fp32 weights "
                 "and makes the half ones itself; call model.float() before making the optimizer."
             )
+    if properties.weights == "half" and properties.master == "copy":
+        problems += _shared_weights(bare, optimizers)
     problems += [
         f"This {type(optimizer).__name__} is already accelerated; make a new one."
         for optimizer in optimizers
@@ -381,6 +435,23 @@ def _check(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[str]:
+    """Weights of two optimizers: only one of them could have their masters."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                other = owners.setdefault(id(parameter), optimizer)
+                if other is not optimizer:
+                    yield (
+                        f"{names.get(id(parameter), 'A weight')} is trained by a {type(other).__name__} and by a "
+                        f"{type(optimizer).__name__}, and O2 keeps its fp32 weight with one of them; use "
+                        "precision='O1', or give each weight to one optimizer."
+                    )
+                    return
 
 
 def _in_ddp(model: nn.Module) -> bool:
@@ -461,9 +532,12 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         own = gradients_beside(self)
+        if own.prepared:
+            own.discard()
+        else:
+            own.forget()
         if own.session.masters is not None:
             own.session.masters.zero_grad(self, set_to_none=set_to_none)
-        own.forget()
         cls.zero_grad(self, set_to_none=set_to_none)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
@@ -481,7 +555,17 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
         session = gradients_beside(self).session
         plain = {key: value for key, value in state_dict.items() if key != _KEY}
         cls.load_state_dict(self, plain)
+        session.start_again()
         _load_scalers(session, state_dict.get(_KEY))
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        masters = gradients_beside(self).session.masters
+        if masters is None:
+            cls.add_param_group(self, param_group)
+            return
+        param_group, new = masters.joining(param_group)
+        cls.add_param_group(self, param_group)
+        masters.join(self, new)
 
     def reduce(self: Optimizer, protocol: Any) -> Any:
         raise TypeError(
@@ -494,6 +578,7 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
         (cls,),
         {
             "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
+            "add_param_group": add_param_group,
             "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__,
         },
     )  # fmt: skip

@@ -7,6 +7,7 @@ none needs to know.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import weakref
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.lists import OpLists, fp32_modules_of
-from penstock.precision.stored import Stored, adopt, mark, publish
+from penstock.precision.stored import HalfWeight, Stored, adopt, give_master, mark, publish
 
 _log = logging.getLogger(__name__)
 _NORMS = (
@@ -51,8 +52,7 @@ class MasterWeights:
     bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32; so do the
     modules that `lists` name for fp32.
 
-    Weights that are written in place between steps (clipped, tied, re-initialised) are taken over; what swaps storage
-    (`p.data = …`) is not seen and lost at the next step: change `master_of` of the weight instead.
+    Weights that are written between steps (clipped, tied, re-initialised), in place or through `.data`, are taken over.
     """
 
     def __init__(
@@ -77,20 +77,27 @@ class MasterWeights:
         self._halves: list[tuple[Optimizer, list[Parameter], list[Parameter]]] = []
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
+        seen: set[nn.Module] = set()
         for model in models:
             wide = fp32_modules_of(model, lists)
             for name, module in model.named_modules():
-                if module in wide:
+                if module in wide or module in seen:  # models may share modules
                     continue
+                seen.add(module)
                 if norms == "fp32" and is_norm(module):
                     compute_in_fp32(module)
                     continue
                 self._halve(name, module, trained, swapped, frozen)
         if frozen:
-            _log.info(
-                "%d weights that no optimizer trains are kept in half precision alone, %s among them.",
+            _log.warning(
+                "%d weights that no optimizer trains, %s among them, are rounded to half precision, in state dicts "
+                "too; keep the fp32 ones if they are wanted.",
                 len(frozen), frozen[0],
             )  # fmt: skip
+        self._models = list(models)
+        self._parallel: list[weakref.ref[nn.parallel.DistributedDataParallel]] | None = None
+        self._spent: set[int] = set()
+        """Optimizers that have stepped on the gradients that their masters still hold."""
         self._by_optimizer()
         self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
         self._shared: dict[Parameter, weakref.ref[Tensor] | None] | None = None
@@ -111,16 +118,23 @@ class MasterWeights:
         too; floating buffers follow if `buffers`, those of fp32 norms excepted. The state dict holds the values in
         fp32: exactly so for weights that optimizers in `remainders` complete.
         """
+        seen: set[nn.Module] = set()
         for model in models:
             wide = fp32_modules_of(model, lists)
+            kept = {
+                id(p) for module in wide for p in module.parameters(recurse=False)
+            }  # tied to others, perhaps
             for module in model.modules():
-                if module in wide:
+                if module in wide or module in seen:
                     continue
+                seen.add(module)
                 if norms == "fp32" and is_norm(module):
                     compute_in_fp32(module)
                     continue
                 for parameter in module._parameters.values():
-                    if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                    if parameter is None or id(parameter) in kept:
+                        continue
+                    if parameter.is_floating_point() and parameter.dtype != dtype:
                         parameter.data = parameter.data.to(dtype)
                         parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
                 for key, buffer in module._buffers.items():
@@ -145,8 +159,10 @@ class MasterWeights:
             mine = True
             half = swapped.get(id(parameter))
             if half is None:
-                half = Parameter(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
+                half = HalfWeight(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
                 half.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
+                half._backward_hooks = parameter._backward_hooks
+                half._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 swapped[id(parameter)] = half
                 if id(parameter) in trained:
                     self._masters[half] = parameter
@@ -177,6 +193,11 @@ class MasterWeights:
     def collect(self, optimizer: Optimizer | None = None) -> None:
         """Move the half gradients to the masters, adding to what is there, and take over weights written in place."""
         for owner, halves, masters in self._of(optimizer):
+            if id(owner) in self._spent:
+                self._spent.discard(id(owner))
+                if self._shared is None:
+                    for master in masters:
+                        master.grad = None
             for half, master in zip(halves, masters):
                 adopt(half, master)
             if self._shared is not None:
@@ -216,8 +237,54 @@ class MasterWeights:
         for _, halves, masters in self._of(optimizer):
             publish(halves, masters)
 
+    def used_up(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped. Its gradients may be read until the next ones come, which do not add to them:
+        zeroing the model's gradients, which are these, could not be seen here.
+        """
+        self._spent.add(id(optimizer))
+
+    def unsynced(self) -> bool:
+        """Whether a DistributedDataParallel around one of the models leaves the gradients of the backward pass to come
+        to a later one to average (`no_sync`).
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        if self._parallel is None:
+            self._parallel = [weakref.ref(found) for found in _parallel_around(self._masters)]
+        return any(
+            found is not None and not found.require_backward_grad_sync
+            for found in (reference() for reference in self._parallel)
+        )
+
+    def joining(self, group: dict[str, Any]) -> tuple[dict[str, Any], dict[Parameter, Parameter]]:
+        """A parameter group that is to be added to an optimizer, with masters in place of half weights; and the new
+        ones of these by half weight, for `join` once it was added.
+        """
+        given = group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        new: dict[Parameter, Parameter] = {}
+        for index, half in enumerate(parameters):
+            if isinstance(half, Parameter) and half.dtype == self.dtype:
+                if half not in self._masters:
+                    new[half] = Parameter(half.detach().float())
+                parameters[index] = self._masters[half] if half in self._masters else new[half]
+        return {**group, "params": parameters}, new
+
+    def join(self, optimizer: Optimizer, new: Mapping[Parameter, Parameter]) -> None:
+        """From now on `optimizer` trains half weights that had no masters."""
+        for half, master in new.items():
+            self._masters[half] = master
+            self._owner[half] = optimizer
+            mark(half)
+            for model in self._models:
+                give_master(model, half, master)
+        self._halves = []
+        self._by_optimizer()
+
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Forget the model's half gradients; the masters' are the optimizer's to forget."""
+        for owner, _, _ in self._of(optimizer):
+            self._spent.discard(id(owner))
         if self._shared is not None and not set_to_none:
             self.collect(
                 optimizer
@@ -243,8 +310,10 @@ class MasterWeights:
             pass
         elif _refers(shared[half], half.grad):  # then it is the optimizer's that was replaced or forgotten
             half.grad = master.grad
-        else:
+        elif half.grad is None or master.grad is None or _refers(shared[half], master.grad):
             master.grad = half.grad
+        else:  # both are new: the loss has both the model and what the script held of it before
+            half.grad = master.grad = master.grad + half.grad
         shared[half] = None if half.grad is None else weakref.ref(half.grad)
 
     def has_gradients(self, optimizer: Optimizer) -> bool:
@@ -276,6 +345,16 @@ class MasterWeights:
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """The parameters of `model` by name, each as its master where it has one."""
         return {name: self.master_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def _parallel_around(
+    weights: Mapping[Parameter, Parameter],
+) -> Iterator[nn.parallel.DistributedDataParallel]:
+    """The living DistributedDataParallel that average gradients of some weights: once, some tens of milliseconds."""
+    for found in gc.get_objects():
+        whole = issubclass(type(found), nn.parallel.DistributedDataParallel) and "_modules" in found.__dict__
+        if whole and any(parameter in weights for parameter in found.parameters()):
+            yield found
 
 
 def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool:

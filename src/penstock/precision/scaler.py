@@ -94,8 +94,13 @@ class LossScaler:
         return loss.float() * self.scale
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
-        """Adapt the scale after a step; `found_inf` is a 0-d fp32 tensor, 1 after an overflow and 0 otherwise."""
+    def update(self, found_inf: Tensor, *, stepped: bool = True) -> None:
+        """Adapt the scale after a step; `found_inf` is a 0-d fp32 tensor, 1 after an overflow and 0 otherwise.
+
+        Without `stepped` the gradients were thrown away: an overflow counts, a clean step does not.
+        """
+        if not stepped:
+            self.clean.sub_((1.0 - found_inf).to(self.clean.dtype))
         self.overflows.add_(found_inf)
         at_floor = (self.scale <= self.floor).float() if self.dynamic else 1.0
         self.lost.add_(found_inf * at_floor).mul_(found_inf)

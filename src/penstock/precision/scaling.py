@@ -7,6 +7,7 @@ fused kernel divides them on their way into the update, so that unscaling costs 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,10 @@ class Gradients:
         """Whose scale that is."""
         self.prepared = False
         """Whether a loss was scaled since the last step."""
+        self.unsynced = False
+        """Whether some of them are this rank's alone, until a later backward pass averages them."""
+        self.yielded: weakref.ref[Tensor] | None = None
+        """The scaled loss that was handed out last."""
         self.found: list[tuple[LossScaler, Tensor]] = []
         """Noted when gradients were unscaled before the step: whose they were, and 0-d fp32, 1 if any is not finite."""
         self.stash: list[tuple[Tensor, Tensor]] = []
@@ -49,8 +54,11 @@ class Gradients:
     def prepare(self, scaler: LossScaler | None) -> None:
         """Make ready for gradients under the present scale of `scaler`."""
         masters = self.session.masters
-        if masters is not None and masters.has_gradients(self.optimizer):
-            masters.collect(self.optimizer)  # micro-batches add up in fp32
+        if masters is not None:
+            # Micro-batches add up in fp32; but what DistributedDataParallel has yet to average stays where it looks.
+            if not self.unsynced and masters.has_gradients(self.optimizer):
+                masters.collect(self.optimizer)
+            self.unsynced = self.unsynced or masters.unsynced()
         if scaler is None:
             self.prepared = True
             return
@@ -104,6 +112,7 @@ class Gradients:
             result = self._scaled_step(update)
         if masters is not None:
             masters.publish(self.optimizer)
+            masters.used_up(self.optimizer)
         self.forget()
         return result
 
@@ -114,6 +123,7 @@ class Gradients:
             if masters is not None:
                 masters.publish(self.optimizer)  # a line search moves the masters between evaluations
                 masters.zero_grad(self.optimizer)
+                masters.used_up(self.optimizer)
             with torch.enable_grad():
                 loss = closure()
             if masters is not None:
@@ -124,6 +134,7 @@ class Gradients:
             loss = update(evaluated)
             if masters is not None:
                 masters.publish(self.optimizer)
+                masters.used_up(self.optimizer)
             self.forget()
             return loss
         kind = type(self.optimizer).__mro__[1]
@@ -169,14 +180,14 @@ class Gradients:
             return self._folded(update, divisor, found)
         return update() if found.item() == 0.0 else None
 
-    def _decision(self) -> Tensor:
+    def _decision(self, *, stepped: bool = True) -> Tensor:
         """Whether any gradient of any loss, on any rank, is not finite; each loss scale learns of its own."""
         assert self.found
         merged: Tensor | None = None
         for scaler, found in self.found:
             if self.session.agree is not None:
                 self.session.agree(found)
-            self.session.note(scaler, found)
+            self.session.note(scaler, found, stepped=stepped)
             merged = found if merged is None else torch.maximum(merged, found.to(merged.device))
         assert merged is not None
         return merged
@@ -215,8 +226,24 @@ class Gradients:
                     value.copy_(torch.where(found.to(value.device) > 0, old, value))
         return result
 
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Gradients are thrown away without a step; the loss scale learns of those that were not finite."""
+        if self.scale is not None and self.scaler is not None:
+            given = [p.grad for p in self._given() if p.grad is not None and not p.grad.is_sparse]
+            if given:
+                self.found.append((self.scaler, (~grad_norm(given).isfinite()).float()))
+        if self.found:
+            self._decision(stepped=False)
+        self.forget()
+
+    def _given(self) -> Iterable[Any]:
+        masters = self.session.masters
+        return [*self._parameters(), *(masters.weights_of(self.optimizer) if masters is not None else ())]
+
     def forget(self) -> None:
         """Gradients are used up or thrown away."""
+        self.unsynced = False
         self.scale = self.scaler = None
         self.found = []
         self.stash = []

@@ -34,6 +34,13 @@ def adopt_weights(model: nn.Module) -> None:
             adopt(half, master)
 
 
+def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
+    """From now on the state dict has the value of `master` for a half weight of the model."""
+    for module, stored in _all_stored(model):
+        if any(parameter is half for parameter in module._parameters.values()):
+            stored.masters[half] = master
+
+
 def _all_stored(model: nn.Module) -> Iterator[tuple[nn.Module, Stored]]:
     for module in model.modules():
         for hook in module._state_dict_hooks.values():
@@ -152,8 +159,31 @@ def _marked(half: Tensor) -> bool:
 
 
 def adopt(half: Tensor, master: Tensor) -> None:
-    """Take over a half weight that was written in place since it was published."""
-    if _marked(half) and half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
+    """Take over a half weight that was written since it was published: in place, or perhaps through `.data`."""
+    if not _marked(half):
+        return
+    touched = isinstance(half, HalfWeight) and half.__dict__.pop("_penstock_touched", False)
+    if touched or half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
         with torch.no_grad():
-            master.copy_(half)
+            # Where nothing was written, the master's other bits stay.
+            kept = (master.to(half.dtype) == half) | half.isnan()
+            master.copy_(torch.where(kept, master, half.to(master.dtype)))
         mark(half)
+
+
+class HalfWeight(Parameter):
+    """A half weight with a master. Writing through `.data` counts no version, so whoever asks for it is suspected."""
+
+    @property
+    def data(self) -> Tensor:
+        self.__dict__["_penstock_touched"] = True
+        found: Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["_penstock_touched"] = True
+        _DATA.__set__(self, value)
+
+
+_DATA: Any = Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]

@@ -220,8 +220,9 @@ def test_an_overflow_skips_the_step_though_clipping_hides_it(level: str) -> None
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_overflow_is_forgotten_with_its_gradients(set_to_none: bool) -> None:
-    """As for a discriminator, through which the generator's loss runs and whose gradients are then thrown away."""
+def test_an_overflow_whose_gradients_are_thrown_away_skips_no_later_step(set_to_none: bool) -> None:
+    """As for a discriminator, through which the generator's loss runs and whose gradients are then thrown away. The
+    scale falls all the same: a loop that never steps on what is not finite would else never get on."""
     model = _model()
     with _fp16():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,7 +232,9 @@ def test_an_overflow_is_forgotten_with_its_gradients(set_to_none: bool) -> None:
         (1e-3 * model(X).sum()).backward()
         optimizer.step()
     assert not torch.equal(model[0].weight, before)
-    assert scalers_of(optimizer)[0].overflows.item() == 0
+    (scaler,) = scalers_of(optimizer)
+    assert scaler.overflows.item() == 1
+    assert scaler.scale.item() == 2.0**15
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -158,7 +158,7 @@ def _scale(taking: list[Gradients]) -> Tensor:
     """The least scale of those that take part, after they have moved by what the last steps noted."""
     for own in taking:
         if own.prepared and not any(p.grad is not None for p in trained_by(own.optimizer)):
-            own.forget()  # the script threw its gradients away by itself
+            own.discard()  # the script threw its gradients away by itself
     sessions = {id(own.session): own.session for own in taking}
     for session in sessions.values():
         if not any(own.prepared for own in session.gradients):

@@ -155,7 +155,7 @@ class Interception:
             for optimizer in self._pairing.accelerated:
                 own = gradients_beside(optimizer)
                 if own.prepared and self._pairing.owns(module, optimizer):
-                    own.forget()
+                    own.discard()
 
         return zero_grad
 

@@ -40,8 +40,10 @@ write to, and fp64 stays fp64.
 **What it costs.** The default lists watch no call on CUDA, nor for bf16 on a CPU: torch's own modules (`LayerNorm`,
 `RMSNorm`, `GroupNorm`, `Softmax`) do what `keep` says. Lists with other differences are applied by a mode of torch's
 that sees every call of torch in the forward pass, which costs a few microseconds of host time each in eager mode, and
-nothing in compiled code. `keep` gains where activations are half, as with half weights (O2): with fp32 weights the
-residual stream is mostly fp32, and a norm of it stays fp32.
+nothing in compiled code. What torch.autocast on a CPU lacks of what it casts on CUDA is *registered* with torch
+instead, when the first model is prepared, in the place where torch's own casts are: it costs nothing elsewhere, and
+holds for the whole process, where torch would have refused the mixed arguments. `keep` gains where activations
+are half, as with half weights (O2): with fp32 weights the residual stream is mostly fp32, and a norm of it stays fp32.
 
 ```python
 import torch
@@ -57,6 +59,10 @@ lists = default_lists(torch.bfloat16).with_(
 def geometric_mean(x: torch.Tensor) -> torch.Tensor:
     return x.log().mean().exp()
 ```
+
+An LSTM on a CPU whose kernel lacks the half type runs in fp32, which is tried once, when a model has one; name
+`torch.lstm` in a list to decide it yourself. Functional norms of one's own weights (`layer_norm(x, shape, self.w)` in a
+class without "norm" in its name) need `promote` on a CPU under O2: they are too frequent to be registered.
 
 One name stands for every way to call an operation: `torch.softmax`, `x.softmax()` and `torch.nn.functional.softmax`.
 A function of torch that is written in Python is seen as a whole; what it calls inside runs as torch.autocast has it.

@@ -54,6 +54,19 @@ def test_norm_is_exact_to_its_dtype(dtype: torch.dtype, sizes: list[int]) -> Non
     torch.testing.assert_close(norm.double(), expected, rtol=tolerance, atol=0.0)
 
 
+@pytest.mark.parametrize("sizes", [[5], [5, 7], [70_000], [70_000, 80_000]])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_gradients_have_the_norm_of_their_parts(dtype: torch.dtype, sizes: list[int]) -> None:
+    parameters = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    parts = torch.cat([torch.view_as_real(p.grad).flatten() for p in parameters if p.grad is not None])
+    norm = clip_grad_norm_(parameters, 1.0)
+    assert norm.dtype == (torch.float64 if dtype == torch.complex128 else torch.float32)
+    torch.testing.assert_close(norm.double(), parts.double().norm(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(clip_grad_norm_(parameters, 1.0).item(), 1.0, rtol=1e-4, atol=0.0)
+
+
 def test_norm_of_nothing_is_zero_and_of_nan_is_nan() -> None:
     assert grad_norm([]).item() == 0.0
     assert grad_norm([torch.tensor([1.0, float("nan")])]).isnan()

@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 import penstock
 from penstock.errors import ExitCode, NumericError
 from penstock.precision import OverflowTrace
+from penstock.precision.lists import OpLists, default_lists
 from penstock.testing.spawn import spawn
 
 STEPS = 50
@@ -66,6 +67,56 @@ def test_the_layer_where_it_begins(middle: tuple[nn.Module, ...], where: str) ->
     with OverflowTrace([model]) as trace:
         model(torch.randn(6, 8)).sum().backward()
     assert str(trace.first()) == where
+
+
+class Attention(nn.Module):
+    """Its products of queries and keys overflow in fp16, between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.proj = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = (self.q(x) * 300) @ (self.k(x) * 300).T / 1e5
+        return self.proj((scores if mask is None else scores + mask).softmax(-1) @ x)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attn = Attention()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.out(self.attn(x, mask=mask))
+
+
+def test_what_happens_between_layers_is_blamed_on_the_module_around_them() -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(16, 8), torch.randint(0, 8, (16,))
+
+    def train(lists: OpLists | None) -> None:
+        model = Attending()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model, optimizer = penstock.accelerate(model, optimizer, dtype="fp16", lists=lists)
+        for _ in range(STEPS):
+            plain_step(model, optimizer, x, target)
+
+    with pytest.raises(NumericError, match=r"begins in the computation of attn itself, before attn\.proj\."):
+        train(None)
+    train(default_lists(torch.float16, "cpu").with_(fp32_modules=["attn"]))
+
+
+def test_masks_are_no_overflow_and_inputs_are_not_blamed_on_layers() -> None:
+    model = Attending()
+    mask = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
+    with OverflowTrace([model]) as trace:
+        model(torch.randn(16, 8), mask).sum().backward()
+    assert trace.first() is None
+    with OverflowTrace([model]) as trace:
+        model(torch.full((16, 8), float("inf"))).sum().backward()
+    assert str(trace.first()) == "the input of Attending"
 
 
 def test_what_the_loss_sends_back_is_not_blamed_on_a_layer() -> None:

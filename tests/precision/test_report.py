@@ -236,6 +236,11 @@ def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:
     assert f"An overflow begins in {found.overflow}." in str(found)
 
 
+def test_one_model_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="given a list as model; give it one"):
+        report([Net()], batch())  # type: ignore[arg-type]
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.precision import Precision, resolve
 from penstock.precision import settings as module
+from penstock.precision.lists import default_lists
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -51,6 +52,12 @@ def test_other_levels_are_listed(typed: str) -> None:
         ("O0", "fp16", {}, "has no effect with O0"),
         ("O0", "auto", {"loss_scale": "dynamic"}, "fp32 gradients do not vanish"),
         ("O0", "auto", {"weights": "half"}, "nothing is half"),
+        ("O0", "auto", {"norms": "half"}, "norms='half' contradicts O0"),
+        ("O0", "auto", {"lists": default_lists(torch.bfloat16)}, "lists have no effect with O0"),
+        ("O1", "fp16", {"lists": {"fp32": ["torch.exp"]}}, "lists is a dict, but must be an OpLists"),
+        ("O1", "fp16", {"lists": "x"}, "lists is a str, but must be an OpLists"),
+        ("O1", "fp16", {"loss_scale": 1e39}, "beyond the numbers of fp32"),
+        ("O1", "fp16", {"loss_scale": 1e-46}, "beyond the numbers of fp32"),
         ("O1", "fp16", {"master": "copy"}, "they are the master weights"),
         ("O1", "fp16", {"autocast": False}, "leaves nothing in half"),
         ("O1", "bf16", {"norms": "half"}, "contradicts weights='fp32'"),
@@ -84,12 +91,50 @@ def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(module, "cpu_has_bf16", lambda: True)
     with caplog.at_level(logging.INFO, logger="penstock"):
         for level in ("O1", "O2", "O3"):
             assert resolve(level, device="cpu").dtype is torch.bfloat16
     assert [r.message for r in caplog.records] == [
         "dtype=auto chose bf16: CPUs have units for bf16 or none at all."
     ]
+
+
+def test_auto_warns_once_of_a_cpu_without_units(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        for _ in range(3):
+            assert resolve("O1", device="cpu").dtype is torch.bfloat16
+        resolve("O0", device="cpu")
+    chosen, warned = caplog.records
+    assert (
+        chosen.message
+        == "dtype=auto chose bf16: CPUs have units for bf16 or none at all, and this one has none."
+    )
+    assert warned.levelno == logging.WARNING
+    assert "no units for bf16" in warned.message
+    assert 'precision="O0"' in warned.message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("model name\t: bf16\nflags\t\t: fpu avx2\n", False),
+        ("processor\t: 0\n", None),
+    ],
+)
+def test_units_of_a_cpu(text: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> str:
+        return text
+
+    monkeypatch.setattr(module.Path, "read_text", read)
+    assert module.cpu_has_bf16.__wrapped__() is expected
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])

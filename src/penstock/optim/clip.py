@@ -34,6 +34,7 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     if any(sharing(gradient) is not None for gradient in gradients):
         return whole_norm(gradients, grad_norm)
+    gradients = [_real(gradient) for gradient in gradients]
     if len(gradients) == 1:
         return _norm(gradients[0])
     first = gradients[0].device
@@ -45,6 +46,11 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
         dtype = torch.float64 if wide else torch.float32
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
     return vector_norm(torch.stack([norm.to(first, non_blocking=True) for norm in norms]))
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """A complex gradient as its real and imaginary parts, which have the same norm."""
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -4,9 +4,8 @@ dicts, `isinstance`, compilation and signatures stay as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.precision.lists import region
+from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
 from penstock.precision.stored import adopt_weights, take_masters
+from penstock.precision.subclass import stand_in
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -43,6 +44,8 @@ def wrap_forward(model: nn.Module, precision: Precision) -> None:
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
+    if type(model) in _CLASSES.values():  # made by `type(accelerated)(…)`
+        model.__class__ = type(model).__mro__[1]
     model.__dict__["_penstock_precision"] = precision
     model.__class__ = _wrapping(type(model))
 
@@ -65,7 +68,9 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        precision: Precision = self.__dict__["_penstock_precision"]
+        precision: Precision | None = self.__dict__.get("_penstock_precision")
+        if precision is None:  # an instance that `type(accelerated)(…)` made is one of the original class
+            return original(self, *args, **kwargs)
         if not precision.autocast and precision.dtype is not None:
             args = tuple(_to(precision.dtype, value) for value in args)
             kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
@@ -83,24 +88,27 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Pickle and copy look a class up by its name, which is the original's.
+        if "_penstock_precision" not in self.__dict__:
+            return _plain, (cls,), self.__dict__.copy()
         adopt_weights(self)
         return _new, (cls,), self.__dict__.copy()
 
     def restore(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        if self.__dict__["_penstock_precision"].autocast:
+        precision: Precision | None = self.__dict__.get("_penstock_precision")
+        if precision is not None and precision.autocast:
             take_masters(self)  # no optimizer publishes them into a copy
 
     names = {
         "forward": forward,
         "__reduce_ex__": reduce,
         "__setstate__": restore,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
     }
-    made: type[nn.Module] = type(cls.__name__, (cls,), names)
-    made.__qualname__ = cls.__qualname__
-    return made
+    return stand_in(cls, names)
+
+
+def _plain(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
@@ -116,19 +124,10 @@ def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _to(dtype: torch.dtype, value: Any) -> Any:
-    """Floating tensors of a nest as `dtype`: tuples, lists, mappings and dataclasses keep their type and order."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(dtype, item) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(_to(dtype, item) for item in value)
-    if type(value) is dict:
-        return {key: _to(dtype, item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items: Any = value
-        if isinstance(items, Mapping):  # transformers' ModelOutput, whose absent fields are no items
-            return type(items)(**{key: _to(dtype, item) for key, item in items.items()})
-        changed = {f.name: _to(dtype, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changed)
-    return value
+    """Floating tensors of a nest as `dtype`; fp64 stays."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        wanted = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if wanted else tensor
+
+    return replaced(value, cast)

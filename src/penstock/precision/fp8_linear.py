@@ -57,7 +57,10 @@ def fp8_problem(device: torch.device | str, scaling: Scaling = "tensorwise") -> 
     """Why a device cannot multiply in fp8, as a sentence with the remedy; None if it can."""
     device = torch.device(device)
     major, minor = _NEEDS[scaling]
-    remedy = "leave fp8 out, or study its rounding with convert_to_fp8(…, emulate=True)"
+    remedy = (
+        "leave fp8 out, or study its rounding with "
+        "penstock.precision.fp8_linear.convert_to_fp8(…, emulate=True)"
+    )
     if device.type != "cuda":
         return (
             f"fp8 needs a GPU of compute capability {major}.{minor} or newer for {scaling} scales, and the model is on "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.precision.owners import Owners, tensors_of
 
-Where = Literal["output", "backward pass", "gradient of the output", "gradient"]
+Where = Literal["input", "computation", "output", "backward pass", "gradient of the output", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,15 @@ class Overflow:
     layer: str
     """Qualified name of the module, or of the parameter where nothing else was seen."""
     where: Where
-    """Made in its forward pass (`output`) or its backward pass, or come to it from the loss (`gradient of the output`);
-    `gradient` is that of a parameter."""
+    """Made in its forward pass (`output`; `computation` where it was made between the modules inside) or its backward
+    pass, or come to it from the caller (`input`) or from the loss (`gradient of the output`); `gradient` is that of a
+    parameter."""
+    before: str | None = None
+    """Of a `computation`, the module inside that was given its result first."""
 
     def __str__(self) -> str:
+        if self.where == "computation":
+            return f"the computation of {self.layer} itself, before {self.before}"
         return f"the {self.where} of {self.layer}"
 
 
@@ -38,7 +44,7 @@ class OverflowTrace:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
-        self._notes: list[tuple[str, Where, Tensor]] = []
+        self._notes: list[tuple[Overflow, Tensor]] = []
         self._handles: list[RemovableHandle] = []
         self._owners = Owners(self._models, self._watch)
         self._eager: Any = None
@@ -49,9 +55,11 @@ class OverflowTrace:
         self._notes = []
         for model in self._models:
             for name, module in model.named_modules():
-                self._handles.append(
-                    module.register_forward_hook(self._forward(name or type(model).__name__))
-                )
+                full = name or type(model).__name__
+                self._handles += [
+                    module.register_forward_pre_hook(self._given(full), with_kwargs=True),
+                    module.register_forward_hook(self._forward(full)),
+                ]
         self._owners.attach()
         if any(_compiled(module) for model in self._models for module in model.modules()):
             self._eager = torch.compiler.set_stance("force_eager")
@@ -73,35 +81,45 @@ class OverflowTrace:
     def __exit__(self, *_: Any) -> None:
         self.detach()
 
+    def _given(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            around = self._owners.around
+            made = Overflow(name, "input") if around is None else Overflow(around, "computation", name)
+            self._note(made, tensors_of((args, kwargs)))
+
+        return hook
+
     def _forward(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._note(name, "output", tensors_of(output))
+            self._note(Overflow(name, "output"), tensors_of(output))
 
         return hook
 
     def _watch(self, node: Node, layer: str) -> list[RemovableHandle]:
         def hook(made: Any, given: Any) -> None:
-            self._note(layer, "gradient of the output", tensors_of(given))
-            self._note(layer, "backward pass", tensors_of(made))
+            self._note(Overflow(layer, "gradient of the output"), tensors_of(given))
+            self._note(Overflow(layer, "backward pass"), tensors_of(made))
 
         return [node.register_hook(hook)]
 
     @torch.no_grad()
-    def _note(self, name: str, where: Where, values: list[Tensor]) -> None:
+    def _note(self, seen: Overflow, values: list[Tensor]) -> None:
         for value in values:
             inside = value.coalesce().values() if value.is_sparse else value
-            self._notes.append((name, where, ~inside.isfinite().all()))
+            if seen.where in ("input", "computation") and not value.requires_grad:
+                inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
+            self._notes.append((seen, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
         """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked
         where no backward pass was seen. Waits for the device.
         """
         if self._notes:
-            seen = torch.stack([bad.to("cpu") for _, _, bad in self._notes]).tolist()
-            for (name, where, _), bad in zip(self._notes, seen):
+            found = torch.stack([bad.to("cpu") for _, bad in self._notes]).tolist()
+            for (seen, _), bad in zip(self._notes, found):
                 if bad:
-                    return Overflow(name, where)
-        if any(where == "backward pass" for _, where, _ in self._notes):
+                    return seen
+        if any(seen.where == "backward pass" for seen, _ in self._notes):
             return (
                 None  # gradients that ranks have averaged since may not be finite, but did not become so here
             )

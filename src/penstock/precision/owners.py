@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from penstock.precision.nests import tensors
+
 
 class Owners:
     """While attached, follows the forward pass, and calls `found(node, layer)` for each node that a module makes.
@@ -49,6 +51,11 @@ class Owners:
         """The innermost module whose forward pass is under way."""
         return self._running[-1] if self._running else None
 
+    @property
+    def around(self) -> str | None:
+        """The module whose forward pass has called the one that is under way."""
+        return self._running[-2] if len(self._running) > 1 else None
+
     def own(self, made: Iterable[Tensor], layer: str) -> None:
         """Give all nodes behind some tensors to a layer, but for those that have an owner."""
         left = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
@@ -77,11 +84,5 @@ class Owners:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The floating tensors of a nest of mappings, tuples and lists."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_of(item)]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    return []
+    """The floating tensors of a nest."""
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]

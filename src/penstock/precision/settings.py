@@ -5,10 +5,12 @@ The naming is NVIDIA Apex's; the mechanisms are those of Micikevicius et al., "M
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,6 +34,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "outputs": ("fp32", "keep"),
     "fp8": ("none", "tensorwise", "rowwise"),
 }
+
+_FP32 = torch.finfo(torch.float32)
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -117,6 +121,12 @@ def resolve(
         for name, value in overrides.items()
         if name in _CHOICES and value not in _CHOICES[name]
     ]
+    if not isinstance(overrides.get("lists", OpLists()), OpLists):
+        problems.append(
+            f"lists is a {type(overrides['lists']).__name__}, but must be an OpLists: take "
+            "penstock.precision.lists.default_lists(torch.bfloat16), or that of torch.float16, and add to it with "
+            "with_(…)."
+        )
     if "loss_scale" in overrides:
         problems += _scale_problems(overrides["loss_scale"])
     if problems:
@@ -194,6 +204,12 @@ def _dtype(
     if name == "auto":
         chosen, why = auto_dtype(device)
         _once(f"dtype=auto chose {chosen}: {why}.")
+        if device.type == "cpu" and cpu_has_bf16() is False:
+            _once(
+                "This CPU has no units for bf16 (AVX512-BF16 or AMX on x86), so that half precision is up to ten times "
+                'slower than fp32 here. For speed choose precision="O0"; the half levels serve to study numerics.',
+                logging.WARNING,
+            )
         return DTYPES[chosen], None
     if name not in DTYPES:
         raise ConfigError(f"dtype={asked!r} is not known; choose bf16, fp16 or auto.")
@@ -214,8 +230,24 @@ def auto_dtype(device: torch.device) -> tuple[str, str]:
             return "bf16", "this GPU multiplies bf16 at the full rate, and bf16 needs no loss scale"
         return "fp16", f"this GPU, of compute capability {major}.{minor}, has fast fp16 and no fast bf16"
     if device.type == "cpu":
-        return "bf16", "CPUs have units for bf16 or none at all"
+        return "bf16", "CPUs have units for bf16 or none at all" + (
+            ", and this one has none" if cpu_has_bf16() is False else ""
+        )
     return "bf16", "bf16 has the range of fp32 and needs no loss scale"
+
+
+@functools.cache
+def cpu_has_bf16() -> bool | None:
+    """Whether this machine's CPU multiplies bf16 in units of its own; None where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    lines = (line.partition(":") for line in text.splitlines())
+    flags = {
+        flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()
+    }
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) if flags else None
 
 
 def _scale_problems(value: Any) -> Iterator[str]:
@@ -223,13 +255,25 @@ def _scale_problems(value: Any) -> Iterator[str]:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
         yield f'loss_scale is {value!r}, but must be "dynamic" or a finite number above 0, such as 1024.0.'
+    elif not _FP32.tiny <= value <= _FP32.max:
+        yield (
+            f"loss_scale is {value!r}, which is beyond the numbers of fp32, in which losses are scaled; choose one "
+            f"from {_FP32.tiny:.2g} to {_FP32.max:.2g}, such as 1024.0."
+        )
 
 
 def _contradictions(p: Precision) -> Iterator[str]:
     if p.dtype is None:
-        for name, plain in (("weights", "fp32"), ("autocast", False), ("master", "none"), ("fp8", "none")):
+        for name, plain in (
+            ("weights", "fp32"), ("autocast", False), ("norms", "fp32"), ("master", "none"), ("fp8", "none"),
+        ):  # fmt: skip
             if getattr(p, name) != plain:
                 yield f"{name}={getattr(p, name)!r} contradicts O0, in which nothing is half; choose O1, O2 or O3."
+        if p.lists is not None:
+            yield (
+                "lists have no effect with O0, in which every operation runs in fp32; leave them out, or choose O1 "
+                "or O2."
+            )
         if p.scales:
             yield "loss_scale contradicts O0: fp32 gradients do not vanish; leave it out."
         return

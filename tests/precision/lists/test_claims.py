@@ -368,10 +368,12 @@ def test_a_half_probability_near_one_says_the_wrong_loss(dtype: Half) -> None:
 
 
 def test_every_reason_is_measured() -> None:
-    """A new group needs a test here, or a reason that is about another's behaviour and tested in test_autocast.py."""
+    """A new group needs a test here, or a reason that is about another's behaviour and tested in test_autocast.py
+    or, of what is registered with torch, in test_op_lists.py.
+    """
     assert {group.key for group in GROUPS} == {
         "products", "range", "small_probabilities", "log_softmax", "log_softmax_bf16", "norm_gradients", "losses_fp16",
         "losses_bf16", "running", "prod", "keep", "banned", "banned_cuda",
-    } | {"cuda_products", "promote_cuda", "promote_cpu"}  # fmt: skip
+    } | {"cuda_products", "whole_products", "promote_cuda", "promote_cpu", "promote_registered"}  # fmt: skip
     (kept,) = (group for group in GROUPS if group.key == "keep")
     assert set(kept.names) == {*names("norm_gradients"), "torch.nn.functional.softmax"}

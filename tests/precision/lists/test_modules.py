@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import penstock
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
     apply_modules,
     default_lists,
+    modules,
     region,
     restore_modules,
 )
@@ -106,6 +108,56 @@ class TestModules:
         found = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, forward(x))
+
+
+class TestRecurrent:
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own question
+    @pytest.mark.parametrize("precision", ["O1", "O2"])
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_an_lstm_trains_on_any_cpu(self, packed: bool, dtype: str, precision: str) -> None:
+        layer = nn.LSTM(4, 4, num_layers=2, bidirectional=True)
+        x = torch.randn(5, 3, 4)
+        expected = layer(x)[0]
+        given: Any = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 5, 5])) if packed else x
+        model, optimizer = penstock.accelerate(
+            Outer(layer), torch.optim.AdamW(layer.parameters()), precision=precision, dtype=dtype
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            found = model(given)[0]
+            found = found.data.view(5, 3, 8) if packed else found
+            assert found.dtype == torch.float32
+            if step == 0:
+                torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+            with penstock.scale_loss(found.square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert torch.compile(model, backend="eager")(x)[0].dtype == torch.float32
+
+    def test_the_cpu_is_asked_only_for_an_lstm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[torch.dtype] = []
+        monkeypatch.setattr(modules, "cpu_runs_lstm", lambda dtype: bool(asked.append(dtype)))
+        lists = default_lists(torch.bfloat16, "cpu")
+        plain, listed, recurrent = Model(), nn.Sequential(nn.LSTM(4, 4)), nn.Sequential(nn.LSTM(4, 4))
+        apply_modules(plain, lists)
+        apply_modules(listed, lists.with_(fp32=["torch.lstm"]))
+        assert asked == []
+        apply_modules(recurrent, lists)
+        assert set(asked) == {torch.float16, torch.bfloat16}
+        restore_modules(recurrent)
+        monkeypatch.setattr(modules, "cpu_runs_lstm", lambda dtype: True)
+        apply_modules(recurrent, lists)
+        assert type(recurrent[0]) is nn.LSTM
+
+
+class Outer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
 
 
 class TestKept:

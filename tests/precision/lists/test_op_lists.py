@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 
+import penstock
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
@@ -22,6 +23,7 @@ from penstock.precision.lists import (
     differences,
     region,
 )
+from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import functions_of, name_of
 from penstock.precision.lists.op_lists import watched
 from penstock.testing.op_lists import GELU_FP32, accelerated
@@ -238,11 +240,54 @@ class TestPromotion:
         assert mixed.dtype == torch.float32
 
     def test_what_takes_one_type_only_takes_mixed_ones(self) -> None:
-        half, single = torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
+        half, single = torch.ones(4, dtype=torch.bfloat16), torch.ones(2, 4)
         with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError):
-            torch.dot(half, single)
-        with accelerated(OpLists(promote=("torch.dot",))):
-            assert torch.dot(half, single).dtype == torch.float32
+            F.layer_norm(single, (4,), half)
+        with accelerated(OpLists(promote=("torch.nn.functional.layer_norm",))):
+            assert F.layer_norm(single, (4,), half).dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize("name", sorted(registered()))
+    def test_a_cpu_takes_mixed_arguments_unwatched(self, name: str, dtype: torch.dtype) -> None:
+        from penstock.testing.op_samples import Make, call
+
+        lists = default_lists(dtype, "cpu")
+        policy = registered()[name]
+        widest = torch.float32 if policy == "promote" else dtype
+        alone = {torch.float32: widest, dtype: dtype}
+        assert lists.policies()[name] == policy
+        assert all(called != name for _, called in watched(lists, "cpu").values())
+        with accelerated(lists, dtype):
+            for dtypes in ((dtype, torch.float32), (torch.float32, dtype)):
+                assert call(name, Make("cpu", *dtypes)).dtype == widest
+            for same, expected in alone.items():
+                assert call(name, Make("cpu", same)).dtype == expected
+            assert call(name, Make("cpu", torch.float64)).dtype == torch.float64
+
+    def test_that_holds_for_layers_compiled_code_and_gradients(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bilinear = nn.Bilinear(8, 8, 8)
+                self.weight = nn.Parameter(torch.randn(8))
+                self.product = nn.Parameter(torch.randn(8, 8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.bilinear(x, x) + torch.mv(x, self.weight)[:, None]
+                return torch.tensordot(y, self.product, 1)
+
+        x = torch.randn(4, 8)
+        model = Net()
+        expected = model(x)
+        model = penstock.accelerate(model, torch.optim.SGD(model.parameters()), precision="O2", dtype="bf16")[
+            0
+        ]
+        for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            found = run(x)
+            torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+            found.sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == torch.bfloat16
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_in_place_operations_keep_their_own_type(self, dtype: torch.dtype) -> None:

@@ -32,7 +32,7 @@ from penstock.precision.inspect.undisturbed import (
     undisturbed,
 )
 from penstock.precision.lists import apply_modules, default_lists
-from penstock.precision.overflow import Overflow, OverflowTrace, Where
+from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.settings import Precision, resolve
 
 STARTING_SCALE = 2.0**16
@@ -106,6 +106,11 @@ def report(
     Raises:
         ConfigError: there is no loss, nothing to train, or a precision that contradicts the model's own.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"report was given a {type(model).__name__} as model; give it one torch.nn.Module, and report on several "
+            "models one by one."
+        )
     bare = unwrapped(model)
     settled = _settled(bare, precision, dtype)
     passing = _scale(settled, optimizer, scale)
@@ -204,9 +209,9 @@ class _Unseen(OverflowTrace):
         super().__init__([model])
         self._recorder = recorder
 
-    def _note(self, name: str, where: Where, values: list[Tensor]) -> None:
+    def _note(self, seen: Overflow, values: list[Tensor]) -> None:
         with self._recorder.pause():
-            super()._note(name, where, values)
+            super()._note(seen, values)
 
 
 def _recorded(

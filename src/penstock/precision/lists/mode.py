@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
+from penstock.precision.lists.kernels import register
 from penstock.precision.lists.op_lists import HALVES, OpLists, watched
+from penstock.precision.nests import replaced, tensors
 
 # Of autocast's concern: fp64 and fp8 are somebody's own choice.
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,6 +64,8 @@ def prepare(
     lists: OpLists, devices: tuple[str, ...] = _DEVICES, dtypes: tuple[torch.dtype, ...] = tuple(HALVES)
 ) -> None:
     """Make what `region` enters; before compilation, which cannot."""
+    if "cpu" in devices:
+        register()
     for device_type in devices:
         rules = watched(lists, device_type)
         for dtype in dtypes:
@@ -125,40 +129,21 @@ def chosen_type(policy: str, values: Any, device_type: str) -> torch.dtype | Non
 
 def castable(values: Any, device_type: str) -> Iterator[Tensor]:
     """The tensors of a nest that autocast concerns."""
-    if isinstance(values, Tensor):
-        if values.device.type == device_type and values.dtype in _CASTABLE:
-            yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from castable(value, device_type)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from castable(value, device_type)
+    for tensor in tensors(values):
+        if tensor.device.type == device_type and tensor.dtype in _CASTABLE:
+            yield tensor
 
 
 def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """A nest with its castable tensors in another type; tuples, lists and dicts stay what they are."""
-    if isinstance(values, Tensor):
-        wanted = values.device.type == device_type and values.dtype in _CASTABLE
-        return values.to(dtype) if wanted else values
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(cast(value, dtype, device_type) for value in values))
-    if type(values) in (tuple, list):
-        return type(values)(cast(value, dtype, device_type) for value in values)
-    if type(values) is dict:
-        return {key: cast(value, dtype, device_type) for key, value in values.items()}
-    return values
+    """A nest with its castable tensors in another type; containers stay what they are."""
+
+    def change(tensor: Tensor) -> Tensor:
+        wanted = tensor.device.type == device_type and tensor.dtype in _CASTABLE
+        return tensor.to(dtype) if wanted else tensor
+
+    return replaced(values, change)
 
 
 def device_type_of(values: Any) -> str | None:
     """The device of the first floating tensor of a nest."""
-    if isinstance(values, Tensor):
-        return values.device.type if values.is_floating_point() else None
-    if isinstance(values, dict):
-        values = tuple(values.values())
-    if isinstance(values, tuple | list):
-        for value in values:
-            found = device_type_of(value)
-            if found is not None:
-                return found
-    return None
+    return next((tensor.device.type for tensor in tensors(values) if tensor.is_floating_point()), None)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
-from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences
+from penstock.precision.lists.op_lists import HALVES, ModuleChoice, OpLists, differences
+from penstock.precision.subclass import stand_in
 
 _KEY = "_penstock_lists"
+_LSTM = "torch.lstm"
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 # torch's modules that are one operation, which `keep` can spare a copy in fp32.
 _SINGLE: dict[type[nn.Module], str] = {
@@ -34,19 +36,22 @@ _SINGLE: dict[type[nn.Module], str] = {
 class _Treatment:
     """What a module's forward does besides."""
 
-    kind: Literal["fp32", "half", "keep", "enter"]
+    kind: Literal["fp32", "half", "keep", "enter", "recurrent"]
     lists: OpLists
     devices: tuple[str, ...] = ()
     """Where `keep` makes a difference."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """The half types that `recurrent` has none of on a CPU."""
 
 
 def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
     """Prepare a model's modules to follow `lists`, in place; each acts only where autocast is on.
 
     Modules in `fp32_modules` and `half_modules` cast their inputs; an fp32 module is fp32 with all that is in it.
-    Those of torch that are a single `keep` operation run in the type of their input. Where the lists differ from
-    torch.autocast's, modules that hold others enter `region` by themselves when they are run alone, as activation
-    checkpointing does in the backward pass. Repeating the call replaces what an earlier one did.
+    Those of torch that are a single `keep` operation run in the type of their input, and an LSTM on a CPU whose kernel
+    lacks the half type in fp32. Where the lists differ from torch.autocast's, modules that hold others enter `region`
+    by themselves when they are run alone, as activation checkpointing does in the backward pass. Repeating the call
+    replaces what an earlier one did.
 
     Raises:
         ConfigError: a name, pattern or class of `fp32_modules` or `half_modules` fits no module.
@@ -83,6 +88,8 @@ def restore_modules(model: nn.Module) -> None:
     """Undo `apply_modules`."""
     for module in model.modules():
         if _KEY not in module.__dict__:
+            if type(module) in _CLASSES.values():  # made by `type(treated)(…)`
+                module.__class__ = type(module).__mro__[1]
             continue
         plain = type(module).__mro__[1]
         if _CLASSES.get(plain) is not type(module):
@@ -92,6 +99,27 @@ def restore_modules(model: nn.Module) -> None:
             )
         del module.__dict__[_KEY]
         module.__class__ = plain
+
+
+def _refused(module: nn.Module, lists: OpLists) -> tuple[torch.dtype, ...]:
+    """The half types in which a CPU cannot run a module that autocast would run in them."""
+    if not isinstance(module, nn.LSTM) or module.weight_ih_l0.device.type != "cpu":
+        return ()
+    return () if _LSTM in lists.policies() else tuple(dtype for dtype in HALVES if not cpu_runs_lstm(dtype))
+
+
+@functools.cache
+def cpu_runs_lstm(dtype: torch.dtype) -> bool:
+    """Whether torch.autocast can run an LSTM on this CPU in a half type: its kernel needs units for it. Tried once."""
+    x, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+    weights = [torch.zeros(*shape, requires_grad=True) for shape in ((4, 1), (4, 1), (4,), (4,))]
+    with torch.enable_grad(), torch.autocast("cpu", dtype=dtype):
+        try:
+            output = torch.lstm(x, (state, state), weights, True, 1, 0.0, True, False, False)[0]
+            output.sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False
+    return True
 
 
 def _matching(modules: dict[str, nn.Module], choice: ModuleChoice) -> Iterator[str]:
@@ -111,6 +139,9 @@ def _unmatched(modules: dict[str, nn.Module], choice: ModuleChoice, kind: str) -
 
 def _implied(module: nn.Module, lists: OpLists) -> _Treatment | None:
     """What follows from the lists of operations."""
+    refused = _refused(module, lists)
+    if refused:
+        return _Treatment("recurrent", lists, dtypes=refused)
     operation = _SINGLE.get(type(module))
     if operation is not None:
         devices = tuple(d for d in ("cpu", "cuda") if differences(lists, d).get(operation) == "keep")
@@ -142,7 +173,9 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        treatment: _Treatment = self.__dict__[_KEY]
+        treatment: _Treatment | None = self.__dict__.get(_KEY)
+        if treatment is None:  # an instance that `type(treated)(…)` made is one of the original class
+            return original(self, *args, **kwargs)
         device = device_type_of((args, kwargs))
         if device is None or not torch.is_autocast_enabled(device):
             return original(self, *args, **kwargs)
@@ -151,12 +184,18 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
                 return original(self, *args, **kwargs)
             with torch.autocast(device, enabled=False):
                 return _kept(self, args[0] if args else kwargs["input"])
+        dtype = torch.get_autocast_dtype(device)
+        if treatment.kind == "recurrent" and (device != "cpu" or dtype not in treatment.dtypes):
+            return original(self, *args, **kwargs)
+        if treatment.kind == "recurrent":
+            args, kwargs = cast(args, torch.float32, device), cast(kwargs, torch.float32, device)
+            with torch.autocast(device, enabled=False):
+                return _widened(self, original, args, kwargs)
         if treatment.kind == "fp32":
             with torch.autocast(device, enabled=False):
                 return original(
                     self, *cast(args, torch.float32, device), **cast(kwargs, torch.float32, device)
                 )
-        dtype = torch.get_autocast_dtype(device)
         if treatment.kind == "half":
             args, kwargs = cast(args, dtype, device), cast(kwargs, dtype, device)
         with region(treatment.lists, device, dtype):
@@ -164,17 +203,29 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Pickle looks a class up by its name, which is the original's.
-        return _new, (cls,), self.__dict__.copy()
+        new = _new if _KEY in self.__dict__ else _plain
+        return new, (cls,), self.__dict__.copy()
 
-    made: type[nn.Module] = type(
-        cls.__name__, (cls,), {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__}
-    )
-    made.__qualname__ = cls.__qualname__
-    return made
+    return stand_in(cls, {"forward": forward, "__reduce_ex__": reduce})
+
+
+def _plain(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(_treated(cls))
+
+
+def _widened(module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The forward pass of a recurrent layer with its weights in fp32, whatever they are."""
+    module._update_flat_weights()  # which the forward pass would do, should they be others by now
+    weights = module._flat_weights
+    module._flat_weights = [weight.float() for weight in weights]
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        module._flat_weights = weights
 
 
 def _kept(module: nn.Module, x: Tensor) -> Tensor:

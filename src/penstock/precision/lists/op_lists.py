@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import Function, functions_of, name_of
 from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Half, Policy
 
@@ -179,11 +180,13 @@ def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
 
 def watched(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
     """Each function that must be watched on a device, with its list and name; empty where torch.autocast, and the
-    modules that `apply_modules` treats, do all that the lists say.
+    modules that `apply_modules` treats, and what `kernels.register` registers, do all that the lists say.
 
     `keep` alone is no reason to watch every call: it saves time, and watching costs some.
     """
     found = differences(lists, device_type)
+    if device_type == "cpu":
+        found = {name: policy for name, policy in found.items() if registered().get(name) != policy}
     if all(policy == "keep" for policy in found.values()):
         return {}
     return {function: (policy, name) for name, policy in found.items() for function in functions_of(name)}

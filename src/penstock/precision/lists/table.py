@@ -54,6 +54,12 @@ _SUMMED_LOSSES = _in(
     "cosine_embedding_loss binary_cross_entropy_with_logits",
 )
 
+CPU_PROMOTED = _in(
+    "torch.", "mv addmv dot vdot lerp index_add index_put masked_scatter scatter scatter_add"
+) + _in(_F, "bilinear")
+CPU_WHOLE = _in("torch.", "inner tensordot linalg.multi_dot")
+"""What torch makes of matrix products on a CPU, after a look whether the types are the same."""
+
 GROUPS: tuple[Group, ...] = (
     Group(
         key="products",
@@ -67,6 +73,16 @@ GROUPS: tuple[Group, ...] = (
         names=_CUDA_PRODUCTS,
         devices=("cuda",),
         reason="Matrix products too. On a CPU they are made of the products above, or too rare to watch each call for.",
+    ),
+    Group(
+        key="whole_products",
+        policy="half",
+        names=CPU_WHOLE,
+        devices=("cpu",),
+        reason=(
+            "Made of the products above, but torch refuses mixed arguments before it comes to these. Registered with "
+            "torch, not watched."
+        ),
     ),
     Group(
         key="range",
@@ -171,6 +187,16 @@ GROUPS: tuple[Group, ...] = (
         reason="Mixed arguments become the widest.",
     ),
     Group(
+        key="promote_registered",
+        policy="promote",
+        names=CPU_PROMOTED,
+        devices=("cpu",),
+        reason=(
+            "Takes arguments of one type only, as weights and activations seldom are, so mixed ones become the widest. "
+            "Registered with torch, not watched."
+        ),
+    ),
+    Group(
         key="banned",
         policy="banned",
         names=_in(_F, "binary_cross_entropy"),
@@ -220,7 +246,7 @@ AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
     },
     "cpu": {
         "half": PRODUCTS + _in(_F, "prelu conv_tbc") + _in("torch.", "linalg.vecdot einsum chain_matmul")
-        + _in("torch.", "linalg.multi_dot"),
+        + _in("torch.", "linalg.multi_dot inner tensordot"),
         "fp32": (
             _in("torch.", "prod cdist trace quantile nanquantile stft")
             + _in(_F, "avg_pool3d adaptive_avg_pool3d max_pool3d grid_sample ctc_loss binary_cross_entropy")

@@ -1,0 +1,75 @@
+"""Casts that torch.autocast makes on CUDA and lacks on a CPU, registered with torch in the place where its own are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.precision.lists.names import name_of
+from penstock.precision.lists.table import CPU_PROMOTED, CPU_WHOLE, Policy
+from penstock.precision.nests import replaced, tensors
+
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+_VARIANTS = {"lerp": ("Scalar", "Tensor"), "scatter": ("src",)}
+"""Overloads, of operations that have others than the default."""
+_library: list[torch.library.Library] = []
+
+
+@functools.cache
+def registered() -> dict[str, Policy]:
+    """The operations that need no watching on a CPU, since `register` sees to them, each with its list."""
+    policies: dict[str, Policy] = dict.fromkeys(map(name_of, CPU_PROMOTED), "promote")
+    return policies | dict.fromkeys(map(name_of, CPU_WHOLE), "half")
+
+
+def register() -> None:
+    """Let torch.autocast on a CPU take mixed arguments of these operations, from now on and in the whole process.
+
+    Nothing that worked before changes: `promote` is asked only where types differ, which torch refuses, and `half` does
+    what the products do of which torch makes the operation. Where autocast is off, so is this.
+    """
+    if _library:
+        return
+    _library.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
+    for name, policy in registered().items():
+        packet = (
+            name.removeprefix("torch.nn.functional.").removeprefix("torch.").replace("linalg.", "linalg_")
+        )
+        for variant in _VARIANTS.get(packet, ("default",)):
+            overload = getattr(getattr(torch.ops.aten, packet), variant)
+            kernel = _promoting(overload) if policy == "promote" else _halving(overload)
+            _library[0].impl(overload, kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
+
+
+def _below() -> Any:
+    """Inside, operations go past autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _promoting(overload: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if len({tensor.dtype for tensor in tensors((args, kwargs)) if tensor.dtype in _CASTABLE}) > 1:
+            args, kwargs = _cast((args, kwargs), torch.float32)
+        with _below():
+            return overload(*args, **kwargs)
+
+    return kernel
+
+
+def _halving(overload: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = list(tensors((args, kwargs)))
+        # One number beside a tensor is multiplied with, and no product.
+        if all(tensor.dtype in _CASTABLE and tensor.ndim > 0 for tensor in given):
+            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+        with _below():
+            return overload(*args, **kwargs)
+
+    return kernel
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return replaced(values, lambda tensor: tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor)

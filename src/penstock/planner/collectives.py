@@ -26,6 +26,8 @@ class Group:
     """Mean latency of one step of the ring."""
     hop: float
     """Latency of one level of a tree."""
+    tree: float
+    """Latency of a tree up and down, and of the ring inside each node."""
     ramp_seconds: float
     ramp_bytes: float
 
@@ -36,13 +38,14 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     per_node = rates.per_node
     inside = min(size, max(1, per_node // stride))
     if inside >= size:
-        return Group(
-            size, inside, rates.link, rates.link_step, rates.link_step, rates.ramp_seconds, rates.ramp_bytes
-        )
+        step = rates.link_step
+        tree = 4 * (size - 1).bit_length() * step
+        return Group(size, inside, rates.link, step, step, tree, rates.ramp_seconds, rates.ramp_bytes)
     bandwidth = min(rates.link, rates.node * inside / per_node)
     nodes = -(-size // inside)
     step = (nodes * rates.node_step + (size - nodes) * rates.link_step) / size
-    return Group(size, inside, bandwidth, step, rates.node_step, rates.ramp_seconds, rates.ramp_bytes)
+    tree = 4 * (size - 1).bit_length() * rates.node_step + inside * step
+    return Group(size, inside, bandwidth, step, rates.node_step, tree, rates.ramp_seconds, rates.ramp_bytes)
 
 
 def gather_seconds(group: Group, moved: float) -> float:
@@ -85,9 +88,7 @@ def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
 
 def _latency(group: Group, steps: int) -> float:
     """Steps of a ring, or levels of a tree up and down where that is less."""
-    levels = 2 * (group.size - 1).bit_length()
-    inside = group.inside * group.step if group.size > group.inside else 0.0
-    return min(steps * group.step, levels * group.hop * 2 + inside)
+    return min(steps * group.step, group.tree)
 
 
 def _ramp(group: Group, moved: float) -> float:

@@ -30,8 +30,13 @@ def held_parameters(shape: Shape, plan: Plan) -> float:
 
 def held_experts(shape: Shape, plan: Plan) -> float:
     """Those of `held_parameters` that are experts, and so the same on 1/ep of the replicas only."""
-    total = sum(b.count * b.expert_parameters * b.experts for b in shape.blocks) / plan.ep / plan.tp
-    return total / shape.depth * max(stage_blocks(shape.depth, plan.pp))
+    total = 0
+    for block in shape.blocks:
+        if block.experts:
+            total += block.count * block.expert_parameters * block.experts
+    if not total:
+        return 0.0
+    return total / plan.ep / plan.tp / shape.depth * max(stage_blocks(shape.depth, plan.pp))
 
 
 def sharded_parameters(shape: Shape, plan: Plan, held: float) -> float:

@@ -152,9 +152,10 @@ def iteration(
         result.bubble_fraction = bubble / (m * one)
     held = held_parameters(shape, plan) if held is None else held
     seconds["data"] += _reduction(shape, rates, plan, held, stage)
-    seconds["optimizer"] = _update(shape, rates, plan, held) + _accumulation(rates, plan, held)
+    kept = kept_parameters(shape, plan, held)
+    seconds["optimizer"] = _update(shape, rates, plan, kept) + _accumulation(rates, plan, held)
     if plan.offload != "none":
-        seconds["offload"] = _offload(shape, rates, plan, held, stage)
+        seconds["offload"] = _offload(shape, rates, plan, kept, stage)
     if plan.gpus > 1:
         seconds["step"] = rates.step_seconds
     group, outer = data_group(rates, plan)
@@ -162,9 +163,12 @@ def iteration(
     nodes = -(-replicas * plan.tp // rates.per_node)
     if replicas > 1 and nodes > 1:
         seconds["straggling"] = rates.straggling * math.log2(nodes) * sum(seconds.values())
-    tensors = sum(b.tensors * b.count for b in shape.blocks) / plan.pp
-    kernels = sum(t.launches * b.count for t, b in zip(times, shape.blocks)) / plan.pp * m
-    kernels += update_launches(kept_parameters(shape, plan, held), tensors, plan)
+    tensors = kernels = 0.0
+    for block, time in zip(shape.blocks, times):
+        kernels += time.launches * block.count / plan.pp * m
+        if plan.optimizer == "loop":
+            tensors += block.tensors * block.count / plan.pp
+    kernels += update_launches(kept, tensors, plan)
     seconds["launch"] = (
         max(0.0, kernels * rates.launch_seconds - sum(seconds.values())) if not rates.cpu else 0.0
     )
@@ -336,9 +340,9 @@ def _transfers(shape: Shape, rates: Rates, plan: Plan) -> float:
     return steady + 2.0 * (plan.pp - 1) * one
 
 
-def _update(shape: Shape, rates: Rates, plan: Plan, held: float) -> float:
-    """Seconds of the optimizer's update on the device, or in host memory, and of Muon's products."""
-    moved = kept_parameters(shape, plan, held) * update_bytes(plan)
+def _update(shape: Shape, rates: Rates, plan: Plan, kept: float) -> float:
+    """Seconds of the update of `kept` parameters, on the device or in host memory, and of Muon's products."""
+    moved = kept * update_bytes(plan)
     if plan.offload == "optimizer":
         return moved / HOST_BYTES_PER_SECOND
     seconds = moved * (IN_PLACE if rates.cpu else 1.0) / rates.memory
@@ -352,14 +356,15 @@ def _update(shape: Shape, rates: Rates, plan: Plan, held: float) -> float:
     return seconds
 
 
-def _offload(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stage) -> float:
-    """Exposed seconds of a step's copies to host memory and back, over a link of each device's own."""
+def _offload(shape: Shape, rates: Rates, plan: Plan, kept: float, stage: _Stage) -> float:
+    """Exposed seconds of a step's copies to host memory and back, over a link of each device's own; `kept` parameters
+    are updated there.
+    """
     m = plan.accumulate
     if plan.offload == "activations":
-        kept = sum(block.count * block_bytes(block, plan)[0] for block in shape.blocks)
-        one = kept / shape.depth * max(stage_blocks(shape.depth, plan.pp)) / rates.host
+        activations = sum(block.count * block_bytes(block, plan)[0] for block in shape.blocks)
+        one = activations / shape.depth * max(stage_blocks(shape.depth, plan.pp)) / rates.host
         return m * (max(0.0, one - stage.forward) + max(0.0, one - stage.backward))
-    kept = kept_parameters(shape, plan, held)
     if plan.sharding not in ("fsdp", "hsdp"):
         # Gradients go once a step, updated weights come back, with nothing to hide behind.
         return kept * (gradient_size(plan) + weight_size(plan)) / rates.host

@@ -68,8 +68,8 @@ def activation_kinds(shape: Shape, plan: Plan, activations: float) -> dict[str, 
     kinds: dict[str, float] = {}
     for block in shape.blocks:
         whole = block_activations(block, plan)
-        kept, _ = block_bytes(block, plan)
         if plan.recompute in ("full", "early"):
+            kept, _ = block_bytes(block, plan)
             inputs = plan.micro_batch * block.tokens / plan.cp / (plan.tp if plan.sp else 1) * block.width
             checkpoint = inputs * (4 if plan.precision == "O0" else 2) / plan.recompute_every
             kinds["checkpoints"] = kinds.get("checkpoints", 0.0) + block.count * checkpoint

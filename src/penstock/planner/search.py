@@ -7,10 +7,10 @@ them in common.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from penstock.config.machine import Machine
@@ -31,6 +31,8 @@ LEAST_TOKENS = 8192
 MOST_CONTEXT = 16
 GIB = 2**30
 _AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
+_FIELDS = tuple(f.name for f in fields(Plan))
+_VALUES = attrgetter(*_FIELDS)
 _SEARCHED = (*_AXES, "dp", "accumulate", "schedule")
 
 
@@ -133,6 +135,7 @@ def explore(
     batch = global_batch or default_batch(shape, gpus)
     rates = rates_of(machine, base, constants)
     memo: Memo = {}
+    too_large: dict[tuple[object, ...], int] = {}
     limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
     found = Found()
     ranked: list[tuple[float, int, Prediction]] = []
@@ -143,9 +146,25 @@ def explore(
             if one.memory_bytes <= limit:
                 ranked.append((one.iteration_seconds, found.tried, one))
                 continue
+        # What a micro-batch is too large for, a larger one is too: of the rest of the plan nothing shrinks with it.
+        rest = (
+            plan.tp,
+            plan.pp,
+            plan.cp,
+            plan.ep,
+            plan.sp,
+            plan.virtual,
+            plan.sharding,
+            plan.shard,
+            plan.recompute,
+        )
+        if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
+            found.too_large += 1
+            continue
         parts = memory(shape, plan, constants)
         needed = sum(parts.values())
         if needed > limit:
+            too_large[rest] = plan.micro_batch
             found.too_large += 1
             if found.nearest is None or needed < found.nearest[1]:
                 found.nearest = (plan, needed)
@@ -175,7 +194,9 @@ def default_batch(shape: Shape, gpus: int) -> int:
 
 def vary(plan: Plan, **changes: Any) -> Plan:
     """A copy of `plan` with fields changed to values known to be sound: without the checks of construction."""
-    other = copy.copy(plan)
+    other = object.__new__(Plan)
+    for name, value in zip(_FIELDS, _VALUES(plan)):
+        object.__setattr__(other, name, value)
     for name, value in changes.items():
         object.__setattr__(other, name, value)
     return other

@@ -275,6 +275,14 @@ class Plan:
         yield from self._precision_problems(machine)
         yield from self._attention_problems(model, machine)
 
+    def contradictions(self) -> Iterator[str]:
+        """Every reason why no machine could compute in the types that the Plan names."""
+        if self.fp8 and (self.precision not in ("O1", "O2") or self.dtype != "bf16"):
+            yield (
+                f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
+                f"plan has precision={self.precision} dtype={self.dtype}; change these, or leave fp8 out."
+            )
+
     def _precision_problems(self, machine: Machine) -> Iterator[str]:
         if self.precision == "O0":
             if self.dtype != Plan().dtype:
@@ -300,12 +308,8 @@ class Plan:
                 "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
                 "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
             )
-        if self.fp8 and (self.precision not in ("O1", "O2") or self.dtype != "bf16"):
-            yield (
-                f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
-                f"plan has precision={self.precision} dtype={self.dtype}; change these, or leave fp8 out."
-            )
-        elif self.fp8 and "fp8" not in machine.peak_flops:
+        yield from self.contradictions()
+        if self.fp8 and "fp8" not in machine.peak_flops:
             yield (
                 f"plan.fp8=true needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
                 f"{machine.name} has none; leave it out."

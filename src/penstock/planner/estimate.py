@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
@@ -24,18 +22,10 @@ def estimate(
 ) -> Prediction:
     """Predict one optimizer step. Raises ConfigError for a layout that cannot be, with every reason."""
     shape = shape_of(model)
-    problems = [*layout_problems(shape, plan), *_type_problems(plan)]
+    problems = [*layout_problems(shape, plan), *plan.contradictions()]
     if problems:
         raise ConfigError(problems)
     return prediction(shape, machine, rates_of(machine, plan, constants), plan, constants)
-
-
-def _type_problems(plan: Plan) -> Iterator[str]:
-    if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
-        yield (
-            f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
-            f"plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
-        )
 
 
 def prediction(

@@ -313,8 +313,7 @@ def _reduction(shape: Shape, rates: Rates, plan: Plan, held: float, stage: _Stag
         after = gather_seconds(group, held * weight_size(plan))
         if plan.sharding == "zero2":
             # Gradients cannot be kept whole, so each micro-batch reduces them.
-            behind = stage.backward if plan.overlap else 0.0
-            shown = exposed_seconds(rates, whole, behind) if plan.overlap else whole
+            shown = exposed_seconds(rates, whole, stage.backward) if plan.overlap else whole
             seconds += (plan.accumulate - 1) * shown
     if not plan.overlap:
         return seconds + whole + after

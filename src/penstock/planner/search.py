@@ -82,8 +82,8 @@ def search(
 
     `base` gives what is not searched (precision, attention, compilation, optimizer), and of what is searched the
     fields named in `fixed`; `global_batch` defaults to what keeps each layout's devices busy, at least one sample per
-    replica. Raises OutOfMemory saying what would make it
-    fit where nothing does, and ConfigError where no degrees multiply to `gpus`.
+    replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no degrees
+    multiply to `gpus`.
     """
     found = explore(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep
@@ -145,7 +145,11 @@ def explore(
             one = predict(model, machine, plan)
             if one.memory_bytes <= limit:
                 ranked.append((one.iteration_seconds, found.tried, one))
-                continue
+            else:
+                found.too_large += 1
+                if found.nearest is None or one.memory_bytes < found.nearest[1]:
+                    found.nearest = (plan, one.memory_bytes)
+            continue
         # What a micro-batch is too large for, a larger one is too: of the rest of the plan nothing shrinks with it.
         rest = (
             plan.tp,

@@ -83,7 +83,8 @@ class Subject(ABC):
 
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
-        each = sum(op.count * op.flops for op in self.workload(setting).operations)
+        work = self.workload(setting)
+        each, _ = work.listed.flops(work.samples)
         return each * setting.plan.accumulate * setting.plan.dp
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from penstock.ladder.tensor_memory import TensorMemory
-from penstock.planner.operations import Op, OpKind
+from penstock.planner.operations import Op, Operations, OpKind
 from penstock.planner.time import Workload
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (
@@ -43,7 +43,7 @@ def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
     model.zero_grad(set_to_none=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Workload(
-        operations=tuple(recorder.operations),
+        listed=Operations.of_one_batch(tuple(recorder.operations)),
         samples=samples,
         parameters=sum(parameter.numel() for parameter in trained),
         tensors=len(trained),

@@ -7,6 +7,7 @@ Shapes: B samples, N tokens, T = B·N rows, D width, M MLP width, H heads, K fea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -43,6 +44,48 @@ class Op(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Operations:
+    """The operations of a micro-batch of any size, listed for one sample and for two.
+
+    Every figure is affine in the batch, and no `n` depends on it. Equal to itself alone, so that what follows from it
+    may be cached by it.
+    """
+
+    one: tuple[Op, ...]
+    two: tuple[Op, ...]
+
+    @classmethod
+    def of_one_batch(cls, operations: tuple[Op, ...]) -> Operations:
+        """Those of a model that was seen with one batch only: the same whatever the batch is said to be."""
+        return cls(operations, operations)
+
+    def at(self, batch: int) -> tuple[Op, ...]:
+        """The operations of so many samples."""
+        more, make = batch - 1, Op._make
+        return tuple([
+            make((name, kind, phase, count, pairs + more * (b[4] - pairs), m + more * (b[5] - m), n,
+                  k + more * (b[7] - k), read + more * (b[8] - read), written + more * (b[9] - written),
+                  again + more * (b[10] - again)))
+            for (name, kind, phase, count, pairs, m, n, k, read, written, again), b in zip(self.one, self.two)
+        ])  # fmt: skip
+
+    def flops(self, batch: int) -> tuple[int, int]:
+        """Model FLOPs, and those that the backward pass repeats of the forward pass."""
+        (one, again), (more, further) = _flops(self)
+        return one + (batch - 1) * more, again + (batch - 1) * further
+
+
+@lru_cache(maxsize=256)
+def _flops(listed: Operations) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Model and repeated FLOPs of one sample, and what each further one adds."""
+    (one, again), (two, twice) = (
+        (sum(op.count * op.flops for op in ops), sum(op.count * op.recomputed_flops for op in ops))
+        for ops in (listed.one, listed.two)
+    )
+    return (one, again), (two - one, twice - again)
+
+
 def operations(
     config: ModelConfig, batch: int = 1, plan: Plan | None = None, *, device: str = "cuda"
 ) -> tuple[Op, ...]:
@@ -52,34 +95,19 @@ def operations(
     FLOPs do not depend on it, the memory traffic and the recomputed FLOPs do.
     """
     plan = Plan(attention="plain") if plan is None else plan
+    return listing(config, plan, device=device).at(batch)
+
+
+def listing(config: ModelConfig, plan: Plan, *, device: str = "cuda") -> Operations:
+    """`operations` of any batch."""
     fused = attention_form(plan, config.tokens, device) == "fused"
-    return _operations(config, batch, fused, plan.layout == "batch_first")
-
-
-@lru_cache(maxsize=16)
-def _operations(config: ModelConfig, batch: int, fused: bool, copies: bool) -> tuple[Op, ...]:
-    more, make = batch - 1, Op._make
-    return tuple([
-        make((name, kind, phase, count, pairs + more * pairs_, m + more * m_, n, k + more * k_,
-              read + more * read_, written + more * written_, again + more * again_))
-        for (name, kind, phase, count, pairs, m, n, k, read, written, again), (pairs_, m_, k_, read_, written_, again_)
-        in _growing(config, fused, copies)
-    ])  # fmt: skip
+    return _both(config, fused, plan.layout == "batch_first")
 
 
 @lru_cache(maxsize=64)
-def _growing(
-    config: ModelConfig, fused: bool, copies: bool
-) -> tuple[tuple[Op, tuple[int, int, int, int, int, int]], ...]:
-    """The operations of one sample, each with what another sample adds to its `batch`, `m`, `k`, `read_elements`,
-    `written_elements` and `recomputed_flops`: every figure is affine in the batch, and no `n` depends on it.
-    """
+def _both(config: ModelConfig, fused: bool, copies: bool) -> Operations:
     one, two = (_listed(config, batch, fused=fused, copies=copies) for batch in (1, 2))
-    return tuple(
-        (a, (b.batch - a.batch, b.m - a.m, b.k - a.k, b.read_elements - a.read_elements,
-             b.written_elements - a.written_elements, b.recomputed_flops - a.recomputed_flops))
-        for a, b in zip(one, two)
-    )  # fmt: skip
+    return Operations(tuple(one), tuple(two))
 
 
 def _listed(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> list[Op]:

@@ -8,13 +8,14 @@ from penstock.config.plan import Plan
 from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.activations import activation_parts, working_bytes
-from penstock.planner.counts import operations, parameters
+from penstock.planner.counts import parameters
 from penstock.planner.estimate import estimate
 from penstock.planner.memory import step_memory
-from penstock.planner.operations import conv_widths
+from penstock.planner.operations import conv_widths, listing
 from penstock.planner.outcome import MARGIN
 from penstock.planner.outcome import Prediction as Prediction
-from penstock.planner.time import Workload, compute_type, step_parts
+from penstock.planner.products import compute_type
+from penstock.planner.time import Workload, step_parts
 
 
 def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan) -> Prediction:
@@ -49,7 +50,7 @@ def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
     batch, device = plan.micro_batch, machine.device
     kept = activation_parts(model, batch, plan, device=device)
     return Workload(
-        operations=operations(model, batch, plan, device=device),
+        listed=listing(model, plan, device=device),
         samples=batch,
         tokens=model.tokens,
         parameters=parameters(model),
@@ -81,9 +82,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
     computing = (seconds["gemm"] + seconds["attention"] + seconds["pointwise"]) / plan.accumulate
     memory = step_memory(work, plan)
     total = sum(seconds.values())
-    products = [op for op in work.operations if op.k]
-    useful = plan.accumulate * sum([op.count * op.flops for op in products])
-    again = plan.accumulate * sum([op.count * op.recomputed_flops for op in products])
+    useful, again = (plan.accumulate * flops for flops in work.listed.flops(work.samples))
     return Prediction(
         plan=plan,
         machine=machine.name,

@@ -158,20 +158,24 @@ What the errors are made of, as far as it is known:
   and values at once and added partial results up in fp32, and ring attention hidden behind its computing is predicted.
 - NeMo: gradients are added up inside the products there, where the planner counts a pass of their own; this balances
   what Hopper's clock takes.
-- BLOOM: Spearman stays below 0.9 in five of seven sections, and four rows in five are 5 to 20 % too fast, for reasons
-  that lie in how these runs were made and cannot be fitted to. Each figure is one iteration, the second of a run; one
-  layout differs by up to 6 % between days, while a quarter to a half of a section's pairs lie closer together than
-  that, so the share of pairs further apart stands beside the plain rank correlation. Every launch waited for its
-  kernel: a block takes some 5 to 20 ms longer per micro-batch than its operators do, whatever its width and degree,
-  so that small micro-batches on 8 tensor parallel devices are slower than predicted. The 20 µs counted per kernel for
-  that are what `penstock probe` measures of an eager operator on the same generation of host (23 µs); what waiting
-  itself adds is unknown, and the source's own comparisons of it range from nothing to 6 %. Three layouts with heads
-  of 128 numbers, 12, 14 or 26 of them on a device, run 15 % slower than their neighbours, which have 16, 24 or 28 of
-  the same heads; two of them multiply and normalise scores of exactly the shapes of two neighbours (48 and 56 pairs of
-  a sample and a head), so that nothing computed from shapes tells them apart. Heads of 108 numbers, whose rows are no
-  multiple of 16 bytes, run a third slower than predicted, as if attention's products were kept from tensor cores. One
-  row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the batch of 2,048 beside it. The layout ranked first is within
-  1.1 % of the fastest, but in one section of five layouts where it is 4.1 % behind one that is predicted 0.2 % slower.
+- BLOOM: the layout ranked first is within 1.1 % of the fastest in every section. Spearman stays below 0.9 in five of
+  seven, for reasons that lie in how these runs were made and cannot be fitted to. Each figure is one iteration, the
+  second of a run; one layout differs by up to 6 % between days, while a quarter to a half of a section's pairs lie
+  closer together than that, so the share of pairs further apart stands beside the plain rank correlation. The network
+  is taken at what its users measured of it, 20 GB/s of a node's nominal 50: an all-reduce over four of these nodes
+  carried 40.5 Gb/s through the one adapter of each that its rings used, and the groups of replicas here use all four.
+  At the nominal rate errors grew with the number of replicas and with shrinking batches; now the four batches of one
+  layout ("Batchsize Warmup") are all 4 to 5 % too fast. Nodes were set up better from 25 February on, which the source
+  says gained 1 to 5 %; "NHEADs comparison" is from before. What is left is largest for micro-batches of two on 8 tensor
+  parallel devices, 11 to 17 % too fast, though the same products on 320 devices a week before were not. Every launch
+  waited for its kernel, and the 20 µs counted per kernel for that are what `penstock probe` measures of an eager
+  operator on the same generation of host (23 µs); what waiting itself adds is unknown, and the source's own comparisons
+  of it range from nothing to 6 %. Three layouts with heads of 128 numbers, 12, 14 or 26 of them on a device, run 15 %
+  slower than their neighbours, which have 16, 24 or 28 of the same heads; two of them multiply and normalise scores of
+  exactly the shapes of two neighbours (48 and 56 pairs of a sample and a head), so that nothing computed from shapes
+  tells them apart. Heads of 108 numbers, whose rows are no multiple of 16 bytes, run a quarter slower than predicted,
+  as if attention's products were kept from tensor cores. One row (batch 1,568 on dp 8, tp 8, pp 6) took as long as the
+  batch of 2,048 beside it.
 - Attention kernels: the second generation is within 3 to 6 % on the mean in training on both chips. Held against these
   rows, an earlier model without exponentials, without whole tiles on the diagonal of a causal mask and without a tile's
   own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs, but these rows

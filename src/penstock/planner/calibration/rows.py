@@ -17,7 +17,7 @@ from penstock.planner.block_time import block_time
 from penstock.planner.calibration import blind
 from penstock.planner.calibration.table import Row, iteration_seconds, read
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
-from penstock.planner.constants import Constants
+from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.gemm import gemm_seconds
 from penstock.planner.memory_model import memory
 from penstock.planner.rates import rates_of
@@ -176,14 +176,21 @@ def torchtitan_speed() -> Iterator[Row]:
         yield Row("torchtitan_speed", name, row["model"], float(row["tps_per_gpu"]), predict)
 
 
+_ADAPTER = 40.5e9 / 8
+"""Bytes per second through one Omni-Path adapter of Jean Zay's A100 nodes, nominally 12.5e9: what an all-reduce over
+four nodes reached, whose rings enter and leave each node through one adapter (bigscience-workshop/bigscience at
+9e64edec2ad1, experiments/bandwidth/all_reduce_bench-a100-n4.txt, trials after the first)."""
+
+
 def bloom() -> Iterator[Row]:
     """Seconds per iteration of the layouts tried for BLOOM, under Megatron-DeepSpeed; never fitted to.
 
     Its fork of Megatron dates from before the overlap of tensor parallel reductions, and its arguments leave Megatron's
     dropout of 0.1 in place. Runs of 320 devices and more hung unless each launch waited for its kernel, so all of these
-    did. Four adapters of 100 Gb/s a node.
+    did. Of a node's four adapters each device's group of replicas goes through the nearest one.
     """
-    machine = replace(load_machine("a100-80g"), node_bytes_per_second=50e9)
+    nodes = 4 * _ADAPTER / DEFAULT.node_share
+    machine = replace(load_machine("a100-80g"), node_bytes_per_second=nodes)
     for row in read("bloom"):
         if row["sec_per_it"] in ("", "x"):
             continue

@@ -123,6 +123,18 @@ def test_a_file_that_cannot_be_written_is_one_line(
     assert f"{under} cannot be written: {tmp_path / 'file'} is no folder; choose another path." in err
 
 
+def test_what_a_search_without_layouts_would_overwrite_stays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept, new = tmp_path / "kept.toml", tmp_path / "new.html"
+    kept.write_text("mine")
+    words = ("--gpus", "1", "--global-batch", "1", "--toml", str(kept), "--html", str(new))
+    code, _, _ = run(capsys, "plan", "gpt-1t", "--machine", "a100-80g", *words)
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert kept.read_text() == "mine"
+    assert not new.exists()
+
+
 @pytest.mark.parametrize("model", ["t5-base", "gpt2", "bert-large"])
 def test_days_are_of_the_tokens_that_the_rate_counts(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """An encoder–decoder counts its decoder's tokens, whatever its encoder reads."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.cli.plan_file import plan_file, write
+from penstock.cli.plan_file import check_writable, plan_file, write
 from penstock.cli.plan_inputs import (
     check_base,
     check_line,
@@ -129,6 +129,7 @@ def plan(
     fixed = frozenset[str]() if base is None else Plan.named(base)
     if given is not None:
         global_batch = check_base(given, fixed, gpus, global_batch)
+    check_writable(toml, html)
     from penstock.planner.search import explore, nothing_fits
 
     found = explore(config, device, gpus, global_batch=global_batch, base=given, fixed=fixed, keep=None)

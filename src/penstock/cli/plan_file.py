@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config.load import dump_toml
@@ -39,11 +41,30 @@ def _told(name: str, config: TransformerConfig, best: Prediction) -> list[str]:
     return lines
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Before long work: raise what `write` would for any of `paths`; what they hold stays as it is."""
+    for path in paths:
+        if path is not None:
+            with _refusing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new = not path.exists()
+                path.open("ab").close()
+                if new:
+                    path.unlink()
+
+
 def write(path: Path, text: str) -> None:
     """Write `text`, and the folders that it needs. Raises EnvironmentProblem where that cannot be."""
-    try:
+    with _refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    print(f"written: {path}", file=sys.stderr)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         why, remedy = error.strerror, "choose another path"
         if path.is_dir():
@@ -51,4 +72,3 @@ def write(path: Path, text: str) -> None:
         elif path.parent.exists() and not path.parent.is_dir():
             why = f"{path.parent} is no folder"
         raise EnvironmentProblem(f"{path} cannot be written: {why}; {remedy}.") from error
-    print(f"written: {path}", file=sys.stderr)

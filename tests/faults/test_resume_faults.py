@@ -115,7 +115,9 @@ def test_a_run_goes_on_with_any_number_of_ranks(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sizes", [(5,), pytest.param((5, 7), marks=whole)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((5,), marks=pytest.mark.slow), pytest.param((5, 7), marks=whole)]
+)
 def test_a_batch_that_cannot_be_shared_out_is_refused_before_a_step(
     stopped_at_8: Stopped, tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:

@@ -115,7 +115,7 @@ class Priced(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What of a plan the price of an operation depends on."""
+    """What of a plan the price of an operation depends on: all that `_Prices` and `_under_plan` get to see of it."""
 
     precision: Precision
     dtype: HalfDtype

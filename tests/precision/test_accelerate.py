@@ -17,8 +17,8 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
 from penstock.precision import master_parameters, scalers_of, unscale_
-from penstock.precision.accelerate import gradients_beside
 from penstock.precision.lists import default_lists
+from penstock.precision.stepping import gradients_beside
 
 backward: Any = Tensor.backward
 

@@ -20,7 +20,7 @@ from penstock.optim.clip import folds, grad_norm, gradients_of
 from penstock.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from penstock.precision.accelerate import Session
+    from penstock.precision.session import Session
 
 Skip = Literal["auto", "device", "host"]
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.precision.accelerate import accelerate, gradients_beside
+from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import unwrapped, wrap_forward
 from penstock.precision.histogram import LARGEST, power_of_two
 from penstock.precision.inspect.gradients import LayerGradients, Tally, together, watched
@@ -34,6 +34,7 @@ from penstock.precision.inspect.undisturbed import (
 from penstock.precision.lists import apply_modules, default_lists
 from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.settings import Precision, resolve
+from penstock.precision.stepping import gradients_beside
 
 STARTING_SCALE = 2.0**16
 """Where dynamic loss scaling begins."""

@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.precision.accelerate import gradients_beside
 from penstock.precision.scaling import Gradients, unscale_gradients
 from penstock.precision.script.live import trained_by
+from penstock.precision.stepping import gradients_beside
 
 
 class ScaledBackward:

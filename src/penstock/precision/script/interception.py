@@ -15,12 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
-from penstock.precision.accelerate import gradients_beside
 from penstock.precision.script.account import Account, Say
 from penstock.precision.script.backward import ScaledBackward
 from penstock.precision.script.pairing import Pairing
 from penstock.precision.script.patches import Patches
 from penstock.precision.settings import resolve
+from penstock.precision.stepping import gradients_beside
 
 _installed: Interception | None = None
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.precision.accelerate import accelerate, gradients_beside
+from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import unwrap_forward, unwrapped, wrap_forward
 from penstock.precision.script.account import Account
 from penstock.precision.script.live import roots_owning, trained_by
 from penstock.precision.settings import Precision, resolve
+from penstock.precision.stepping import gradients_beside
 
 _PATIENCE = 50
 """Steps that an optimizer waits for models of its that have not been called: watching costs microseconds a call."""

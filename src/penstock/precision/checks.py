@@ -1,0 +1,114 @@
+"""What `accelerate` refuses before it changes anything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.config.convert import nearest
+from penstock.errors import ConfigError
+from penstock.precision.scaler import LossScaler
+from penstock.precision.scaling import Skip
+from penstock.precision.settings import Precision
+
+
+def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
+    """Refuse what is no model and what is no optimizer."""
+    for value, kind, wanted in [(m, "model", nn.Module) for m in models] + [
+        (o, "optimizer", Optimizer) for o in optimizers
+    ]:
+        if not isinstance(value, wanted):
+            raise ConfigError(
+                f"accelerate was given a {type(value).__name__} as {kind}; give it a {wanted.__module__}."
+                f"{wanted.__name__}, or a list of them."
+            )
+    if not models:
+        raise ConfigError("accelerate was given no model.")
+
+
+def check_options(scaler: Any, agree: Any, skip: Any) -> None:
+    """Refuse options of the loss scale that it does not have, and an `agree` or `skip` that cannot be."""
+    options = [
+        name
+        for name in inspect.signature(LossScaler).parameters
+        if name not in ("device", "agree", "dynamic")
+    ]
+    problems = []
+    if scaler is not None and not isinstance(scaler, Mapping):
+        problems.append(f"scaler is {scaler!r}, but must be a dict of {', '.join(options)}.")
+    elif scaler:
+        problems += [
+            f"scaler has no option {name!r}.{nearest(str(name), options)} It takes {', '.join(options)}."
+            for name in scaler
+            if name not in options
+        ]
+    if agree is not None and agree != "auto" and not callable(agree):
+        problems.append(
+            f"agree is {agree!r}, but must be 'auto', None, or a function of the flag that ranks share."
+        )
+    if skip not in get_args(Skip):
+        problems.append(f"skip is {skip!r}, but must be one of {', '.join(get_args(Skip))}.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def check(
+    properties: Precision,
+    models: list[nn.Module],
+    bare: list[nn.Module],
+    optimizers: list[Optimizer],
+    losses: int,
+) -> None:
+    """Refuse models and optimizers that do not fit the properties; `bare` are the models without wrappers."""
+    problems = []
+    if not isinstance(losses, int) or losses < 1:
+        problems.append(f"losses is {losses!r}, but must be a whole number of at least 1.")
+    problems += [
+        f"{properties.level} replaces weights, and DistributedDataParallel holds on to those it was given; "
+        "accelerate the model first and wrap it afterwards."
+        for model in models
+        if properties.weights == "half" and _in_ddp(model)
+    ]
+    for model in bare:
+        halves = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+        if halves:
+            problems.append(
+                f"{halves[0]} and {len(halves) - 1} more weights are half, but accelerate starts from fp32 weights "
+                "and makes the half ones itself; call model.float() before making the optimizer."
+            )
+    if properties.weights == "half" and properties.master == "copy":
+        problems += _shared_weights(bare, optimizers)
+    problems += [
+        f"This {type(optimizer).__name__} is already accelerated; make a new one."
+        for optimizer in optimizers
+        if "_penstock" in optimizer.__dict__
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[str]:
+    """Weights of two optimizers: only one of them could have their masters."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                other = owners.setdefault(id(parameter), optimizer)
+                if other is not optimizer:
+                    yield (
+                        f"{names.get(id(parameter), 'A weight')} is trained by a {type(other).__name__} and by a "
+                        f"{type(optimizer).__name__}, and O2 keeps its fp32 weight with one of them; use "
+                        "precision='O1', or give each weight to one optimizer."
+                    )
+                    return
+
+
+def _in_ddp(model: nn.Module) -> bool:
+    inner = model._modules.get("_orig_mod")
+    return isinstance(model, nn.parallel.DistributedDataParallel) or (inner is not None and _in_ddp(inner))

@@ -1,0 +1,168 @@
+"""What the models, optimizers and losses of one `accelerate` call share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import NumericError
+from penstock.precision.master import MasterWeights
+from penstock.precision.overflow import OverflowTrace
+from penstock.precision.scaler import PATIENCE, Agree, LossScaler
+from penstock.precision.scaling import Gradients, Skip
+from penstock.precision.settings import Precision
+
+_LATE = 4
+"""Steps."""
+
+
+class Session:
+    """What the models, optimizers and losses of one `accelerate` call share."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        *,
+        losses: int,
+        scaler: Mapping[str, Any],
+        agree: Agree | None,
+        skip: Skip,
+    ) -> None:
+        self.precision = precision
+        self.models = models
+        self.agree = agree
+        self.masters: MasterWeights | None = None
+        if precision.weights == "half":
+            assert precision.dtype is not None
+            if precision.master == "copy":
+                self.masters = MasterWeights(
+                    models, optimizers, precision.dtype, norms=precision.norms, lists=precision.lists
+                )
+        device = device_of(models)
+        self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
+        self._noted: dict[int, tuple[Tensor, bool]] = {}
+        self._polls = [_Poll() for _ in self.scalers]
+        self._search: _Search | None = None
+        self.gradients = [Gradients(optimizer, self, skip=skip) for optimizer in optimizers]
+
+    def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
+        """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale
+        moves before the next backward pass.
+        """
+        before, earlier = self._noted.get(id(scaler), (None, False))
+        found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+        self._noted[id(scaler)] = (found_inf, stepped or earlier)
+
+    def start_again(self) -> None:
+        """Forget what belongs to the run before a state was loaded: noted overflows, and gradients."""
+        self._noted.clear()
+        self._polls = [_Poll() for _ in self.scalers]
+        if self._search is not None:
+            self._search.trace.detach()
+            self._search = None
+        for own in self.gradients:
+            own.forget()
+
+    def settle(self, scaler: LossScaler) -> None:
+        """Move the scale by what was noted since it last moved.
+
+        Raises:
+            NumericError: gradients have overflowed at the lowest scale for some steps.
+        """
+        noted = self._noted.pop(id(scaler), None)
+        if noted is None:
+            return
+        found_inf, stepped = noted
+        scaler.update(found_inf.to(scaler.scale.device, non_blocking=True), stepped=stepped)
+        if self._search is None:
+            lost = self._polls[self.scalers.index(scaler)].look(scaler.lost)
+            if lost is not None and lost >= PATIENCE:
+                # The run is lost. The next whole step shows where; of the present one the forward pass is over.
+                self._search = _Search(scaler, OverflowTrace(self.models).attach())
+        elif self._search.scaler is scaler:
+            self._search.turns += 1
+            if self._search.turns == 2:
+                self._end(self._search)
+
+    def _end(self, search: _Search) -> None:
+        self._search = None
+        search.trace.detach()
+        scaler = search.scaler
+        if scaler.lost.item() < PATIENCE:
+            return
+        first = search.trace.first(self._named_gradients())
+        where = f"it begins in {first}" if first else "it begins on another rank"
+        raise NumericError(
+            f"The loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
+            f"{self.precision.dtype_name}; {where}. Use dtype='bf16', which has the range of fp32, keep that layer in "
+            "fp32 (fp32_modules of the op lists), or lower the learning rate."
+        )
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                held = parameter if self.masters is None else self.masters.master_of(parameter)
+                yield name, held.grad
+
+    def settle_all(self) -> None:
+        """Move every scale; none is in use."""
+        for scaler in self.scalers:
+            self.settle(scaler)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A lost run's look for the layer where gradients overflow."""
+
+    scaler: LossScaler
+    trace: OverflowTrace
+    turns: int = 0
+    """How often the scale has moved since it began."""
+
+
+class _Poll:
+    """Reads a number off the device `_LATE` steps late, when it is there: the host does not wait. All ranks read the
+    number of the same step, for they must act in the same step too.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def look(self, value: Tensor) -> float | None:
+        if value.device.type != "cuda":
+            return float(value)
+        seen = None
+        if len(self._under_way) == _LATE:
+            host, event = self._under_way.popleft()
+            event.synchronize()
+            seen = float(host)
+        else:
+            host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host.copy_(value, non_blocking=True)
+        event.record()
+        self._under_way.append((host, event))
+        return seen
+
+
+def device_of(models: Sequence[nn.Module]) -> torch.device:
+    """Where the first parameter lies; the CPU without any."""
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _scaler(precision: Precision, device: torch.device, options: Mapping[str, Any]) -> LossScaler:
+    if precision.loss_scale == "dynamic":
+        return LossScaler(device, **options)
+    constant = float(precision.loss_scale)
+    return LossScaler(device, initial=constant, floor=constant, ceiling=constant, dynamic=False)

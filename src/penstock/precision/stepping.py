@@ -1,0 +1,133 @@
+"""The methods of an accelerated optimizer: they see to loss scale and master weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.precision.scaling import Gradients
+from penstock.precision.session import Session
+
+_KEY = "penstock"
+_log = logging.getLogger(__name__)
+_CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def gradients_beside(optimizer: Optimizer) -> Gradients:
+    """What `accelerate` put beside an optimizer. Raises ConfigError if it was not accelerated."""
+    own = optimizer.__dict__.get("_penstock") if isinstance(optimizer, Optimizer) else None
+    if own is None:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} was not accelerated; call "
+            "`model, optimizer = penstock.accelerate(model, optimizer)` first."
+        )
+    found: Gradients = own
+    return found
+
+
+def attend(own: Gradients) -> None:
+    """Let the optimizer's step, zero_grad and state dict see to loss scale and master weights."""
+    optimizer = own.optimizer
+    cls = type(optimizer)
+    if cls not in _CLASSES:
+        _CLASSES[cls] = _subclass(cls)
+    stepping = optimizer.__dict__.get("step")
+    optimizer.__class__ = _CLASSES[cls]
+    if stepping is not None:  # a learning-rate scheduler wrapped it on the instance
+
+        @functools.wraps(stepping)
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            return own.step(functools.partial(_call, stepping), closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+
+def _call(step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+    return step() if closure is None else step(closure)
+
+
+def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
+    original: Callable[..., Any] = cls.step
+
+    @functools.wraps(original)
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return gradients_beside(self).step(
+            functools.partial(_call, functools.partial(original, self)), closure
+        )
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        own = gradients_beside(self)
+        if own.prepared:
+            own.discard()
+        else:
+            own.forget()
+        if own.session.masters is not None:
+            own.session.masters.zero_grad(self, set_to_none=set_to_none)
+        cls.zero_grad(self, set_to_none=set_to_none)
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        session = gradients_beside(self).session
+        session.settle_all()
+        packed = cls.state_dict(self)
+        packed[_KEY] = {
+            "precision": session.precision.level,
+            "dtype": session.precision.dtype_name,
+            "scalers": [scaler.state_dict() for scaler in session.scalers],
+        }
+        return packed
+
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        session = gradients_beside(self).session
+        plain = {key: value for key, value in state_dict.items() if key != _KEY}
+        cls.load_state_dict(self, plain)
+        session.start_again()
+        _load_scalers(session, state_dict.get(_KEY))
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        masters = gradients_beside(self).session.masters
+        if masters is None:
+            cls.add_param_group(self, param_group)
+            return
+        param_group, new = masters.joining(param_group)
+        cls.add_param_group(self, param_group)
+        masters.join(self, new)
+
+    def reduce(self: Optimizer, protocol: Any) -> Any:
+        raise TypeError(
+            "An accelerated optimizer cannot be copied or pickled: its master weights belong to the model. Accelerate "
+            "a new pair and load this one's state_dict()."
+        )
+
+    made: type[Optimizer] = type(
+        cls.__name__,
+        (cls,),
+        {
+            "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
+            "add_param_group": add_param_group,
+            "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__,
+        },
+    )  # fmt: skip
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def _load_scalers(session: Session, stored: Mapping[str, Any] | None) -> None:
+    if not session.scalers:
+        return
+    states = stored["scalers"] if stored else []
+    if not states:
+        _log.info("What was loaded was trained without a loss scale; it starts at its initial value.")
+        return
+    if len(states) != len(session.scalers):
+        raise CheckpointError(
+            f"The stored optimizer has {len(states)} loss scales, but accelerate was told of "
+            f"{len(session.scalers)} losses; call accelerate(…, losses={len(states)})."
+        )
+    for scaler, state in zip(session.scalers, states):
+        if scaler.dynamic:
+            scaler.load_state_dict(state)

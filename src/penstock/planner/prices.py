@@ -42,10 +42,6 @@ class Line(NamedTuple):
     one: float
     more: float
 
-    def at(self, samples: int) -> float:
-        """The figure of so many samples."""
-        return self.one + (samples - 1) * self.more
-
 
 class _Product(NamedTuple):
     """A matrix product whose rate depends on the batch: shape and traffic at one sample, and what further ones add."""
@@ -126,7 +122,10 @@ class _Terms(NamedTuple):
 
 
 def priced(listed: Operations, parameters: int, tensors: int, machine: Machine, plan: Plan) -> Priced:
-    """Price `listed` for any number of samples. Raises KeyError where the machine cannot compute in the plan's type."""
+    """Price `listed` for any number of samples. Raises KeyError where the machine cannot compute in the plan's type.
+
+    A kernel that compilation merged moves as much as its largest member does at one and at two samples, and so on.
+    """
     terms = _Terms(plan.precision, plan.dtype, plan.matmul, plan.fp8, plan.attention, plan.compile)
     return _priced(listed, parameters, tensors, machine, terms)
 

@@ -16,10 +16,12 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner import predict
 from penstock.planner.constants import DEFAULT
+from penstock.planner.estimate import estimate
 from penstock.planner.operations import Op, Operations
 from penstock.planner.prediction import parameter_tensors, predict_workload, workload
 from penstock.planner.prices import Line
-from penstock.planner.products import compute_type, gemm_rate
+from penstock.planner.products import gemm_rate
+from penstock.planner.rates import compute_type
 from penstock.planner.time import (
     MAPPED_ALONE_BYTES,
     RETURNED_SHARE,
@@ -81,10 +83,13 @@ MEASURED = replace(
 @pytest.mark.parametrize(
     "line",
     ["precision=O0 attention=plain", "precision=O1", "precision=O3 attention=flash", "compile=blocks",
+     "precision=O1 attention=plain compile=blocks fp8=true",
      "precision=O1 attention=plain compile=whole layout=batch_second accumulate=3"],
 )  # fmt: skip
 def test_a_batch_is_priced_as_each_of_its_operations_is(machine: Machine, line: str) -> None:
     """`predict` adds up once for all batches what grows evenly; here each operation is priced as of one batch only."""
+    if "fp8" in line and "fp8" not in machine.peak_flops:
+        machine = replace(machine, peak_flops=machine.peak_flops | {"fp8": 2 * machine.peak_flops["bf16"]})
     for name in ("vit-digits", "vit-b16"):
         for batch in (1, 2, 5, 48, 1000):
             plan = replace(Plan.parse(line), micro_batch=batch)
@@ -95,6 +100,47 @@ def test_a_batch_is_priced_as_each_of_its_operations_is(machine: Machine, line: 
             assert parts == pytest.approx(expected, rel=1e-3 if plan.compile != "none" else 1e-9, abs=1e-12)
             assert forward == pytest.approx(first, rel=1e-4)
             assert work.listed.flops(batch) == alone.listed.flops(batch)
+
+
+FP8 = "precision=O1 attention=flash optimizer=fused micro_batch=128"
+
+
+def test_fp8_products_gain_what_their_casts_leave() -> None:
+    """In wide layers, whose products outgrow what is scaled and turned; as for the same model predicted by blocks."""
+    h100 = load_machine("h100")
+    gains = {}
+    for name in ("vit-s16", "vit-b16", "vit-h14"):
+        half, eight = (Plan.parse(FP8 + more) for more in ("", " fp8=true"))
+        by_operators, by_blocks = (
+            [told(PRESETS[name], h100, plan).iteration_seconds for plan in (half, eight)]
+            for told in (predict, estimate)
+        )
+        gains[name] = by_operators[0] / by_operators[1]
+        assert gains[name] == pytest.approx(by_blocks[0] / by_blocks[1], rel=0.06)
+    assert gains["vit-s16"] < 1.0 < gains["vit-b16"] < gains["vit-h14"]
+    assert predict(PRESETS["vit-h14"], h100, eight).peak_name == "fp8"
+
+
+def test_fp8_multiplies_what_the_runtime_converts() -> None:
+    h100, plan = load_machine("h100"), Plan.parse(FP8)
+    even = ONE_GEMM._replace(
+        name="addmm", count=1, m=8192, n=8192, k=8192, read_elements=2**27, written_elements=2**26
+    )
+    backward = even._replace(phase="backward", k=8193)  # sums over tokens, of which any number will do
+    for op, faster in ((even, True), (backward, True), (even._replace(n=8200), False), (
+        even._replace(name="head"), True), (even._replace(name="stem.proj"), False),
+        (even._replace(kind="conv"), False),
+    ):  # fmt: skip
+        half, eight = (step_seconds(_work(op), h100, one)["gemm"] for one in (plan, replace(plan, fp8=True)))
+        assert (eight < 0.7 * half) is faster, op
+        assert eight <= half
+
+
+def test_fp8_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="no rate for fp8"):
+        predict(PRESETS["vit-b16"], load_machine("a100-80g"), Plan.parse(FP8 + " fp8=true"))
+    with pytest.raises(ConfigError, match="multiplies in fp8 where"):
+        predict(PRESETS["vit-b16"], load_machine("h100"), Plan(fp8=True))
 
 
 def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> None:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, Plan
 
-OpKind = Literal["gemm", "bmm", "conv", "pointwise", "norm", "softmax", "copy", "reduce"]
+OpKind = Literal["gemm", "bmm", "conv", "pointwise", "norm", "softmax", "copy", "reduce", "quantize"]
 Phase = Literal["forward", "backward"]
 
 

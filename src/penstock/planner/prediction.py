@@ -14,7 +14,7 @@ from penstock.planner.memory import step_memory
 from penstock.planner.operations import conv_widths, listing
 from penstock.planner.outcome import MARGIN
 from penstock.planner.outcome import Prediction as Prediction
-from penstock.planner.products import compute_type
+from penstock.planner.rates import compute_type, peak_of
 from penstock.planner.time import Workload, step_parts
 
 
@@ -31,7 +31,7 @@ def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan
 
 
 _BY_OPERATORS: dict[str, object] = {
-    "sharding": "ddp", "recompute": "none", "fp8": False, "gradients": "weights", "offload": "none",
+    "sharding": "ddp", "recompute": "none", "gradients": "weights", "offload": "none",
 }  # fmt: skip
 
 
@@ -71,13 +71,10 @@ def parameter_tensors(model: ModelConfig) -> int:
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
     """As `predict`, for any model whose operations are known. Raises ConfigError as it does."""
     peak_name = compute_type(plan, machine)
-    if peak_name not in machine.peak_flops:
-        able = ", ".join(machine.peak_flops)
-        raise ConfigError(
-            f"Machine {machine.name} has no rate for {peak_name}, which plan.precision={plan.precision} computes in; "
-            f"it has {able}. Choose another plan.dtype or plan.precision."
-        )
-    peak = machine.peak_flops[peak_name]
+    peak = peak_of(machine, peak_name)
+    problems = list(plan.contradictions())
+    if problems:
+        raise ConfigError(problems)
     seconds, forward = step_parts(work, machine, plan)
     computing = (seconds["gemm"] + seconds["attention"] + seconds["pointwise"]) / plan.accumulate
     memory = step_memory(work, plan)

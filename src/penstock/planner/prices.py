@@ -20,13 +20,15 @@ from penstock.planner.attention import keys_computed
 from penstock.planner.gemm import tiled_seconds
 from penstock.planner.host_time import TRACED_BACKWARD, host_seconds
 from penstock.planner.operations import Op, Operations, OpKind, attention_form
-from penstock.planner.products import Near, bandwidth, compute_type, products
-from penstock.planner.rates import Rates, rates_of
+from penstock.planner.products import Near, Products, bandwidth, products
+from penstock.planner.rates import Rates, product_type, rates_of
 
 CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
 Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
 loss."""
+FP8_MULTIPLE = 16
+"""Both sizes of a weight must be multiples of it, that its products run in fp8."""
 _MATRIX = ("gemm", "bmm", "conv")
 _HALVES: dict[OpKind, float] = dict.fromkeys(get_args(OpKind), 2.0)
 _MIXED = _HALVES | {"norm": 4.0, "pointwise": 3.0, "copy": 3.0, "reduce": 3.0}
@@ -60,6 +62,7 @@ class _Product(NamedTuple):
     moved: float
     """Seconds."""
     more_moved: float
+    by: Products
     near: Near | None
     """Measured products, as seen from this one."""
 
@@ -83,26 +86,19 @@ class Priced(NamedTuple):
         parts = {part: line.one + more * line.more for part, line in self.even.items()}
         ahead = self.forward.one + more * self.forward.more
         price = self.prices.product
-        for (
-            forward,
-            part,
-            count,
-            over_rows,
-            n,
-            m,
-            m_,
-            k,
-            k_,
-            batch,
-            batch_,
-            moved,
-            moved_,
-            near,
-        ) in self.products:
+        for one in self.products:
+            forward, part, count, over_rows, n, m, m_, k, k_, batch, batch_, moved, moved_, by, near = one
             rows, inner = m + more * m_, k + more * k_
             rate = near.rate(inner if k_ else rows) if near else None
             taken = count * price(
-                rows, n, inner, batch + more * batch_, moved + more * moved_, over_rows=over_rows, rate=rate
+                by,
+                rows,
+                n,
+                inner,
+                batch + more * batch_,
+                moved + more * moved_,
+                over_rows=over_rows,
+                rate=rate,
             )
             parts[part] += taken
             if forward:
@@ -151,10 +147,10 @@ def _priced(listed: Operations, parameters: int, tensors: int, machine: Machine,
                 (a.count, Line(size * a.written_elements, size * (b.written_elements - a.written_elements)))
             )
         if prices.is_uneven(a):
-            moved, further = prices.moved(a), prices.moved(b)
+            moved, further, by = prices.moved(a), prices.moved(b), prices.by(a)
             lines.append(_Product(
                 a.phase == "forward", part, a.count, _is_weight_gradient(a), a.n, a.m, b.m - a.m, a.k, b.k - a.k,
-                a.batch, b.batch - a.batch, moved, further - moved, prices.near(a, inner=b.k > a.k),
+                a.batch, b.batch - a.batch, moved, further - moved, by, by.near(a.m, a.n, a.k, inner=b.k > a.k),
             ))  # fmt: skip
             continue
         first = a.count * prices.seconds(a)
@@ -173,7 +169,43 @@ def _under_plan(operations: tuple[Op, ...], plan: Plan, parameters: int, tensors
     run = list(operations)
     if plan.precision == "O1":
         run = [*_casts(run, parameters, tensors), *run]
-    return _merged(run) if plan.compile != "none" else run
+    if plan.compile != "none":
+        run = _merged(run)
+    return [*_quantized(run), *run] if plan.fp8 else run
+
+
+def _quantized(operations: Iterable[Op]) -> list[Op]:
+    """What `precision.fp8` does beside each product, compiled or not: it reads inputs and weights, and backward the
+    outputs' gradients, for their largest number, reads them again and writes a byte for each; and backward it turns
+    weights, inputs and gradients, whose long side must be that of the sum. Elements are counted as of two bytes.
+    """
+    added = []
+    for op in operations:
+        if not _is_fp8(op):
+            continue
+        rows, weights = op.m * op.k, op.n * op.k
+        if _is_weight_gradient(op):
+            cast, turned = 0, rows + weights
+        elif op.phase == "backward":
+            cast, turned = rows, weights
+        else:
+            cast, turned = rows + weights, 0
+        added.append(Op(
+            "quantize", "quantize", op.phase, op.count, read_elements=2 * cast + turned // 2,
+            written_elements=(cast + turned) // 2,
+        ))  # fmt: skip
+    return added
+
+
+def _is_fp8(op: Op) -> bool:
+    """Whether a product runs in fp8 where the plan says so: those of linear layers in blocks, of which in a traced
+    model the sizes have to tell."""
+    if op.kind != "gemm":
+        return False
+    if "." in op.name:
+        return op.name.startswith(("attention.", "mlp."))
+    sizes = (op.m, op.n) if _is_weight_gradient(op) else (op.n, op.k)
+    return not any(size % FP8_MULTIPLE for size in sizes)
 
 
 def _casts(operations: Iterable[Op], parameters: int, tensors: int) -> list[Op]:
@@ -212,12 +244,13 @@ def _merged(operations: Iterable[Op]) -> list[Op]:
 class _Prices:
     """What one operation costs, done once, on one device under one plan."""
 
-    __slots__ = ("_bandwidth", "_machine", "_measured", "_plan", "_products", "_rates", "sizes")
+    __slots__ = ("_bandwidth", "_fp8", "_machine", "_measured", "_plan", "_products", "_rates", "sizes")
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self._machine, self._plan = machine, plan
         self._bandwidth = bandwidth(machine)
-        self._products = products(machine, compute_type(plan, machine))
+        self._products = products(machine, product_type(plan, machine))
+        self._fp8 = products(machine, "fp8") if plan.fp8 else None
         self.sizes = _ELEMENT_BYTES[plan.precision]
         self._rates = None if machine.device == "cpu" else rates_of(machine, plan)
         self._measured = plan.precision == "O0"
@@ -233,34 +266,45 @@ class _Prices:
         """The roofline of `op`; on a CPU, what `host_time` says."""
         moved, rates = self.moved(op), self._rates
         if self.is_uneven(op):
-            return self.product(op.m, op.n, op.k, op.batch, moved, over_rows=_is_weight_gradient(op))
+            return self.product(
+                self.by(op), op.m, op.n, op.k, op.batch, moved, over_rows=_is_weight_gradient(op)
+            )
         if rates is None:
             fused = op.kind == "bmm" and self._is_fused_attention(op)
             return host_seconds(op, self._machine, self._rate, moved, fused=fused, measured=self._measured)
         return _fused_seconds(op, rates, moved) if op.kind == "bmm" else moved
 
     def product(
-        self, m: int, n: int, k: int, batch: int, moved: float, *, over_rows: bool, rate: float | None = None
+        self,
+        by: Products,
+        m: int,
+        n: int,
+        k: int,
+        batch: int,
+        moved: float,
+        *,
+        over_rows: bool,
+        rate: float | None = None,
     ) -> float:
-        """Seconds of `batch` products (m, k) @ (k, n) in one launch, whose traffic takes `moved`; `rate` is theirs
-        where it is known already."""
-        chip = self._products.chip
+        """Seconds of `batch` products (m, k) @ (k, n) in one launch, whose traffic takes `moved`, at the rates of `by`;
+        `rate` is theirs where it is known already."""
+        chip = by.chip
         if chip is not None:
             computed = tiled_seconds(chip, m, n, k, batch, over_rows=over_rows)
         else:
-            computed = (
-                2.0 * m * n * k * batch / (rate or self._products.rate(m, n, k, batch, over_rows=over_rows))
-            )
+            computed = 2.0 * m * n * k * batch / (rate or by.rate(m, n, k, batch, over_rows=over_rows))
         if self._rates is None:
             return computed + moved
         return computed if computed > moved else moved
 
-    def near(self, op: Op, *, inner: bool) -> Near | None:
-        """What was measured of products, as seen from `op` where its inner length grows, or its rows."""
-        return self._products.near(op.m, op.n, op.k, inner=inner)
+    def by(self, op: Op) -> Products:
+        """How fast products like `op` are."""
+        return self._fp8 if self._fp8 is not None and _is_fp8(op) else self._products
 
     def moved(self, op: Op) -> float:
         """Seconds that the traffic of `op` takes."""
+        if self._fp8 is not None and _is_fp8(op):
+            return (op.read_elements + op.written_elements * self.sizes[op.kind]) / self._bandwidth
         return (op.read_elements + op.written_elements) * self.sizes[op.kind] / self._bandwidth
 
     def _rate(self, op: Op) -> float:

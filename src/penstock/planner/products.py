@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.config.machine import GemmSample, Machine
-from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT
 from penstock.planner.gemm import Chip, tiled_seconds
 from penstock.planner.rates import DEFAULT_MULTIPROCESSORS
@@ -16,17 +15,6 @@ NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 NEAR = 1e-6
 """Squared distance in logarithms below which a shape is as good as measured."""
-
-
-def compute_type(plan: Plan, machine: Machine) -> str:
-    """The key of `machine.peak_flops` that matrix products run under; fp32 where the wish is not on offer."""
-    if plan.precision != "O0":
-        wish: str = plan.dtype
-    elif plan.matmul == "highest":
-        wish = "fp32"
-    else:
-        wish = "tf32" if machine.device == "cuda" else "fp32_medium"
-    return wish if wish in machine.peak_flops or plan.precision != "O0" else "fp32"
 
 
 def gemm_rate(

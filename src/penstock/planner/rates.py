@@ -72,14 +72,27 @@ class Rates:
 
 def compute_type(plan: Plan, machine: Machine) -> str:
     """The key of `machine.peak_flops` that linear layers run under."""
-    if plan.fp8:
-        return "fp8"
+    return "fp8" if plan.fp8 else product_type(plan, machine)
+
+
+def product_type(plan: Plan, machine: Machine) -> str:
+    """The key of `machine.peak_flops` that products outside fp8 layers run under."""
     if plan.precision != "O0":
         return plan.dtype
     if plan.matmul == "highest":
         return "fp32"
     wish = "tf32" if machine.device == "cuda" else "fp32_medium"
     return wish if wish in machine.peak_flops else "fp32"
+
+
+def peak_of(machine: Machine, type_: str) -> float:
+    """FLOP/s of a type at the peak. Raises ConfigError where the machine cannot compute in it."""
+    if type_ not in machine.peak_flops:
+        raise ConfigError(
+            f"Machine {machine.name} has no rate for {type_}, which the plan computes in; it has "
+            f"{', '.join(machine.peak_flops)}. Choose another plan.dtype or plan.precision, or leave plan.fp8 out."
+        )
+    return machine.peak_flops[type_]
 
 
 def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Rates:
@@ -89,15 +102,10 @@ def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Ra
 
 @lru_cache(maxsize=512)
 def _rates(machine: Machine, type_: str, precision: str, attention: str, constants: Constants) -> Rates:
-    if type_ not in machine.peak_flops:
-        raise ConfigError(
-            f"Machine {machine.name} has no rate for {type_}, which the plan computes in; it has "
-            f"{', '.join(machine.peak_flops)}. Choose another plan.dtype or plan.precision, or leave plan.fp8 out."
-        )
+    peak = peak_of(machine, type_)
     half_type = type_
     if type_ == "fp8":
         half_type = "bf16" if "bf16" in machine.peak_flops else "fp16"
-    peak = machine.peak_flops[type_]
     gemm = _sustained(machine, type_, constants)
     cpu = machine.device == "cpu"
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share

@@ -16,7 +16,7 @@ from penstock.precision.lists import region
 from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
 from penstock.precision.stored import adopt_weights, take_masters
-from penstock.precision.subclass import stand_in
+from penstock.precision.subclass import blank, stand_in
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -89,7 +89,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Pickle and copy look a class up by its name, which is the original's.
         if "_penstock_precision" not in self.__dict__:
-            return _plain, (cls,), self.__dict__.copy()
+            return blank, (cls,), self.__dict__.copy()
         adopt_weights(self)
         return _new, (cls,), self.__dict__.copy()
 
@@ -105,10 +105,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "__setstate__": restore,
     }
     return stand_in(cls, names)
-
-
-def _plain(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session
+from penstock.precision.subclass import stand_in
 
 _KEY = "penstock"
 _log = logging.getLogger(__name__)
@@ -103,17 +104,10 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
             "a new pair and load this one's state_dict()."
         )
 
-    made: type[Optimizer] = type(
-        cls.__name__,
-        (cls,),
-        {
-            "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
-            "add_param_group": add_param_group,
-            "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__,
-        },
-    )  # fmt: skip
-    made.__qualname__ = cls.__qualname__
-    return made
+    return stand_in(cls, {
+        "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
+        "add_param_group": add_param_group, "__reduce_ex__": reduce,
+    })  # fmt: skip
 
 
 def _load_scalers(session: Session, stored: Mapping[str, Any] | None) -> None:

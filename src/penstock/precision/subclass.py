@@ -1,10 +1,10 @@
-"""Subclasses that take the place of a module's class without anybody's noticing."""
+"""Subclasses that take the place of a module's or an optimizer's class without anybody's noticing."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+C = TypeVar("C")
 
 
 class _Quiet:
@@ -16,10 +16,15 @@ class _Quiet:
         pass
 
 
-def stand_in(cls: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
+def stand_in(cls: type[C], names: dict[str, Any]) -> type[C]:
     """A subclass of `cls` that goes by its name, with these attributes. The original is the second of its `__mro__`."""
     kept = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    made: type[nn.Module] = type(cls.__name__, (_Quiet, cls), {**kept, **names})
+    made: type[C] = type(cls.__name__, (_Quiet, cls), {**kept, **names})
     made.__bases__ = (cls,)
     made.__qualname__ = cls.__qualname__
     return made
+
+
+def blank(cls: type[C]) -> C:
+    """An instance whose state is yet to be set: what pickle makes of one whose class stood in."""
+    return cls.__new__(cls)

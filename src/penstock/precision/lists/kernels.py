@@ -12,7 +12,7 @@ from penstock.precision.lists.names import name_of
 from penstock.precision.lists.table import CPU_PROMOTED, CPU_WHOLE, Policy
 from penstock.precision.nests import replaced, tensors
 
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _VARIANTS = {"lerp": ("Scalar", "Tensor"), "scatter": ("src",)}
 """Overloads, of operations that have others than the default."""
 _library: list[torch.library.Library] = []
@@ -51,7 +51,7 @@ def _below() -> Any:
 
 def _promoting(overload: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if len({tensor.dtype for tensor in tensors((args, kwargs)) if tensor.dtype in _CASTABLE}) > 1:
+        if len({tensor.dtype for tensor in tensors((args, kwargs)) if tensor.dtype in CASTABLE}) > 1:
             args, kwargs = _cast((args, kwargs), torch.float32)
         with _below():
             return overload(*args, **kwargs)
@@ -63,7 +63,7 @@ def _halving(overload: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors((args, kwargs)))
         # One number beside a tensor is multiplied with, and no product.
-        if all(tensor.dtype in _CASTABLE and tensor.ndim > 0 for tensor in given):
+        if all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in given):
             args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
         with _below():
             return overload(*args, **kwargs)
@@ -72,4 +72,4 @@ def _halving(overload: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return replaced(values, lambda tensor: tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor)
+    return replaced(values, lambda tensor: tensor.to(dtype) if tensor.dtype in CASTABLE else tensor)

@@ -12,12 +12,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
-from penstock.precision.lists.kernels import register
+from penstock.precision.lists.kernels import CASTABLE, register
 from penstock.precision.lists.op_lists import HALVES, OpLists, watched
 from penstock.precision.nests import replaced, tensors
 
 # Of autocast's concern: fp64 and fp8 are somebody's own choice.
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _DEVICES = ("cpu", "cuda")
 
 # Note: checkpoints and compilation.
@@ -130,7 +129,7 @@ def chosen_type(policy: str, values: Any, device_type: str) -> torch.dtype | Non
 def castable(values: Any, device_type: str) -> Iterator[Tensor]:
     """The tensors of a nest that autocast concerns."""
     for tensor in tensors(values):
-        if tensor.device.type == device_type and tensor.dtype in _CASTABLE:
+        if tensor.device.type == device_type and tensor.dtype in CASTABLE:
             yield tensor
 
 
@@ -138,7 +137,7 @@ def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
     """A nest with its castable tensors in another type; containers stay what they are."""
 
     def change(tensor: Tensor) -> Tensor:
-        wanted = tensor.device.type == device_type and tensor.dtype in _CASTABLE
+        wanted = tensor.device.type == device_type and tensor.dtype in CASTABLE
         return tensor.to(dtype) if wanted else tensor
 
     return replaced(values, change)

@@ -18,7 +18,7 @@ from penstock.config.convert import nearest
 from penstock.errors import ConfigError
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
 from penstock.precision.lists.op_lists import HALVES, ModuleChoice, OpLists, differences
-from penstock.precision.subclass import stand_in
+from penstock.precision.subclass import blank, stand_in
 
 _KEY = "_penstock_lists"
 _LSTM = "torch.lstm"
@@ -203,14 +203,10 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Pickle looks a class up by its name, which is the original's.
-        new = _new if _KEY in self.__dict__ else _plain
+        new = _new if _KEY in self.__dict__ else blank
         return new, (cls,), self.__dict__.copy()
 
     return stand_in(cls, {"forward": forward, "__reduce_ex__": reduce})
-
-
-def _plain(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

@@ -1,6 +1,6 @@
 """How many images a second one core delivers, by each path that data can take, and what augmentation costs on it.
 
-    python benchmarks/data_paths.py --output benchmarks/results/data_paths_cpu.json
+    PYTHONPATH=tests python benchmarks/data_paths.py --output benchmarks/results/data_paths_cpu.json
 
 The images are generated, 500 × 375 pixels with the spectrum and file size of photographs (ImageNet's mean is 110 KB),
 packed at 256 pixels as JPEG (quality 90) and raw. Each path reads the same number of random samples on one thread, in
@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers.images import encoded, photo
 from penstock.config.run import Augment, DataConfig
 from penstock.data import Source, augment_batch, center_batch, decode, open_source
 from penstock.data.packing import Packing, pack_source
 from penstock.report.record import environment
-from penstock.testing.images import encoded, photo
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 97
 BATCH = 64

@@ -12,6 +12,10 @@ import pytest
 hypothesis.settings.register_profile("penstock", deadline=None)
 hypothesis.settings.load_profile("penstock")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Programs that tests start find tests/helpers too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -95,10 +95,10 @@ def violations(room: str, text: str) -> list[str]:
             problems.append(f"line {statement.lineno}: {room} is free of torch")
         if package == "cyclopts" and room != "cli":
             problems.append(f"line {statement.lineno}: only cli imports cyclopts")
-        if package == "penstock" and target and runs and room != "testing":
-            if target == "testing":
-                problems.append(f"line {statement.lineno}: only tests import testing")
-            elif room == "build" and target == "train":
+        if package == "helpers":
+            problems.append(f"line {statement.lineno}: only tests import helpers")
+        if package == "penstock" and target and runs:
+            if room == "build" and target == "train":
                 if not any(name == step or name.startswith(f"{step}.") for step in BUILD_MAY_TAKE_OF_TRAIN):
                     problems.append(f"line {statement.lineno}: build imports {name}")
             elif target in ALLOWED and target != room and target not in ALLOWED[room]:
@@ -111,7 +111,7 @@ def test_imports_point_one_way() -> None:
     problems = []
     for room, path in _modules():
         rooms.add(room)
-        if room != "testing" and room not in ALLOWED:
+        if room not in ALLOWED:
             problems.append(f"{path}: say in ALLOWED what the new room {room!r} may import")
             continue
         problems += [f"{path}: {problem}" for problem in violations(room, path.read_text(encoding="utf-8"))]
@@ -131,7 +131,7 @@ def test_imports_point_one_way() -> None:
         ("cli", "import cyclopts\nimport torch", 0),
         ("build", "from penstock.train.loop import run", 2),
         ("build", "from penstock.train.step import TrainStep", 0),
-        ("data", "from penstock.testing import images", 1),
+        ("data", "from helpers import images", 1),
         ("planner", "from penstock.config.plan import Plan", 0),
     ],
 )
@@ -255,15 +255,15 @@ def test_the_version_is_one() -> None:
 def test_library_code_prints_nothing() -> None:
     """The linter's T20 looks at calls of print; this also finds writing to the streams themselves."""
     for room, path in _modules():
-        if room in ("cli", "testing") or path.name == "__main__.py":
+        if room == "cli" or path.name == "__main__.py":
             continue
         text = path.read_text(encoding="utf-8")
         for call in ("sys.stdout.write", "sys.stderr.write", "breakpoint("):
             assert call not in text, f"{path} calls {call}"
 
 
-# A data worker, or a rank of a test, unpickles what its own parent process sends it over a pipe: nothing from outside.
-MAY_UNPICKLE = {"data/worker.py", "testing/spawn.py"}
+# A data worker unpickles what its own parent process sends it over a pipe: nothing from outside.
+MAY_UNPICKLE = {"data/worker.py"}
 
 
 def test_nothing_from_outside_is_unpickled() -> None:

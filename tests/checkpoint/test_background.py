@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.checkpoints import numbered, same_snapshot
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, Snapshot, background
 from penstock.errors import EnvironmentProblem
-from penstock.testing.checkpoints import numbered, same_snapshot
 
 
 def test_training_goes_on_while_the_state_of_before_is_saved(

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.checkpoints import Trainee, numbered
+from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.checkpoint.disk import Written
 from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
 from penstock.errors import CheckpointError
-from penstock.testing.checkpoints import Trainee, numbered
-from penstock.testing.spawn import spawn
 
 
 class Payload:

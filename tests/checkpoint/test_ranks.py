@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.checkpoints import Trainee, numbered
+from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.checkpoint import Snapshot, storage
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
-from penstock.testing.checkpoints import Trainee, numbered
-from penstock.testing.spawn import spawn
 
 Run = tuple[list[float], dict[str, torch.Tensor]]
 

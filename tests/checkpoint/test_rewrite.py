@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.checkpoints import Trainee, numbered, same_snapshot
+from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
@@ -19,8 +21,6 @@ from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
-from penstock.testing.checkpoints import Trainee, numbered, same_snapshot
-from penstock.testing.spawn import spawn
 
 OLD = Path(__file__).parent / "format-1"
 """Three steps of `Trainee`, saved by version 0.1.0 before there were checkpoints of several ranks."""

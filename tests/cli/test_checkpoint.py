@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.checkpoints import numbered, same_snapshot
 from penstock import checkpoint
 from penstock.cli import main
 from penstock.config.load import to_dict
@@ -16,7 +17,6 @@ from penstock.config.model import ViTConfig
 from penstock.config.run import RunConfig
 from penstock.models import create
 from penstock.models.convert import from_pretrained
-from penstock.testing.checkpoints import numbered, same_snapshot
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.images import write_folder
 from penstock.cli import main
 from penstock.config.run import DataConfig
 from penstock.data.source import open_source
-from penstock.testing.images import write_folder
 
 
 def test_packing_and_verifying_from_the_command_line(

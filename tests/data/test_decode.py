@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from helpers.images import encoded, photo, pixels, smooth
 from penstock.data import decode as decoding
 from penstock.data.header import Unreadable
-from penstock.testing.images import encoded, photo, pixels, smooth
 
 LIMIT = 100_000_000
 BACKENDS = [
@@ -151,7 +151,7 @@ def test_pillows_own_limit_is_not_in_the_way(backend: str, monkeypatch: pytest.M
 
 
 def hostile(count: int) -> None:
-    command = [sys.executable, "-W", "error", "-m", "penstock.testing.hostile", str(count)]
+    command = [sys.executable, "-W", "error", "-m", "helpers.hostile", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr  # a crash would be a negative number, its signal
     report = json.loads(done.stdout)

@@ -5,9 +5,9 @@ import struct
 import pytest
 from PIL import Image
 
+from helpers.hostile import seeds
+from helpers.images import encoded, photo
 from penstock.data.header import Header, Unreadable, check_size, read_header
-from penstock.testing.hostile import seeds
-from penstock.testing.images import encoded, photo
 
 
 @pytest.mark.parametrize("number", range(14))

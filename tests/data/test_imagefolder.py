@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.images import encoded, photo, write_folder
 from penstock.config.run import DataConfig
 from penstock.data.imagefolder import ImageFolder, list_classes
 from penstock.data.source import Source, open_source
 from penstock.errors import DataError
-from penstock.testing.images import encoded, photo, write_folder
 
 
 def opened(root: Path, split: str = "train", **config: object) -> Source:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.images import write_folder
 from penstock.config.run import Augment, DataConfig
 from penstock.data import Batch, Loader, Source, open_source
 from penstock.data.source import BadImage, Pixels
 from penstock.errors import ConfigError, DataError
-from penstock.testing.images import write_folder
 
 STRONG = Augment(color=0.5, erase=0.3, mixup=0.3, cutmix=1.0, label_smoothing=0.1)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.images import write_folder
 from penstock.config.run import DataConfig
 from penstock.data.pack import INDEX, Pack, sha256, verify
 from penstock.data.packing import Packing, pack_source
 from penstock.data.source import Source, open_source
 from penstock.errors import DataError
-from penstock.testing.images import write_folder
 
 
 @pytest.fixture

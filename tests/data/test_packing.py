@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.images import encoded, smooth, write_folder, write_tar
 from penstock.config.run import DataConfig
 from penstock.data import packing
 from penstock.data.pack import read_manifest, verify
 from penstock.data.packing import Packing, pack_source
 from penstock.data.source import open_source
 from penstock.errors import ConfigError, DataError
-from penstock.testing.images import encoded, smooth, write_folder, write_tar
 
 SMALL = Packing(size=16, records="raw")
 
@@ -169,7 +169,7 @@ def test_packing_needs_no_memory_for_the_set(tmp_path: Path) -> None:
     script = """
 import sys
 from penstock.data.packing import Packing, pack_source
-from penstock.testing.hostile import peak_bytes
+from helpers.hostile import peak_bytes
 before = []
 def progress(done):
     if done == 20: before.append(peak_bytes())

@@ -12,12 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.sources import Imports, Raises, Sleeps
 from penstock.config.run import DataConfig
 from penstock.data.loader import Loader
 from penstock.data.pool import Pool
 from penstock.data.source import open_source
 from penstock.errors import DataError
-from penstock.testing.sources import Imports, Raises, Sleeps
 
 
 def pool_of(batches: Loader) -> Pool:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.images import encoded, smooth, write_tar
 from penstock.data.tar import MAX_MEMBER_BYTES, read_tar, shards_of
 from penstock.errors import DataError
-from penstock.testing.images import encoded, smooth, write_tar
 
 JPEG = encoded(smooth(20, 20))
 PNG = encoded(smooth(20, 20), "PNG")

@@ -68,7 +68,7 @@ def live(config: RunConfig, faults: Sequence[str], *, timeout: float = 240) -> l
     file = Path(config.output).with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump_toml(config))
-    command = [sys.executable, "-W", "error", "-m", "penstock.testing.faults", str(file), *faults]
+    command = [sys.executable, "-W", "error", "-m", "helpers.faults", str(file), *faults]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     ends = done.stdout.splitlines()

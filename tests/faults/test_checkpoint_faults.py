@@ -26,12 +26,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.checkpoints import Trainee, numbered, same_snapshot
+from helpers.rows import record
+from helpers.spawn import RankFailed, spawn
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, manifest
 from penstock.errors import CheckpointError, EnvironmentProblem
-from penstock.testing.checkpoints import Trainee, numbered, same_snapshot
-from penstock.testing.rows import record
-from penstock.testing.spawn import RankFailed, spawn
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_checkpoint.json"
 whole = pytest.mark.faults
@@ -118,7 +118,7 @@ from pathlib import Path
 from penstock import checkpoint
 from penstock.checkpoint import commit
 from penstock.errors import EnvironmentProblem
-from penstock.testing.checkpoints import numbered, same_snapshot
+from helpers.checkpoints import numbered, same_snapshot
 
 folder = Path(sys.argv[1])
 checkpoint.save(folder, numbered(1, rows=20_000))  # 1.0 MB

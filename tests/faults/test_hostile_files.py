@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.checkpoints import numbered
+from helpers.images import encoded, smooth, write_folder
+from helpers.rows import record
 from penstock import checkpoint
 from penstock.checkpoint.disk import Written, digest_file
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
@@ -30,9 +33,6 @@ from penstock.data.source import open_source
 from penstock.data.tar import read_tar
 from penstock.errors import CheckpointError, ConfigError, DataError, PenstockError
 from penstock.models.convert.files import read_state_dict
-from penstock.testing.checkpoints import numbered
-from penstock.testing.images import encoded, smooth, write_folder
-from penstock.testing.rows import record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_files.json"
 

@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
+from helpers.agents import free_port, no_orphans
+from helpers.doomed_runs import MODEL, TWO, config_in, launched, losses, same_end, samples, tally
+from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, RunConfig
-from penstock.testing.agents import free_port, no_orphans
-from penstock.testing.doomed_runs import MODEL, TWO, config_in, launched, losses, same_end, samples, tally
-from penstock.testing.rows import record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_resume.json"
 whole = pytest.mark.faults

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.agents import Agent, no_orphans
+from helpers.doomed_runs import PLANS, TWO, Tally, config_in, launched, tally
+from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.run import RunConfig
-from penstock.testing.agents import Agent, no_orphans
-from penstock.testing.doomed_runs import PLANS, TWO, Tally, config_in, launched, tally
-from penstock.testing.rows import record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_soak.json"
 KINDS = ("flip", "nan", "stop", "kill", "raise")

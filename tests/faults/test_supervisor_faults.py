@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.agents import free_port, no_orphans
+from helpers.doomed import poison
+from helpers.doomed_runs import PLANS, STEPS, TWO, config_in, launched, losses, same_end, tally
+from helpers.rows import record
+from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.config.load import dump_toml
 from penstock.config.plan import Plan
 from penstock.config.run import RunConfig
 from penstock.errors import NumericError
-from penstock.testing.agents import free_port, no_orphans
-from penstock.testing.doomed import poison
-from penstock.testing.doomed_runs import PLANS, STEPS, TWO, config_in, launched, losses, same_end, tally
-from penstock.testing.rows import record
-from penstock.testing.spawn import spawn
 from penstock.train.metrics import read_metrics
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_supervisor.json"

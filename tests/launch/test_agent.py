@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.agents import Agent, alive, no_orphans
+from helpers.agents import Agent, alive, no_orphans
 
-TOY = ("-m", "penstock.testing.toy_run")
+TOY = ("-m", "helpers.toy_run")
 
 
 def steps(folder: Path) -> list[list[int]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.agents import Agent, free_port, no_orphans
+from helpers.agents import Agent, free_port, no_orphans
 
-TOY = ("-m", "penstock.testing.toy_run")
+TOY = ("-m", "helpers.toy_run")
 
 
 def steps(folder: Path) -> list[list[int]]:

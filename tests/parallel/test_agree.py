@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 from penstock.parallel.agree import Ballot, any_overflow, average, collect, main_first, tell, together
 from penstock.parallel.world import ALONE, World, world_of
-from penstock.testing.spawn import spawn
 
 
 def _world() -> World:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.equality import TINY, images, micro_batches, whole_weights
+from helpers.spawn import spawn
 from penstock.build import build
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
@@ -18,8 +20,6 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.optim import clip_grad_norm_, grad_norm, make_optimizer, parameter_groups
 from penstock.parallel import Sharded, shard, world_of
-from penstock.testing.equality import TINY, images, micro_batches, whole_weights
-from penstock.testing.spawn import spawn
 
 CPU = torch.device("cpu")
 CONV = ViTConfig(

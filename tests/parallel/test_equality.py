@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.equality import TINY, Trained, alone, trained
+from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
-from penstock.testing.equality import TINY, Trained, alone, trained
-from penstock.testing.spawn import spawn
 
 STEPS = 20
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)

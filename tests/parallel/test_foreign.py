@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.equality import alone, trained
+from helpers.spawn import spawn
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.parallel import Sharded, world_of
-from penstock.testing.equality import alone, trained
-from penstock.testing.spawn import spawn
 
 STEPS = 5
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.equality import TINY, images, trained
+from helpers.spawn import spawn
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -17,8 +19,6 @@ from penstock.parallel import world_of
 from penstock.precision import autocast
 from penstock.precision.fp8 import Scaling, fp8_linear
 from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
-from penstock.testing.equality import TINY, images, trained
-from penstock.testing.spawn import spawn
 
 SCALED = replace(TINY, layer_scale=0.5)
 RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)

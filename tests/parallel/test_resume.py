@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.spawn import spawn
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
-from penstock.testing.spawn import spawn
 from penstock.train import train
 from penstock.train.metrics import read_metrics
 from penstock.train.step import TrainStep

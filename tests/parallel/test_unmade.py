@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from helpers.spawn import spawn
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.parallel import shard, unmade, world_of
 from penstock.parallel.unmade import Drawing, drawing_of, make, shares
-from penstock.testing.spawn import spawn
 
 MODEL = ViTConfig(
     image_size=32, patch_size=4, channels=3, width=96, depth=2, heads=2, mlp_width=130, classes=10, drop_path=0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.parallel.world import (
@@ -17,7 +18,6 @@ from penstock.parallel.world import (
     valid_sizes,
     world_of,
 )
-from penstock.testing.spawn import spawn
 
 CPU = torch.device("cpu")
 

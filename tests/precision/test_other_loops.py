@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import penstock
+from helpers.spawn import spawn
 from penstock.errors import ConfigError
 from penstock.precision import scalers_of
 from penstock.precision.lists import default_lists
 from penstock.precision.script.interception import Interception
-from penstock.testing.spawn import spawn
 
 LEVELS = [
     ("O1", {"dtype": "bf16"}),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 import penstock
+from helpers.spawn import spawn
 from penstock.errors import ExitCode, NumericError
 from penstock.precision import OverflowTrace
 from penstock.precision.lists import OpLists, default_lists
-from penstock.testing.spawn import spawn
 
 STEPS = 50
 

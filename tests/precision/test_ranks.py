@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
+from helpers.spawn import spawn
 from penstock.precision import LossScaler, agree_over, scalers_of
-from penstock.testing.spawn import spawn
 
 backward: Any = Tensor.backward
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.op_dtypes import ProductDtypes
 from penstock.cli import main
-from penstock.testing.op_dtypes import ProductDtypes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.op_samples import Make, call
 from penstock.precision.lists.names import name_of
 from penstock.precision.lists.table import AUTOCAST, POLICIES, Policy
-from penstock.testing.op_samples import Make, call
 
 HALF = torch.bfloat16
 # These ask the device itself, or have no rule for fake tensors: a GPU runs them, below.

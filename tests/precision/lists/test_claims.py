@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.op_samples import Make, call
 from penstock.precision.lists.table import GROUPS, Half
-from penstock.testing.op_samples import Make, call
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
+from helpers.op_lists import Model, accelerated
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
@@ -21,7 +22,6 @@ from penstock.precision.lists import (
     region,
     restore_modules,
 )
-from penstock.testing.op_lists import Model, accelerated
 
 
 class TestModules:

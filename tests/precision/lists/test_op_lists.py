@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 
 import penstock
+from helpers.op_lists import GELU_FP32, accelerated
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
@@ -26,7 +27,6 @@ from penstock.precision.lists import (
 from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import functions_of, name_of
 from penstock.precision.lists.op_lists import watched
-from penstock.testing.op_lists import GELU_FP32, accelerated
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -150,7 +150,7 @@ class TestCasts:
 
     @pytest.mark.parametrize("name", default_lists(torch.float16).fp32)
     def test_the_fp32_list_gives_fp32(self, name: str) -> None:
-        from penstock.testing.op_samples import Make, call
+        from helpers.op_samples import Make, call
 
         with accelerated(default_lists(torch.float16, "cpu"), torch.float16):
             assert call(name, Make("cpu", torch.float16)).dtype == torch.float32
@@ -249,7 +249,7 @@ class TestPromotion:
     @pytest.mark.parametrize("dtype", HALVES)
     @pytest.mark.parametrize("name", sorted(registered()))
     def test_a_cpu_takes_mixed_arguments_unwatched(self, name: str, dtype: torch.dtype) -> None:
-        from penstock.testing.op_samples import Make, call
+        from helpers.op_samples import Make, call
 
         lists = default_lists(dtype, "cpu")
         policy = registered()[name]

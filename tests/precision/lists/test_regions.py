@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
+from helpers.op_lists import GELU_FP32, Model, accelerated
 from penstock.errors import ConfigError
 from penstock.precision.lists import (
     OpLists,
     apply_modules,
     region,
 )
-from penstock.testing.op_lists import GELU_FP32, Model, accelerated
 
 
 def gradients(model: Model, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:

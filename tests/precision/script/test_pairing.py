@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 import penstock
+from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.precision.script import Interception
 from penstock.precision.script import pairing as pairing_module
-from penstock.testing.op_dtypes import ProductDtypes
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

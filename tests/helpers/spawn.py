@@ -183,7 +183,7 @@ def _start_server() -> None:
         # Sharded tests need these, and each rank would take 1.7 s to import them (an optimizer imports dynamo).
         heavy = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["torch", "torch.distributed", "penstock.testing.spawn", *heavy]
+            ["torch", "torch.distributed", "helpers.spawn", *heavy]
         )
         forkserver.ensure_running()
 
@@ -245,7 +245,7 @@ def _live(
     try:
         result = _run(task, module, timeout)
         report = pickle.dumps((time.monotonic(), True, result))
-    except BaseException:  # noqa: BLE001  # whatever it is, the parent tells it
+    except BaseException:  # whatever it is, the parent tells it
         report = pickle.dumps((time.monotonic(), False, traceback.format_exc()))
     pipe.send_bytes(report)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Faults at chosen instants of a training run: `python -m penstock.testing.faults CONFIG FAULT…`
+"""Faults at chosen instants of a training run: `python -m helpers.faults CONFIG FAULT…`
 
 Each fault is one life of the run that CONFIG (a file of RunConfig settings) describes; the next life resumes it:
 
@@ -118,7 +118,7 @@ def main(config: Path, faults: list[str]) -> None:
             code = 70
             try:
                 code = _live(config, fault)
-            except BaseException:  # noqa: BLE001  # the parent must not see a second copy of itself go on
+            except BaseException:  # the parent must not see a second copy of itself go on
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()

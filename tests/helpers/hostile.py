@@ -1,4 +1,4 @@
-"""Thousands of broken images against the decoder: `python -m penstock.testing.hostile 10000`.
+"""Thousands of broken images against the decoder: `python -m helpers.hostile 10000`.
 
 Runs in a process of its own, without torch, so that a crash of a C library shows as a signal, and the peak of
 memory is that of decoding alone. Prints one line of JSON.
@@ -162,7 +162,7 @@ def main(count: int) -> dict[str, object]:
                 outcomes["decoded"] += 1
             except Unreadable:
                 outcomes["refused"] += 1
-            except Exception as error:  # noqa: BLE001 - what is being looked for
+            except Exception as error:
                 outcomes[f"{type(error).__name__}: {error}"] += 1
             slowest = max(slowest, time.perf_counter() - start)
     return {

@@ -1,6 +1,6 @@
 """`penstock train` with faults at chosen instants, for ranks under `penstock launch`:
 
-`python -m penstock.testing.doomed CONFIG FAULT…` trains as CONFIG says. In the folder `struck` beside CONFIG each fault
+`python -m helpers.doomed CONFIG FAULT…` trains as CONFIG says. In the folder `struck` beside CONFIG each fault
 leaves a note and never strikes again. Faults of the first kind strike one by one, the next in the life after:
 
 - `kill:R:N`  SIGKILL of rank R after N steps of a life

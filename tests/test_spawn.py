@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from penstock.testing.spawn import RankFailed, spawn
+from helpers.spawn import RankFailed, spawn
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
             import os, sys, time
             from pathlib import Path
             from torch import distributed
-            from penstock.testing.spawn import spawn
+            from helpers.spawn import spawn
 
             def sleep(folder):
                 Path(folder, f"pid.{distributed.get_rank()}").write_text(str(os.getpid()))

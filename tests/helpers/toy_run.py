@@ -1,4 +1,4 @@
-"""A training program in a few lines, to test the launcher by: `python -m penstock.testing.toy_run FOLDER STEPS FAULT…`
+"""A training program in a few lines, to test the launcher by: `python -m helpers.toy_run FOLDER STEPS FAULT…`
 
 Each step is an all-reduce over gloo and a note in FOLDER; the checkpoint is the number of the step, saved at every
 fifth and when SIGTERM or SIGUSR1 asked for it. Faults strike once each, whatever life it is:

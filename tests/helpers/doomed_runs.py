@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 
+from helpers.agents import Agent
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
-from penstock.testing.agents import Agent
 from penstock.train.metrics import read_metrics
 
 STEPS = 60
@@ -67,7 +67,7 @@ def written(config: RunConfig) -> Path:
 
 def launched(config: RunConfig, *faults: str, options: tuple[str, ...] = (), name: str = "log") -> Agent:
     """An agent whose ranks train as `config` says, doomed by `faults`."""
-    program = ("-m", "penstock.testing.doomed", str(written(config)), *faults)
+    program = ("-m", "helpers.doomed", str(written(config)), *faults)
     return Agent(*options, "--", *program, log=Path(config.output).parent / name)
 
 

@@ -29,7 +29,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.optim.layout import local
-from penstock.parallel import World, fsdp, world_of
+from penstock.parallel import ParallelDims, dims_of, fsdp
 from penstock.precision import autocast
 from penstock.report.record import environment
 
@@ -62,13 +62,13 @@ class Contestant:
         return float(everywhere)
 
 
-def whole(model: ViTConfig, plan: Plan, world: World, device: torch.device) -> Built:
+def whole(model: ViTConfig, plan: Plan, dims: ParallelDims, device: torch.device) -> Built:
     """The model with every parameter gathered as it is stored, and gradients reduced so."""
     mixed_policy, gather_mixed = fsdp.mixed_policy, fsdp.gather_mixed
     try:
         fsdp.mixed_policy = lambda plan: mixed_policy(replace(plan, precision="O0"))
         fsdp.gather_mixed = lambda model, units, plan: None
-        return build(model, plan, recipe=Recipe(lr=1e-4), device=device, world=world)
+        return build(model, plan, recipe=Recipe(lr=1e-4), device=device, dims=dims)
     finally:
         fsdp.mixed_policy, fsdp.gather_mixed = mixed_policy, gather_mixed
 
@@ -126,10 +126,10 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     plan = Plan(precision="O1", optimizer="fused", sharding="fsdp", dp=ranks, micro_batch=arguments.batch)
     distributed.init_process_group("nccl" if cuda else "gloo")
-    world = world_of(plan, device)
-    half = build(config, plan, recipe=Recipe(lr=1e-4), device=device, world=world)
-    contestants = [Contestant("fp32", whole(config, plan, world, device)), Contestant("half", half)]
-    generator = torch.Generator().manual_seed(world.rank)
+    dims = dims_of(plan, device)
+    half = build(config, plan, recipe=Recipe(lr=1e-4), device=device, dims=dims)
+    contestants = [Contestant("fp32", whole(config, plan, dims, device)), Contestant("half", half)]
+    generator = torch.Generator().manual_seed(dims.rank)
     shape = (arguments.batch, config.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator).to(device)
     batch = (images, torch.arange(arguments.batch).to(device) % config.classes)
@@ -143,7 +143,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
             contestant.seconds.append(contestant.step(batch))
-    if world.main:
+    if dims.main:
         report(contestants, arguments.output, plan)
     distributed.destroy_process_group()
 

@@ -22,7 +22,7 @@ from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
-from penstock.parallel import DataParallel, World, recompute_blocks, replicate, shard, world_of
+from penstock.parallel import DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.unmade import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.precision.fp8_linear import convert_to_fp8
@@ -78,7 +78,7 @@ def build(
     loss: Loss | None = None,
     seed: int = 0,
     machine: Machine | None = None,
-    world: World | None = None,
+    dims: ParallelDims | None = None,
 ) -> Built:
     """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place; or a
     function that makes one, which spares the memory of the whole where a Plan shards it.
@@ -86,7 +86,7 @@ def build(
     `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
     every Plan; the global generator is left untouched. `loss(model, batch)` defaults to classification. Names in the
     state dict are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for
-    several ranks is built on each of them, in the process group that stands; `world` says who they are where that is
+    several ranks is built on each of them, in the process group that stands; `dims` says who they are where that is
     known. Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
@@ -95,17 +95,17 @@ def build(
     plan.refuse_unrunnable()
     if config is not None and machine is not None:
         plan.validate(config, machine)
-    if world is None and plan.gpus > 1:
-        world = world_of(plan, device)
+    if dims is None and plan.gpus > 1:
+        dims = dims_of(plan, device)
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is let go of as soon as this rank has its rows, so that nobody needs memory for all.
-    sharded = plan.sharding != "ddp" and world is not None and not world.alone
+    sharded = plan.sharding != "ddp" and dims is not None and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded and world is not None:
-        drawing = drawing_of(world)
+    elif sharded and dims is not None:
+        drawing = drawing_of(dims)
         module = _created(model, seed, drawing)
         rows = dict(shares(module, drawing))
     else:
@@ -130,8 +130,8 @@ def build(
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None
-    if sharded and world is not None:
-        replicas = shard(module, plan, world, device, shares=rows)
+    if sharded and dims is not None:
+        replicas = shard(module, plan, dims, device, shares=rows)
 
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
     groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
@@ -153,8 +153,8 @@ def build(
         (optimizer,) = complete([optimizer], [module])
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
-    if world is not None and not world.alone and not sharded:
-        replicas = _replicas(module, optimizer, plan, world, device)
+    if dims is not None and not dims.alone and not sharded:
+        replicas = _replicas(module, optimizer, plan, dims, device)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
@@ -210,11 +210,11 @@ def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: Ma
 
 
 def _replicas(
-    module: nn.Module, optimizer: Optimizer, plan: Plan, world: World, device: torch.device
+    module: nn.Module, optimizer: Optimizer, plan: Plan, dims: ParallelDims, device: torch.device
 ) -> DataParallel:
     # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
     late = plan.precision == "O2" and plan.accumulate > 1
-    return replicate(module, world, device, late=(lambda: gradients_of(optimizer)) if late else None)
+    return replicate(module, dims, device, late=(lambda: gradients_of(optimizer)) if late else None)
 
 
 def _scaler(

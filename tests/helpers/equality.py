@@ -13,7 +13,7 @@ from penstock.build import Built, build
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.parallel import World, world_of
+from penstock.parallel import ParallelDims, dims_of
 
 TINY = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=5, qkv_bias=False
@@ -64,7 +64,7 @@ def trained(
     recipe: Recipe | None = None,
     batches: Batches = images,
     double: bool = False,
-    world: World | None = None,
+    dims: ParallelDims | None = None,
     loss_scale: float = 2.0**10,
     **options: Any,
 ) -> Trained:
@@ -73,10 +73,10 @@ def trained(
     fp16 begins with `loss_scale`: at the usual 65536 the first steps may overflow, and not the same ones, for ranks
     scale the loss of a micro-batch and one process its share of it.
     """
-    if world is None and plan.dp > 1:
-        world = world_of(plan, "cpu")
+    if dims is None and plan.dp > 1:
+        dims = dims_of(plan, "cpu")
     torch.manual_seed(0)
-    built = build(model, plan, recipe=recipe or Recipe(lr=1e-3), world=world, **options)
+    built = build(model, plan, recipe=recipe or Recipe(lr=1e-3), dims=dims, **options)
     if built.scaler is not None:
         built.scaler.scale.fill_(loss_scale)
     result = Trained()
@@ -84,11 +84,11 @@ def trained(
         batch = batches(step, plan.global_batch)
         if double:
             batch = tuple(value.double() if value.is_floating_point() else value for value in batch)
-        out = built.step(micro_batches(batch, plan, world.rank if world else 0))
+        out = built.step(micro_batches(batch, plan, dims.rank if dims else 0))
         loss = out.loss.detach().clone()
-        if world is not None and not world.alone:
+        if dims is not None and not dims.alone:
             torch.distributed.all_reduce(loss)
-            loss /= world.size
+            loss /= dims.size
         result.losses.append(float(loss))
         if out.grad_norm is not None:
             result.norms.append(float(out.grad_norm))

@@ -7,23 +7,21 @@ import torch
 from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
+from penstock.parallel import ALONE, ParallelDims, dims_of
 from penstock.parallel.agree import Ballot, any_overflow, average, collect, main_first, tell, together
-from penstock.parallel.world import ALONE, World, world_of
 
 
-def _world() -> World:
-    return world_of(Plan(dp=3, micro_batch=1), "cpu")
+def _dims() -> ParallelDims:
+    return dims_of(Plan(dp=3, micro_batch=1), "cpu")
 
 
 def _talk() -> None:
-    world = _world()
-    assert tell({"step": 7, "name": "ä"} if world.main else None, world) == {"step": 7, "name": "ä"}
-    assert tell(None, world) is None
-    assert collect("x" * world.rank, world) == ["", "x", "xx"]
-    torch.testing.assert_close(
-        average(torch.tensor([float(world.rank), 3.0]), world), torch.tensor([1.0, 3.0])
-    )
-    flag = torch.tensor(1.0 if world.rank == 2 else 0.0)
+    dims = _dims()
+    assert tell({"step": 7, "name": "ä"} if dims.main else None, dims) == {"step": 7, "name": "ä"}
+    assert tell(None, dims) is None
+    assert collect("x" * dims.rank, dims) == ["", "x", "xx"]
+    torch.testing.assert_close(average(torch.tensor([float(dims.rank), 3.0]), dims), torch.tensor([1.0, 3.0]))
+    flag = torch.tensor(1.0 if dims.rank == 2 else 0.0)
     any_overflow(flag)
     assert flag.item() == 1.0
 
@@ -41,7 +39,7 @@ def _fails(work: object, kind: type[Exception]) -> str:
 
 
 def _errors() -> list[str]:
-    world = _world()
+    dims = _dims()
 
     def refuse() -> None:
         raise ConfigError("no such output")
@@ -50,17 +48,15 @@ def _errors() -> list[str]:
         raise ValueError("oh")
 
     def part() -> int:
-        if world.rank > 0:
-            raise DataError(f"file {world.rank} is torn")
+        if dims.rank > 0:
+            raise DataError(f"file {dims.rank} is torn")
         return 5
 
-    told = [_fails(lambda: main_first(refuse, world), ConfigError)]
-    told.append(
-        _fails(lambda: main_first(break_down, world), ValueError if world.main else EnvironmentProblem)
-    )
-    told.append(_fails(lambda: together(part, world), DataError))
-    assert main_first(lambda: [1, 2], world) == [1, 2]
-    assert together(lambda: world.rank, world) == world.rank
+    told = [_fails(lambda: main_first(refuse, dims), ConfigError)]
+    told.append(_fails(lambda: main_first(break_down, dims), ValueError if dims.main else EnvironmentProblem))
+    told.append(_fails(lambda: together(part, dims), DataError))
+    assert main_first(lambda: [1, 2], dims) == [1, 2]
+    assert together(lambda: dims.rank, dims) == dims.rank
     return told
 
 
@@ -72,10 +68,10 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 
 def _ballots() -> list[int]:
-    world = _world()
-    ballot = Ballot(world)
+    dims = _dims()
+    ballot = Ballot(dims)
     # Rank 1 hears of it at the second turn; all know at the third.
-    return [ballot.turn(15 if world.rank == 1 and turn >= 1 else 0) for turn in range(4)] + [ballot.settle()]
+    return [ballot.turn(15 if dims.rank == 1 and turn >= 1 else 0) for turn in range(4)] + [ballot.settle()]
 
 
 def test_a_ballot_is_the_same_on_all_ranks_one_turn_later() -> None:

@@ -19,7 +19,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.optim import clip_grad_norm_, grad_norm, make_optimizer, parameter_groups
-from penstock.parallel import Sharded, shard, world_of
+from penstock.parallel import Sharded, dims_of, shard
 
 CPU = torch.device("cpu")
 CONV = ViTConfig(
@@ -43,9 +43,9 @@ class Heard(TorchDispatchMode):
 def _reductions(line: str) -> Counter[str]:
     """How often each collective ran in one step."""
     plan = Plan.parse(line)
-    world = world_of(plan, CPU)
-    built = build(TINY, plan, recipe=Recipe(clip_norm=None), world=world)
-    batches = micro_batches(images(0, plan.global_batch), plan, world.rank)
+    dims = dims_of(plan, CPU)
+    built = build(TINY, plan, recipe=Recipe(clip_norm=None), dims=dims)
+    batches = micro_batches(images(0, plan.global_batch), plan, dims.rank)
     built.step(batches)
     with Heard() as heard:
         built.step(batches)
@@ -79,11 +79,11 @@ def test_accumulation_spares_needless_reductions() -> None:
 
 def _partial() -> tuple[bool, bool]:
     plan = Plan(dp=2, micro_batch=1, accumulate=2)
-    world = world_of(plan, CPU)
-    built = build(TINY, plan, world=world)
+    dims = dims_of(plan, CPU)
+    built = build(TINY, plan, dims=dims)
     replicas = built.replicas
     assert replicas is not None
-    batches = micro_batches(images(0, 4), plan, world.rank)
+    batches = micro_batches(images(0, 4), plan, dims.rank)
     alike = []
     for index, batch in enumerate(batches):
         replicas.begin(index, 2)
@@ -101,14 +101,14 @@ def test_replicas_reduce_with_the_last_micro_batch_only() -> None:
 
 def _overflowed(line: str) -> tuple[bool, list[float], float]:
     plan = Plan.parse(line)
-    world = world_of(plan, CPU)
-    built = build(TINY, plan, world=world)
+    dims = dims_of(plan, CPU)
+    built = build(TINY, plan, dims=dims)
     assert built.scaler is not None
-    (picture, target), *more = micro_batches(images(0, plan.global_batch), plan, world.rank)
+    (picture, target), *more = micro_batches(images(0, plan.global_batch), plan, dims.rank)
     built.step([(picture, target), *more])
     before, scale = whole_weights(built), float(built.scaler.scale)
     bad = picture.clone()
-    if world.rank == 1:
+    if dims.rank == 1:
         bad[0, 0, 0, 0] = float("inf")
     built.step([(bad, target), *more])
     after = whole_weights(built)
@@ -144,9 +144,9 @@ def test_an_overflow_on_one_rank_is_skipped_on_all() -> None:
 
 def _statistics() -> list[dict[str, Tensor]]:
     plan = Plan(dp=2, micro_batch=2)
-    world = world_of(plan, CPU)
-    built = build(CONV, plan, world=world)
-    generator = torch.Generator().manual_seed(world.rank)
+    dims = dims_of(plan, CPU)
+    built = build(CONV, plan, dims=dims)
+    generator = torch.Generator().manual_seed(dims.rank)
     built.step([(torch.randn(2, 1, 16, 16, generator=generator), torch.tensor([0, 1]))])
     return [{k: v for k, v in built.model.state_dict().items() if "running" in k}]
 
@@ -164,8 +164,8 @@ def _norms() -> tuple[float, float, float]:
     whole, cut = create(TINY), create(TINY)
     cut.load_state_dict(whole.state_dict())
     plan = Plan(dp=2, micro_batch=2, sharding="fsdp")
-    world = world_of(plan, CPU)
-    replicas = shard(cut, plan, world, CPU)
+    dims = dims_of(plan, CPU)
+    replicas = shard(cut, plan, dims, CPU)
     batch = images(0, 2)
     for model in (whole, cut):
         if model is cut:
@@ -185,7 +185,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_shards() -> None:
 def _rebound(form: str) -> float:
     """An optimizer made, and stepped, before its model is sharded; against one that never was."""
     plan = Plan(dp=2, micro_batch=2, sharding="fsdp")
-    world = world_of(plan, CPU)
+    dims = dims_of(plan, CPU)
     models, optimizers = [], []
     for _ in range(2):
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def _rebound(form: str) -> float:
     replicas = None
     for step in range(4):
         if step == 2:
-            replicas = shard(models[1], plan, world, CPU, optimizers=[optimizers[1]])
+            replicas = shard(models[1], plan, dims, CPU, optimizers=[optimizers[1]])
         for model, optimizer in zip(models, optimizers):
             pictures, targets = images(step, 2)
             if model is models[1] and replicas is not None:
@@ -231,11 +231,11 @@ class Scalar(nn.Module):
 
 def _refused() -> list[str]:
     plan = Plan(dp=2, sharding="fsdp")
-    world = world_of(plan, CPU)
+    dims = dims_of(plan, CPU)
     told = []
     for model in (Scalar(), nn.Linear(4, 4)):
         try:
-            shard(model, plan, world, CPU)
+            shard(model, plan, dims, CPU)
         except ConfigError as error:
             told.append(str(error))
     return told

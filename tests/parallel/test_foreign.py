@@ -15,7 +15,7 @@ from helpers.spawn import spawn
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.parallel import Sharded, world_of
+from penstock.parallel import Sharded, dims_of
 
 STEPS = 5
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
@@ -150,8 +150,8 @@ CASES = {
 
 def _both(name: str, line: str) -> tuple[int, Any, Any]:
     case, plan = CASES[name], Plan.parse(line)
-    world = world_of(plan, "cpu")
-    built = build(case.make, plan, loss=case.loss, world=world)
+    dims = dims_of(plan, "cpu")
+    built = build(case.make, plan, loss=case.loss, dims=dims)
     assert isinstance(built.replicas, Sharded)
     units = len(built.replicas.units)
     options: dict[str, Any] = {"steps": STEPS, "recipe": RECIPE, "batches": case.batches, "loss": case.loss}

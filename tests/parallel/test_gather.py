@@ -15,7 +15,7 @@ from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
-from penstock.parallel import world_of
+from penstock.parallel import dims_of
 from penstock.precision import autocast
 from penstock.precision.fp8 import Scaling, fp8_linear
 from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
@@ -75,7 +75,7 @@ def _seen(model: nn.Module) -> dict[str, torch.dtype]:
 
 def _types(model: nn.Module, plan: Plan, batch: Any) -> dict[str, torch.dtype]:
     # Hooks that were there before sharding's run after its own, once the weights are there.
-    built = build(model, plan, recipe=RECIPE, world=world_of(plan, "cpu"))
+    built = build(model, plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
     types = _seen(built.model)
     built.step([batch])
     return types
@@ -180,7 +180,7 @@ def test_weights_on_their_way_to_fp8_are_gathered_in_half(scaling: Scaling) -> N
 
 def _kept(level: str) -> tuple[int, int]:
     plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 precision={level}")
-    built = build(create(TINY), plan, recipe=RECIPE, world=world_of(plan, "cpu"))
+    built = build(create(TINY), plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
     shapes = {
         tuple(p.shape) for name, p in built.model.named_parameters() if "blocks" in name and p.ndim == 2
     }

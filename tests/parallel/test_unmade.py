@@ -19,7 +19,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.parallel import shard, unmade, world_of
+from penstock.parallel import dims_of, shard, unmade
 from penstock.parallel.unmade import Drawing, drawing_of, make, shares
 
 MODEL = ViTConfig(
@@ -128,7 +128,7 @@ beside it while it is made."""
 
 def _limited() -> tuple[bool, float, int]:
     plan = Plan(dp=4, sharding="fsdp")
-    world = world_of(plan, "cpu")
+    dims = dims_of(plan, "cpu")
     importlib.import_module("torch._dynamo")  # FSDP looks at it in the first forward pass
     used = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM_FOR, resource.RLIM_INFINITY))
@@ -139,11 +139,11 @@ def _limited() -> tuple[bool, float, int]:
         refused = True
     gc.collect()
     torch.manual_seed(1)
-    drawing = drawing_of(world)
+    drawing = drawing_of(dims)
     model = make(Wide, drawing)
     rows = dict(shares(model, drawing))
     del drawing
-    shard(model, plan, world, torch.device("cpu"), shares=rows)
+    shard(model, plan, dims, torch.device("cpu"), shares=rows)
     del rows
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     held = sum(p.to_local().numel() * 4 for p in model.parameters())

@@ -28,7 +28,7 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
 from penstock.optim.layout import local
 from penstock.parallel.agree import average, slowest
-from penstock.parallel.world import ALONE, World
+from penstock.parallel.dims import ALONE, ParallelDims
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
@@ -90,9 +90,9 @@ class Contender:
         self.built.step(self.micro_batches)
 
     @property
-    def world(self) -> World:
+    def dims(self) -> ParallelDims:
         """The ranks that step together."""
-        return ALONE if self.built.replicas is None else self.built.replicas.world
+        return ALONE if self.built.replicas is None else self.built.replicas.dims
 
     @property
     def alive(self) -> bool:
@@ -139,16 +139,16 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
 
 def timed(contender: Contender, steps: int) -> float:
     """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
-    device, world = contender.device, contender.world
+    device, dims = contender.device, contender.dims
     if settle(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
     _wait(device)
-    slowest(0.0, world)  # all begin together
+    slowest(0.0, dims)  # all begin together
     start = time.perf_counter()
     for _ in range(steps):
         contender.step()
     _wait(device)
-    return slowest((time.perf_counter() - start) / steps, world)
+    return slowest((time.perf_counter() - start) / steps, dims)
 
 
 def interleaved(contenders: Sequence[Timed], rounds: int, least_seconds: float) -> list[list[float]]:
@@ -210,8 +210,8 @@ def trained(subject: Subject, setting: Setting, seed: int, steps: int) -> LossRu
     try:
         torch.manual_seed(seed)  # dropout, where there is any
         results = [built.step([next(batches) for _ in range(setting.plan.accumulate)]) for _ in range(steps)]
-        world = ALONE if built.replicas is None else built.replicas.world
-        losses = average(torch.stack([result.loss for result in results]).float().cpu(), world)
+        dims = ALONE if built.replicas is None else built.replicas.dims
+        losses = average(torch.stack([result.loss for result in results]).float().cpu(), dims)
         norms = [result.grad_norm for result in results if result.grad_norm is not None]
         return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
     finally:

@@ -69,14 +69,14 @@ def _serve(
     from penstock.ladder import measure
     from penstock.ladder.settings import LadderConfig
     from penstock.ladder.subject import subject_of
-    from penstock.parallel.world import joined, local_device
+    from penstock.parallel.join import joined, local_device
 
     torch.set_num_threads(hello["threads"])
     config = load(LadderConfig, overrides=hello["config"], origin="the climb")
     device = local_device(torch.device(hello["device"]))
     subject = subject_of(config, None, device, from_dict(Machine, hello["machine"]))
-    with joined(Plan(dp=config.procs), device, timeout=PATIENCE) as world, measure.side_by_side():
-        subject.rank = world.rank
+    with joined(Plan(dp=config.procs), device, timeout=PATIENCE) as dims, measure.side_by_side():
+        subject.rank = dims.rank
         rank = _Rank(subject)
         answer({"result": os.getpid()})
         while True:

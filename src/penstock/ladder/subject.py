@@ -29,6 +29,7 @@ from penstock.ladder.settings import LadderConfig
 from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.parallel import ParallelDims
 from penstock.planner.prediction import workload
 from penstock.planner.time import Workload
 
@@ -76,6 +77,10 @@ class Subject(ABC):
     @abstractmethod
     def blocks(self) -> int:
         """Repeated blocks, which are gathered one by one where weights are shared out; 1 where none are found."""
+
+    def dims(self, plan: Plan) -> ParallelDims:
+        """Where this process stands under a Plan."""
+        return ParallelDims.of(plan, rank=self.rank if plan.gpus > 1 else 0)
 
     def samples(self, setting: Setting) -> int:
         """Samples of one optimizer step, over all processes."""
@@ -135,6 +140,7 @@ class Configured(Subject):
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         assert setting.model is not None
+        dims = self.dims(setting.plan)
         return iter(
             Loader(
                 self._source,
@@ -143,8 +149,8 @@ class Configured(Subject):
                 classes=setting.model.classes,
                 seed=seed,
                 device=self.device,
-                rank=self.rank if setting.plan.dp > 1 else 0,
-                world=setting.plan.dp,
+                rank=dims.data_rank,
+                world=dims.data_world,
             )
         )
 
@@ -230,8 +236,8 @@ class Own(Subject):
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         plan = setting.plan
-        batch = self._enlarged(plan.micro_batch)
-        places = range(self.rank if plan.dp > 1 else 0, plan.accumulate * plan.dp, plan.dp)
+        batch, dims = self._enlarged(plan.micro_batch), self.dims(plan)
+        places = range(dims.data_rank, plan.accumulate * dims.data_world, dims.data_world)
         return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
 
     def workload(self, setting: Setting) -> Workload:

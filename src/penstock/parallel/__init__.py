@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from penstock.parallel.data import DataParallel, replicate
+from penstock.parallel.dims import ALONE, ParallelDims, fit_to_ranks
 from penstock.parallel.fsdp import Sharded, shard, whole_state
+from penstock.parallel.join import dims_of, joined, launched, local_device
 from penstock.parallel.recompute import recompute_blocks
-from penstock.parallel.world import ALONE, World, fit_to_world, joined, launched, local_device, world_of
 
 __all__ = [
     "ALONE",
     "DataParallel",
+    "ParallelDims",
     "Sharded",
-    "World",
-    "fit_to_world",
+    "dims_of",
+    "fit_to_ranks",
     "joined",
     "launched",
     "local_device",
@@ -20,5 +22,4 @@ __all__ = [
     "replicate",
     "shard",
     "whole_state",
-    "world_of",
 ]

@@ -11,29 +11,29 @@ from torch import Tensor, distributed
 
 from penstock import errors
 from penstock.errors import PenstockError
-from penstock.parallel.world import World
+from penstock.parallel.dims import LOSS, ParallelDims
 
 
 @torch.no_grad()
-def average(values: Tensor, world: World) -> Tensor:
-    """`values` averaged over all ranks, in place; fp32 or wider, on the ranks' device. Alone: as they are."""
-    if not world.alone:
-        distributed.all_reduce(values)  # gloo has no mean
-        values /= world.size
+def average(values: Tensor, dims: ParallelDims) -> Tensor:
+    """`values` averaged over the ranks that see other samples or tokens, in place; fp32 or wider, on the device."""
+    if dims.degree(*LOSS) > 1:
+        distributed.all_reduce(values, group=dims.group(*LOSS))  # gloo has no mean
+        values /= dims.degree(*LOSS)
     return values
 
 
 @torch.no_grad()
-def add_up(values: Tensor, world: World) -> Tensor:
-    """`values` summed over all ranks, in place."""
-    if not world.alone:
-        distributed.all_reduce(values)
+def add_up(values: Tensor, dims: ParallelDims) -> Tensor:
+    """`values` summed over the ranks that see other samples or tokens, in place."""
+    if dims.degree(*LOSS) > 1:
+        distributed.all_reduce(values, group=dims.group(*LOSS))
     return values
 
 
-def slowest(value: float, world: World) -> float:
+def slowest(value: float, dims: ParallelDims) -> float:
     """The largest of all ranks' values, on all of them, which meet here. Alone: the value."""
-    if world.alone:
+    if dims.alone:
         return value
     largest = torch.tensor(value, dtype=torch.float64)
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
@@ -47,52 +47,52 @@ def any_overflow(found_inf: Tensor) -> None:
     distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX)
 
 
-def tell(value: Any, world: World) -> Any:
+def tell(value: Any, dims: ParallelDims) -> Any:
     """Rank 0's `value`, on all ranks. Whatever JSON can hold: nothing is pickled."""
-    if world.alone:
+    if dims.alone:
         return value
-    text = json.dumps(value).encode() if world.main else b""
+    text = json.dumps(value).encode() if dims.main else b""
     length = torch.tensor([len(text)])
     distributed.broadcast(length, src=0)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if world.main else torch.empty(0)
-    if not world.main:
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if dims.main else torch.empty(0)
+    if not dims.main:
         data = torch.empty(int(length.item()), dtype=torch.uint8)
     distributed.broadcast(data, src=0)
     return json.loads(bytes(data.tolist()))
 
 
-def collect(value: Any, world: World) -> list[Any]:
+def collect(value: Any, dims: ParallelDims) -> list[Any]:
     """Every rank's `value`, by rank, on all ranks. Whatever JSON can hold."""
-    if world.alone:
+    if dims.alone:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dims.size)]
     distributed.all_gather(lengths, torch.tensor([len(text)]))
     longest = max(int(length.item()) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = text
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(dims.size)]
     distributed.all_gather(texts, padded)
     return [json.loads(bytes(found[: int(length)].tolist())) for found, length in zip(texts, lengths)]
 
 
-def main_first(work: Callable[[], Any], world: World) -> Any:
+def main_first(work: Callable[[], Any], dims: ParallelDims) -> Any:
     """Rank 0 does some work, the others wait for it and get its result, which JSON must be able to hold.
 
     What it raises is raised on all ranks, so that none waits for a rank that has given up: a `PenstockError` as what
     it is, anything else on rank 0 itself and as an `EnvironmentProblem` on the others.
     """
-    if world.alone:
+    if dims.alone:
         return work()
     error: BaseException | None = None
     report: dict[str, Any] = {}
-    if world.main:
+    if dims.main:
         try:
             report = {"result": work()}
         except Exception as problem:  # noqa: BLE001  # raised below, after the others know
             error = problem
             report = {"error": type(problem).__name__, "message": str(problem)}
-    report = tell(report, world)
+    report = tell(report, dims)
     if error is not None:
         raise error
     if "error" in report:
@@ -100,20 +100,20 @@ def main_first(work: Callable[[], Any], world: World) -> Any:
     return report["result"]
 
 
-def together(work: Callable[[], Any], world: World) -> Any:
+def together(work: Callable[[], Any], dims: ParallelDims) -> Any:
     """Every rank does its part of some work without collectives; returns each its own result.
 
     If any of them fails with a `PenstockError`, all raise: that rank what it met, the others the same on behalf of the
     first. Anything but a `PenstockError` passes through.
     """
-    if world.alone:
+    if dims.alone:
         return work()
     result, error = None, None
     try:
         result = work()
     except PenstockError as problem:
         error = problem
-    found = collect([type(error).__name__, str(error)] if error else None, world)
+    found = collect([type(error).__name__, str(error)] if error else None, dims)
     if error is not None:
         raise error
     for rank, told in enumerate(found):
@@ -137,13 +137,13 @@ class Ballot:
     the same turns.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
         self._pending: tuple[Any, Tensor] | None = None
 
     def turn(self, value: int) -> int:
         """Cast this rank's value for this turn; returns the largest of the turn before (alone: of this turn)."""
-        if self._world.alone:
+        if self._dims.alone:
             return value
         before = self.settle()
         ballot = torch.tensor([value], dtype=torch.int64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from penstock.parallel.agree import any_overflow
-from penstock.parallel.world import World
+from penstock.parallel.dims import LOSS, ParallelDims
 
 BUCKET_MB = 25
 
@@ -26,7 +26,7 @@ class DataParallel:
     """How a training step has to treat a model whose gradients other ranks add to."""
 
     model: Any
-    world: World
+    dims: ParallelDims
     buffers: Sequence[Tensor] = field(default_factory=list)
     """What each rank computes from its own samples beside gradients: the running statistics of batch norms."""
     late: Callable[[], Sequence[Tensor]] | None = None
@@ -46,8 +46,8 @@ class DataParallel:
     def end(self) -> None:
         """After the last backward pass: average what it has not, so that all ranks keep the same model."""
         if self.late is not None:
-            average_all(self.late(), self.world)
-        average_all(self.buffers, self.world)
+            average_all(self.late(), self.dims)
+        average_all(self.buffers, self.dims)
 
     def held_bytes(self) -> int:
         """Bytes that stay beside weights and gradients from step to step: the buckets that gradients are copied into
@@ -64,12 +64,12 @@ class DataParallel:
 
 def replicate(
     model: nn.Module,
-    world: World,
+    dims: ParallelDims,
     device: torch.device,
     *,
     late: Callable[[], Sequence[Tensor]] | None = None,
 ) -> DataParallel:
-    """Make `model` one of `world.size` replicas, in place; rank 0's weights and buffers become everybody's.
+    """Make `model` one of `dims.size` replicas, in place; rank 0's weights and buffers become everybody's.
 
     Must follow everything that replaces parameters. Names stay as they are. Gradients are averages over the ranks after
     the backward pass of the last micro-batch; or those that `late` returns are, in `DataParallel.end`, for weights
@@ -77,7 +77,7 @@ def replicate(
     """
     if late is not None:
         broadcast(model)
-        return DataParallel(model=model, world=world, buffers=running_statistics(model), late=late)
+        return DataParallel(model=model, dims=dims, buffers=running_statistics(model), late=late)
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
     # Torch itself would send rank 0's buffers before every forward pass, evaluation too, where ranks may have
@@ -91,7 +91,7 @@ def replicate(
     torch_replicate(model, device_id=device, **options)
     # At once and not at the first forward pass, which on one rank may come in an evaluation that others sit out.
     torch_replicate.state(model).lazy_init()
-    return DataParallel(model=model, world=world, buffers=running_statistics(model))
+    return DataParallel(model=model, dims=dims, buffers=running_statistics(model))
 
 
 @torch.no_grad()
@@ -102,8 +102,10 @@ def broadcast(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average_all(tensors: Sequence[Tensor], world: World) -> None:
-    """Average tensors over all ranks, in place, some megabytes at a time. All ranks give tensors of the same shapes."""
+def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
+    """Average tensors over the ranks that see other samples or tokens, in place, some megabytes at a time. All of them
+    give tensors of the same shapes.
+    """
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -115,8 +117,8 @@ def average_all(tensors: Sequence[Tensor], world: World) -> None:
             # A large dense tensor, such as a flat buffer, is reduced where it lies.
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
-            distributed.all_reduce(flat)
-            flat /= world.size
+            distributed.all_reduce(flat, group=dims.group(*LOSS))
+            flat /= dims.degree(*LOSS)
             if not alone:
                 parts = torch.split(flat, [tensor.numel() for tensor in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(t) for t, p in zip(bucket, parts)])

@@ -31,9 +31,9 @@ from penstock.models.anatomy import anatomy_of
 from penstock.optim.layout import local, whole
 from penstock.optim.shards import MOVED
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
+from penstock.parallel.dims import DATA, ParallelDims
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.rebind import rebind
-from penstock.parallel.world import REPLICATE, SHARD, World
 from penstock.precision.master import compute_in_fp32, is_norm
 
 
@@ -72,7 +72,7 @@ class Sharded(DataParallel):
 def shard(
     model: nn.Module,
     plan: Plan,
-    world: World,
+    dims: ParallelDims,
     device: torch.device,
     *,
     shares: Mapping[str, Tensor] | None = None,
@@ -91,13 +91,13 @@ def shard(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    assert world.mesh is not None
+    assert dims.mesh is not None
     blocks = anatomy_of(model).block_modules(model)
     _check(model)
     if shares is None:
         broadcast(model)
     before = dict(model.named_parameters())
-    options = _options(plan, world, device)
+    options = _options(plan, dims, device)
     for block in blocks:
         _fully_shard(block, **options)
     _fully_shard(
@@ -121,7 +121,7 @@ def shard(
             module.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
         rebind(optimizer, before, model)
-    return Sharded(model=model, world=world, plan=plan, units=units, buffers=running_statistics(model))
+    return Sharded(model=model, dims=dims, plan=plan, units=units, buffers=running_statistics(model))
 
 
 def _check(model: nn.Module) -> None:
@@ -133,13 +133,13 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _options(plan: Plan, world: World, device: torch.device) -> dict[str, Any]:
+def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    assert world.mesh is not None
+    assert dims.mesh is not None
     offload = plan.offload == "optimizer"
     return {
-        "mesh": world.mesh[REPLICATE, SHARD] if plan.sharding == "hsdp" else world.mesh[SHARD],
+        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" else dims.mesh["dp_shard"],
         "reshard_after_forward": plan.sharding[:4] != "zero",
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
@@ -222,13 +222,13 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
             )
 
 
-def whole_state(model: nn.Module, world: World) -> dict[str, Tensor]:
+def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
     """The model's state dict with every tensor whole, on the host: on rank 0; the others, which must call this too, get
     nothing. One tensor at a time is gathered.
     """
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
-        if world.main:
+        if dims.main:
             found[name] = gathered.detach().to("cpu", copy=True)
     return found

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from penstock.errors import ConfigError
-from penstock.parallel.world import SHARD, World
+from penstock.parallel.dims import ParallelDims
 
 _SMALL = 4096
 """Elements; what is smaller is made at once."""
@@ -245,7 +245,7 @@ def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
             yield name, rows
 
 
-def drawing_of(world: World) -> Drawing:
+def drawing_of(dims: ParallelDims) -> Drawing:
     """The `Drawing` of this rank's share, of the group that it shares weights out with."""
-    assert world.mesh is not None
-    return Drawing(world.mesh.get_local_rank(SHARD), world.mesh[SHARD].size(), world.mesh.get_group(SHARD))
+    assert dims.mesh is not None
+    return Drawing(dims.place()["dp_shard"], dims.dp_shard, dims.mesh.get_group("dp_shard"))

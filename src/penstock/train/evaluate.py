@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.parallel import ALONE, World
+from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.agree import add_up
 
 
@@ -39,14 +39,14 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[Labelled],
     *,
-    world: World = ALONE,
+    dims: ParallelDims = ALONE,
     rounds: int = 0,
     blank: Tensor | None = None,
 ) -> Evaluation:
     """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
 
     Targets are class numbers, (B,) int64. Draws no random number, so training goes on as if nothing had been.
-    With fewer than five classes, top-5 counts as many as there are. The ranks of `world` evaluate each their batches,
+    With fewer than five classes, top-5 counts as many as there are. The ranks of `dims` evaluate each their batches,
     and all get the result of all. A sharded model can only run on all ranks at once: a rank whose batches end before
     `rounds` runs it on `blank`, one image, and throws the output away.
     """
@@ -72,7 +72,7 @@ def evaluate(
     device = totals.device if totals is not None else blank.device if blank is not None else "cpu"
     counted = torch.tensor([samples], dtype=torch.float64, device=device)  # exact to 2^53
     own = torch.zeros(3, dtype=torch.float64, device=device) if totals is None else totals
-    top1, top5, loss_sum, every = add_up(torch.cat([own, counted]), world).tolist()
+    top1, top5, loss_sum, every = add_up(torch.cat([own, counted]), dims).tolist()
     samples = int(every)
     if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")

@@ -34,7 +34,7 @@ from penstock.launch.heartbeat import beat, beating
 from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
-from penstock.parallel import World, joined, local_device, whole_state
+from penstock.parallel import ParallelDims, joined, local_device, whole_state
 from penstock.parallel.agree import Ballot, average, main_first, together
 from penstock.planner import Prediction, predict
 from penstock.planner.counts import parameters
@@ -110,14 +110,14 @@ def train(
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
-        joined(config.plan, device) as world,
-        _held(output, world) as lock,
+        joined(config.plan, device) as dims,
+        _held(output, dims) as lock,
         StopRequest() as stop,
         memory_advice(config.plan),
         own_random(device),
     ):
-        shown = display if display and world.main else Silent()
-        run = _Run(config, output, device, world, resume=resume, tensorboard=tensorboard, display=shown)
+        shown = display if display and dims.main else Silent()
+        run = _Run(config, output, device, dims, resume=resume, tensorboard=tensorboard, display=shown)
         try:
             return run.go(lock, stop)
         finally:
@@ -125,7 +125,7 @@ def train(
 
 
 @contextmanager
-def _held(output: Path, world: World) -> Iterator[RunLock]:
+def _held(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
     """Inside, rank 0 holds the output folder; where it cannot, all ranks raise."""
     with ExitStack() as stack:
         output.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _held(output: Path, world: World) -> Iterator[RunLock]:
         def hold() -> None:
             stack.enter_context(lock)
 
-        main_first(hold, world)
+        main_first(hold, dims)
         yield lock
 
 
@@ -146,7 +146,7 @@ class _Run:
         config: RunConfig,
         output: Path,
         device: torch.device,
-        world: World,
+        dims: ParallelDims,
         *,
         resume: bool,
         tensorboard: bool,
@@ -156,10 +156,10 @@ class _Run:
         self.folder = output / "checkpoints"
         self.display = display
         self.device = device
-        self.world = world
-        self.ballot = Ballot(world)
+        self.dims = dims
+        self.ballot = Ballot(dims)
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
-        machine = main_first(lambda: to_dict(machine_of(config, device)), world)
+        machine = main_first(lambda: to_dict(machine_of(config, device)), dims)
         self.machine = from_dict(Machine, machine, origin="the machine of rank 0")
         train_source, self.val_source = open_sources(config)
         self.config = config = with_classes(config, train_source)
@@ -170,7 +170,7 @@ class _Run:
         self.meter = Meter.of(self.prediction, self.machine)
 
         snapshot = self._find_snapshot(resume)
-        if world.main:
+        if dims.main:
             (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
         self.resumed_at = self.step = snapshot.step if snapshot else 0
         self.saved_at = self.step
@@ -179,7 +179,7 @@ class _Run:
         self.loss = math.nan
 
         self.saver = BackgroundSaver(self.folder, keep=config.keep) if config.save_in_background else None
-        seed_random(config.seed, world.rank)
+        seed_random(config.seed, dims.rank)
         self.memory_before = resident_memory()
         self.built = build(
             config.model,
@@ -188,18 +188,18 @@ class _Run:
             recipe=config.recipe,
             seed=config.seed,
             machine=self.machine,
-            world=world,
+            dims=dims,
         )
         self.loader = Loader(
             train_source,
             augment=config.recipe.augment,
             seed=config.seed,
-            rank=world.rank,
-            world=world.size,
+            rank=dims.data_rank,
+            world=dims.data_world,
             **reading(config, device),
         )
-        shared = None if world.alone else lambda value: average(value, world)
-        self.watch = Watch(config.recipe, self.built.optimizer, device, average=shared, told=world.main)
+        shared = None if dims.alone else lambda value: average(value, dims)
+        self.watch = Watch(config.recipe, self.built.optimizer, device, average=shared, told=dims.main)
         self.built.step.guard = self.watch.guard
         if snapshot:
             self._restore(snapshot)
@@ -208,16 +208,16 @@ class _Run:
 
         self.batches: list[Any] = []
         """Those of the latest step."""
-        self.window = Window(config.log_every, device, lambda values: average(values, world))
+        self.window = Window(config.log_every, device, lambda values: average(values, dims))
         self.timer = StepTimer(device)
         self.step_seconds: list[float] = []
         self.waits: list[float] = []
         self.waited = 0.0
         self.metrics = MetricsFile(output / "metrics.jsonl")
-        if world.main:
+        if dims.main:
             self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
         self.board: TensorBoard | None = None
-        if tensorboard and world.main:
+        if tensorboard and dims.main:
             self.board = TensorBoard(output / "tensorboard", resumed_at=self.step)
 
     def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
@@ -321,19 +321,19 @@ class _Run:
         self._settle_saves()
         snapshot = checkpoint.find(self.folder)
         if snapshot is None:
-            if self.world.main:
+            if self.dims.main:
                 _log.warning("There is no checkpoint yet to go back to; the run goes on.")
             return
         number = self.watch.count_rewind()
         self.step = self.saved_at = snapshot.step
         self._restore(snapshot, rewinding=True)
         self.evaluated_at = self.evaluated_at if self.evaluated_at <= self.step else 0
-        if self.world.main:
+        if self.dims.main:
             self.metrics.rewind(self.step, again=self._told_again())
         self._record("rewind", leaps=leaps, number=number)
 
     def _record(self, event: str, **values: Any) -> None:
-        if not self.world.main:
+        if not self.dims.main:
             return
         record = {"event": event, "step": self.step, **values}
         self.metrics.write(record)
@@ -363,14 +363,14 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        world, model = self.world, self.config.model
+        dims, model = self.dims, self.config.model
         given = reading(self.config, self.device)
-        loader = Loader(self.val_source, endless=False, rank=world.rank, world=world.size, **given)
+        loader = Loader(self.val_source, endless=False, rank=dims.data_rank, world=dims.data_world, **given)
         blank = torch.zeros(1, model.channels, model.image_size, model.image_size, device=self.device)
-        rounds = math.ceil(len(self.val_source) / (loader.batch * world.size))
+        rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
         with loader, self._final_weights():
             batches = beating(loader, self.step)
-            self.evaluation = evaluate(self.built.model, batches, world=world, rounds=rounds, blank=blank)
+            self.evaluation = evaluate(self.built.model, batches, dims=dims, rounds=rounds, blank=blank)
         self.evaluated_at = self.step
         self._record(
             "evaluation",
@@ -401,7 +401,7 @@ class _Run:
                 set_aside(self.output / name)
 
         if not resume:
-            main_first(all_aside, self.world)
+            main_first(all_aside, self.dims)
             return None
         checkpoint.clean(self.folder)
         snapshot = checkpoint.find(self.folder)
@@ -410,7 +410,7 @@ class _Run:
         # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
         stored = from_dict(RunConfig, snapshot.config, origin=f"the checkpoint of step {snapshot.step}")
         for change in changes(to_dict(stored), to_dict(self.config)):
-            if self.world.main:
+            if self.dims.main:
                 _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
         return snapshot
 
@@ -430,7 +430,7 @@ class _Run:
             return
         beat(self.step)
         started = time.perf_counter()
-        together(lambda: require_finite(self.built.model, self.step), self.world)
+        together(lambda: require_finite(self.built.model, self.step), self.dims)
         weights = {"weights": self.built.model.state_dict()}
         if self.built.ema is not None:
             weights["ema"] = self.built.ema.state_dict()
@@ -442,7 +442,7 @@ class _Run:
                 "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
                 "watch": self.watch.state_dict(),
                 "loader": self.loader.state_dict(),
-                "random": random_states(self.device, self.world),
+                "random": random_states(self.device, self.dims),
                 "progress": {
                     "loss": self.loss,
                     "evaluated_at": self.evaluated_at,
@@ -471,7 +471,7 @@ class _Run:
         building has drawn from them. Each rank reads what it holds, whatever number of ranks saved it.
         """
         model, optimizer = self.built.model, self.built.optimizer
-        snapshot = stored.load(dict(model.named_parameters()), rank=self.world.rank, world=self.world.size)
+        snapshot = stored.load(dict(model.named_parameters()), rank=self.dims.rank, world=self.dims.size)
         model.load_state_dict(snapshot.weights["weights"])
         if self.built.ema is not None:
             self.built.ema.load_state_dict(snapshot.weights["ema"])
@@ -487,7 +487,7 @@ class _Run:
         self.evaluated_at = progress["evaluated_at"]
         self.evaluation = Evaluation(**progress["evaluation"]) if progress["evaluation"] else None
         restore_random(
-            snapshot.state["random"], self.device, self.world, seed=self.config.seed, step=self.step
+            snapshot.state["random"], self.device, self.dims, seed=self.config.seed, step=self.step
         )
 
     def _finish(self) -> TrainResult:
@@ -498,7 +498,7 @@ class _Run:
 
         model = self.built.model
         with self._final_weights():
-            weights = whole_state(model, self.world)
+            weights = whole_state(model, self.dims)
 
         def write() -> None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -507,7 +507,7 @@ class _Run:
             set_aside(export)
             partial.rename(export)
 
-        main_first(write, self.world)
+        main_first(write, self.dims)
         if self.step_seconds:
             # The first steps compile, allocate and choose kernels.
             settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]

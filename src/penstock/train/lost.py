@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import NumericError
 from penstock.parallel.agree import collect
-from penstock.parallel.world import ALONE
+from penstock.parallel.dims import ALONE
 from penstock.precision import LossScaler
 from penstock.precision.scaler import PATIENCE
 from penstock.train.step import TrainStep
@@ -41,10 +41,10 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
         if step.scaler is None and step.guard is None:
             raise
         first = step.first_overflow(micro_batches)
-        world = step.replicas.world if step.replicas else ALONE
-        found = collect(None if first is None else str(first), world)
+        dims = step.replicas.dims if step.replicas else ALONE
+        found = collect(None if first is None else str(first), dims)
         rank, place = next(((rank, place) for rank, place in enumerate(found) if place), (0, None))
-        where = "the latest batch" if world.alone else f"the latest batch of rank {rank}"
+        where = "the latest batch" if dims.alone else f"the latest batch of rank {rank}"
         told = (
             f"In {where} the overflow begins in {place}."
             if place

@@ -16,7 +16,7 @@ from penstock.config.run import RunConfig
 from penstock.data import Source, open_source
 from penstock.errors import ConfigError
 from penstock.launch import ELASTIC
-from penstock.parallel.world import fit_to_world, launched
+from penstock.parallel import fit_to_ranks, launched
 from penstock.probe import machine_for
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
     """
     if ELASTIC not in os.environ or config.plan.gpus == launched():
         return config
-    plan = fit_to_world(config.plan, launched())
+    plan = fit_to_ranks(config.plan, launched())
     _log.warning(
         "%d ranks are there instead of %d: plan.dp=%d, micro_batch=%d, accumulate=%d.",
         launched(), config.plan.gpus, plan.dp, plan.micro_batch, plan.accumulate,

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from penstock.errors import ConfigError
-from penstock.parallel import World
+from penstock.parallel import ParallelDims
 
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
@@ -78,12 +78,12 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def random_states(device: torch.device, world: World) -> list[dict[str, Any]]:
+def random_states(device: torch.device, dims: ParallelDims) -> list[dict[str, Any]]:
     """`random_state` of every rank, by rank, on all of them."""
     own = random_state(device)
-    if world.alone:
+    if dims.alone:
         return [own]
-    states: list[Any] = [None] * world.size
+    states: list[Any] = [None] * dims.size
     distributed.all_gather_object(states, own)
     return states
 
@@ -91,7 +91,7 @@ def random_states(device: torch.device, world: World) -> list[dict[str, Any]]:
 def restore_random(
     states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
     device: torch.device,
-    world: World,
+    dims: ParallelDims,
     *,
     seed: int,
     step: int,
@@ -102,10 +102,10 @@ def restore_random(
     step, and what is drawn differs from an undisturbed run as it does between seeds.
     """
     listed = [states] if isinstance(states, Mapping) else states  # earlier versions had one rank
-    if len(listed) == world.size or world.main:
-        set_random_state(listed[world.rank], device)
+    if len(listed) == dims.size or dims.main:
+        set_random_state(listed[dims.rank], device)
     else:
-        seed_random(seed, world.rank, step)
+        seed_random(seed, dims.rank, step)
 
 
 @contextmanager

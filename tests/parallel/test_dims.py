@@ -1,4 +1,4 @@
-"""Which ranks a Plan needs, and which Plans some ranks can run."""
+"""The degrees, who shares which sums, which ranks a Plan needs, and which Plans some ranks can run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import torch
 from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.parallel.world import (
-    ALONE,
-    fit_to_world,
-    joined,
-    launched,
-    local_device,
-    require_size,
-    valid_sizes,
-    world_of,
-)
+from penstock.parallel.dims import ALONE, LOSS, ParallelDims, fit_to_ranks, require_size, valid_sizes
+from penstock.parallel.join import dims_of, joined, launched, local_device
 
 CPU = torch.device("cpu")
 
@@ -25,14 +17,14 @@ CPU = torch.device("cpu")
 def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert launched() == 1
-    with joined(Plan(), CPU) as world:
-        assert world is ALONE
-        assert world.main
-        assert world.alone
+    with joined(Plan(), CPU) as dims:
+        assert dims is ALONE
+        assert dims.main
+        assert dims.alone
     with pytest.raises(
         ConfigError, match=r"plan.dp=2 needs 2 processes, and this is one .* --nproc-per-node 2"
     ):
-        world_of(Plan(dp=2), CPU)
+        dims_of(Plan(dp=2), CPU)
     assert local_device(torch.device("cuda")) == torch.device("cuda")
 
 
@@ -47,7 +39,7 @@ def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_another_number_of_ranks_keeps_the_batch(line: str, size: int, expected: str) -> None:
     plan = Plan.parse(line)
-    fitted = fit_to_world(plan, size)
+    fitted = fit_to_ranks(plan, size)
     assert fitted == Plan.parse(expected)
     assert fitted.global_batch == plan.global_batch
 
@@ -56,7 +48,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can() 
     plan = Plan(micro_batch=4, dp=3)
     assert valid_sizes(plan, up_to=6) == [1, 2, 3, 4, 6]
     with pytest.raises(ConfigError, match=r"12 samples .* by 5 ranks .* It can by 1, 2, 3, 4\."):
-        fit_to_world(plan, 5)
+        fit_to_ranks(plan, 5)
     with pytest.raises(
         ConfigError, match=r"started 5 processes, but the plan is for 3 .* It can by 1, 2, 3, 4"
     ):
@@ -72,7 +64,7 @@ def test_what_cannot_run_is_refused_before_processes_are_counted(line: str) -> N
     plan = Plan.parse(line)
     for ask in (
         lambda: require_size(plan, 1),
-        lambda: world_of(plan, CPU),
+        lambda: dims_of(plan, CPU),
         lambda: joined(plan, CPU).__enter__(),
     ):
         with pytest.raises(ConfigError, match="but training cannot run it yet") as caught:
@@ -83,10 +75,10 @@ def test_what_cannot_run_is_refused_before_processes_are_counted(line: str) -> N
 def _joins(line: str, wrong: bool) -> tuple[int, int, tuple[int, ...]] | str:
     plan = Plan.parse(line)
     try:
-        with joined(plan, CPU) as world:
-            assert world.mesh is not None
+        with joined(plan, CPU) as dims:
+            assert dims.mesh is not None
             assert torch.distributed.is_initialized()
-            return world.rank, world.size, tuple(world.mesh.shape)
+            return dims.rank, dims.size, tuple(dims.mesh.shape)
     except ConfigError as error:
         assert not torch.distributed.is_initialized()
         return str(error)
@@ -101,3 +93,57 @@ def test_ranks_join_by_the_launchers_environment(line: str, mesh: tuple[int, ...
 def test_the_wrong_number_of_ranks_is_refused_before_they_meet() -> None:
     for told in spawn(_joins, 2, "dp=4 micro_batch=8", True, group=False):
         assert "The launcher started 2 processes, but the plan is for 4" in str(told)
+
+
+def test_ranks_are_numbered_by_place_with_tensor_parallel_ones_as_neighbours() -> None:
+    plan = Plan.parse("dp=4 sharding=hsdp shard=2 tp=2 pp=3 cp=2")
+    dims = [ParallelDims.of(plan, rank=rank) for rank in range(plan.gpus)]
+    assert dims[0].size == plan.gpus == 48
+    assert dims[1].place() == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert dims[47].place() == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert len({tuple(each.place().values()) for each in dims}) == 48
+    # Samples are dealt out to data parallel ranks alone: the others work on the same ones.
+    assert dims[0].data_world == 4
+    assert [each.data_rank for each in dims[:16]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [each.data_rank for each in dims[16:32]] == [each.data_rank for each in dims[:16]]
+
+
+def _groups(lines: list[str]) -> list[list[list[int]]]:
+    """The ranks of the loss group, the shard group and the tensor parallel group, by Plan."""
+    found = []
+    for line in lines:
+        plan = Plan.parse(line)
+        dims = ParallelDims.of(plan, rank=torch.distributed.get_rank()).connect(CPU)
+        groups = [dims.group(*names) for names in (LOSS, ("dp_shard",), ("tp",)) if dims.degree(*names) > 1]
+        found.append([torch.distributed.get_process_group_ranks(group) for group in groups])
+    return found
+
+
+def test_groups_hold_the_ranks_that_differ_in_their_dimensions_alone() -> None:
+    lines = [
+        "dp=4 sharding=fsdp",
+        "dp=2 tp=2",
+        "dp=2 sharding=fsdp pp=2",
+        "dp=2 sharding=fsdp cp=2",
+        "cp=2 tp=2",
+    ]
+    found = spawn(_groups, 4, lines)
+    assert found[1] == [
+        [[0, 1, 2, 3], [0, 1, 2, 3]],
+        [[1, 3], [0, 1]],
+        [[0, 1], [0, 1]],
+        [[0, 1, 2, 3], [1, 3]],
+        [[1, 3], [0, 1]],
+    ]
+
+
+def _large_groups(line: str) -> list[list[int]]:
+    plan = Plan.parse(line)
+    dims = ParallelDims.of(plan, rank=torch.distributed.get_rank()).connect(CPU)
+    return [torch.distributed.get_process_group_ranks(dims.group(*names)) for names in (LOSS, ("pp",))]
+
+
+def test_losses_are_averaged_over_samples_and_tokens_but_not_over_parts_of_the_model() -> None:
+    found = spawn(_large_groups, 8, "dp=2 sharding=fsdp cp=2 pp=2")
+    assert found[2] == [[0, 1, 2, 3], [2, 6]]
+    assert found[6] == [[4, 5, 6, 7], [2, 6]]

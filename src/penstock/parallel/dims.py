@@ -1,0 +1,199 @@
+"""The degrees of parallelism, this rank's place among them, and whom it shares which sums with.
+
+Ranks are numbered row by row of a mesh with the dimensions
+
+    pp             pipeline stages
+    dp_replicate   whole copies of the model
+    dp_shard       ranks that share one copy out among them
+    cp             parts of a sample's tokens
+    tp             parts of each layer
+
+so that those who talk most are neighbours, on one node as long as it holds them. Expert parallel groups will lie within
+the data parallel dimensions, so they need none of their own.
+
+| what | ranks that add it up |
+|---|---|
+| a loss, gradients, counts of an evaluation | `LOSS`: they see other samples, or other tokens |
+| the norm of the gradients | those that hold other gradients: `dp_shard` and `tp` through DTensor, then `pp` |
+| samples | nobody: the ranks of one place in `DATA` see the same |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Of the mesh, from the outermost to the innermost."""
+DATA = ("dp_replicate", "dp_shard")
+"""Ranks that see different samples."""
+LOSS = (*DATA, "cp")
+"""Ranks whose losses and gradients are averaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """The degrees of one run, as one of its ranks sees them."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    rank: int = 0
+    mesh: DeviceMesh | None = None
+    """Both data parallel dimensions, and the others whose degree is above 1; None where one process trains alone."""
+    groups: Mapping[tuple[str, ...], distributed.ProcessGroup] = field(default_factory=dict)
+    """Of several dimensions at once, where these are not all there are."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, rank: int = 0) -> ParallelDims:
+        """The degrees of a Plan, with no processes behind them yet."""
+        shard = {"ddp": 1, "hsdp": plan.shard}.get(plan.sharding, plan.dp)
+        return cls(
+            pp=plan.pp, dp_replicate=plan.dp // shard, dp_shard=shard, cp=plan.cp, tp=plan.tp, rank=rank
+        )
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.degree(*DIMENSIONS)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.size == 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank is the one that writes and displays."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's, of `data_world`."""
+        place = self.place()
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    @property
+    def data_world(self) -> int:
+        """In how many shares the samples are dealt out."""
+        return self.degree(*DATA)
+
+    def degree(self, *names: str) -> int:
+        """The product of some dimensions' degrees."""
+        return math.prod(int(getattr(self, name)) for name in names)
+
+    def place(self) -> dict[str, int]:
+        """Where this rank stands in each dimension."""
+        found, rest = {}, self.rank
+        for name in reversed(DIMENSIONS):
+            rest, found[name] = divmod(rest, self.degree(name))
+        return found
+
+    def group(self, *names: str) -> distributed.ProcessGroup | None:
+        """The ranks that differ from this one in these dimensions alone, of which there must be some. None stands for
+        all ranks, as it does in torch.
+        """
+        wide = tuple(name for name in names if self.degree(name) > 1)
+        if self.degree(*wide) == self.size:
+            return None
+        if len(wide) > 1:
+            return self.groups[wide]
+        assert self.mesh is not None
+        return self.mesh.get_group(wide[0])
+
+    def connect(self, device: torch.device) -> ParallelDims:
+        """The same with the mesh and groups of the process group that stands. All ranks must ask for it."""
+        if self.alone:
+            return self
+        from torch.distributed.device_mesh import init_device_mesh
+
+        # A dimension costs a process group even where its degree is 1; sharding asks for these two by name.
+        names = tuple(name for name in DIMENSIONS if name in DATA or self.degree(name) > 1)
+        shape = tuple(self.degree(name) for name in names)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        groups: dict[tuple[str, ...], distributed.ProcessGroup] = {}
+        wide = tuple(name for name in LOSS if self.degree(name) > 1)
+        if len(wide) > 1 and self.degree(*wide) < self.size:
+            mine, _ = distributed.new_subgroups_by_enumeration(self._ranks_by(wide))  # type: ignore[no-untyped-call]
+            groups[wide] = mine
+        return replace(self, mesh=mesh, groups=groups)
+
+    def _ranks_by(self, names: tuple[str, ...]) -> list[list[int]]:
+        """All ranks, in the sets that differ in these dimensions alone."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            place = replace(self, rank=rank).place()
+            sets.setdefault(tuple(place[name] for name in DIMENSIONS if name not in names), []).append(rank)
+        return list(sets.values())
+
+
+ALONE = ParallelDims()
+"""A process that trains by itself."""
+
+
+def require_size(plan: Plan, size: int) -> None:
+    """Raise `ConfigError` unless `size` processes are what the Plan needs; says which Plans these could run.
+
+    A Plan that no processes can run is refused for that: starting as many as it takes would not help.
+    """
+    plan.refuse_unrunnable()
+    if plan.gpus == size:
+        return
+    if size == 1:
+        raise ConfigError(
+            f"plan.dp={plan.dp} needs {plan.gpus} processes, and this is one by itself; start them with "
+            f"`torchrun --nproc-per-node {plan.gpus} -m penstock train …`, or use plan.dp=1."
+        )
+    raise ConfigError(
+        f"The launcher started {size} processes, but the plan is for {plan.gpus} (plan.dp={plan.dp}). "
+        f"{_remedy(plan, size)}"
+    )
+
+
+def _remedy(plan: Plan, size: int) -> str:
+    try:
+        other = fit_to_ranks(plan, size)
+    except ConfigError as error:
+        return str(error)
+    same = f"micro_batch={other.micro_batch} accumulate={other.accumulate}"
+    return (
+        f"Start {plan.gpus} processes, or use plan.dp={size}, with {same} to keep the global batch of "
+        f"{plan.global_batch}."
+    )
+
+
+def fit_to_ranks(plan: Plan, size: int) -> Plan:
+    """The Plan for another number of data parallel ranks that keeps the global batch, so that a run can go on with as
+    many ranks as are left. Micro-batches stay as large as they are where that divides, else shrink to what does.
+
+    Raises `ConfigError` with the numbers of ranks that do divide the batch, if `size` does not.
+    """
+    batch = plan.global_batch
+    fits = valid_sizes(plan, up_to=max(size, plan.dp))
+    if size not in fits:
+        raise ConfigError(
+            f"The global batch of {batch} samples (plan.micro_batch={plan.micro_batch} × "
+            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}) cannot be shared out evenly by {size} ranks in "
+            f"groups of plan.shard={plan.shard}. It can by {', '.join(map(str, fits))}."
+        )
+    each = batch // size
+    micro = max(m for m in range(1, min(plan.micro_batch, each) + 1) if each % m == 0)
+    return replace(plan, dp=size, micro_batch=micro, accumulate=each // micro)
+
+
+def valid_sizes(plan: Plan, *, up_to: int) -> list[int]:
+    """Numbers of data parallel ranks, at most `up_to`, that share the Plan's global batch out evenly."""
+    return [n for n in range(1, up_to + 1) if plan.global_batch % n == 0 and n % plan.shard == 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -218,6 +218,38 @@ def test_a_first_step_that_overflows_leaves_fresh_state() -> None:
     losses = train(model, opt, 5)
     fresh = train(*made("O1", "fp16", "foreach", scaler={"initial": 2.0**15}), 5)
     assert losses == fresh
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("form", ["fused", "contiguous"])
+def test_momentum_after_a_first_step_that_overflows_is_that_of_a_fresh_one(
+    form: str, dampening: float, uninitialised_memory_is_nan: None
+) -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
+
+    def pair(**scaler: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+        optimizer: torch.optim.Optimizer
+        if form == "contiguous":
+            optimizer = contiguous(torch.optim.SGD, model.parameters(), **options)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), fused=True, **options)
+        return penstock.accelerate(model, optimizer, precision="O1", dtype="fp16", scaler=scaler)
+
+    model, optimizer = pair()
+    x, y = batch()
+    with penstock.scale_loss(F.cross_entropy(model(x), y) * float("inf"), optimizer) as scaled:
+        backward(scaled)
+    optimizer.step()
+    assert train(model, optimizer, 5) == train(*pair(initial=2.0**15), 5)
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # under which torch fills what `empty` gives
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def test_the_scale_brings_back_gradients_that_fp16_loses() -> None:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.fold import folded, folds
 from penstock.optim.layout import local
 from penstock.optim.shards import sharing, whole_norm
-from penstock.optim.traps import spoils_momentum
 
 if TYPE_CHECKING:
     from penstock.precision.scaler import LossScaler
@@ -103,11 +103,6 @@ def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
         torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
 
 
-def folds(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel divides gradients by `grad_scale` and skips the step on `found_inf` by itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not spoils_momentum(optimizer)
-
-
 def can_refuse(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether `clipped_step` can skip a step without waiting for the device."""
     return folds(optimizer) or device.type == "cpu"
@@ -147,7 +142,8 @@ def clipped_step(
         norm = norm.float() / scale
         divisor = scale if max_norm is None else scale * ((norm + _TINY) / max_norm).clamp(min=1.0)
         stops = found_inf if refuse is None else torch.maximum(found_inf, refuse(None).to(found_inf.device))
-        _folded_step(optimizer, divisor, stops)
+        with folded(optimizer, grad_scale=divisor, found_inf=stops):
+            optimizer.step()
         scaler.update(found_inf)
         return norm
     refused = None if refuse is None else refuse(norm)
@@ -157,7 +153,8 @@ def clipped_step(
             reduce = ((norm + _TINY) / max_norm).clamp(min=1.0)
         elif max_norm is not None:
             _scale(gradients, norm, max_norm)
-        _folded_step(optimizer, reduce, refused)
+        with folded(optimizer, grad_scale=reduce, found_inf=refused):
+            optimizer.step()
         return norm
     if refused is not None and refused.device.type == "cpu" and refused.item():
         return norm  # there the host computes everything itself, so that reading waits for nothing
@@ -165,17 +162,3 @@ def clipped_step(
         _scale(gradients, norm, max_norm)
     optimizer.step()
     return norm
-
-
-def _folded_step(optimizer: Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-    # torch's own agreement between GradScaler and fused optimizers: two attributes, present during the step only.
-    given = {"grad_scale": divisor, "found_inf": found_inf}
-    for name, value in given.items():
-        if value is not None:
-            setattr(optimizer, name, value)
-    try:
-        optimizer.step()
-    finally:
-        for name, value in given.items():
-            if value is not None:
-                delattr(optimizer, name)

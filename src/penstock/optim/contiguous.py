@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.flat import Bucket, Segment, buckets_of
+from penstock.optim.fold import folded
 from penstock.optim.layout import local, whole
 from penstock.optim.shards import flat_like
 
@@ -114,15 +115,9 @@ class Contiguous(Optimizer):
             assert inner is not None
             for mine, theirs in zip(self.param_groups, inner.param_groups):
                 theirs.update({k: v for k, v in mine.items() if k not in ("params", "param_names")})
-            for name in (
-                "grad_scale",
-                "found_inf",
-            ):  # set by GradScaler and clipped_step, during the step only
-                if hasattr(self, name):
-                    setattr(inner, name, getattr(self, name))
-                elif hasattr(inner, name):
-                    delattr(inner, name)
-            inner.step()
+            given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+            with folded(inner, **given):  # set by GradScaler and clipped_step, during the step only
+                inner.step()
             self._expose_state()
         return loss
 

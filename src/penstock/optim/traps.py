@@ -19,13 +19,33 @@ def spoils_momentum(optimizer: Optimizer) -> bool:
     """Whether a fused step that must be skipped would move the momentum all the same.
 
     On CUDA torch's fused SGD honours `found_inf` for weights and not for the momentum buffer, which an overflow then
-    fills with infinities (seen by others with torch 2.11; the CPU's kernel is right).
+    fills with infinities (seen by others with torch 2.11; the CPU's kernel is right). With dampening the first step
+    differs from all others, so that `begin_momentum` cannot prepare it.
     """
     if not steps_by_sgd(optimizer):
         return False
     return any(
-        group.get("momentum") and any(p.is_cuda for p in group["params"]) for group in optimizer.param_groups
+        any(p.is_cuda or (group.get("dampening") and not optimizer.state.get(p)) for p in group["params"])
+        for group in optimizer.param_groups
+        if group.get("momentum")
     )
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give zeros to the momentum buffers that the next fused step would make.
+
+    torch's fused SGD makes a buffer with `empty_like` and lets its kernel fill it, which the kernel does not do in a
+    step that it skips: an overflow in the first step leaves uninitialised memory. From zero the first step comes out
+    the same, except with dampening; see `spoils_momentum`.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"] or not group["fused"] or group["dampening"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 @cache

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.optim.clip import folds, grad_norm, gradients_of
+from penstock.optim.clip import grad_norm, gradients_of
+from penstock.optim.fold import folded, folds
 from penstock.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class Gradients:
         if self.skip == "device" and not folds(self.optimizer):
             return self._undone(update, found)
         if folds(self.optimizer) and on_device:
-            return self._folded(update, divisor, found)
+            with folded(self.optimizer, grad_scale=divisor, found_inf=found):
+                return update()
         return update() if found.item() == 0.0 else None
 
     def _decision(self, *, stepped: bool = True) -> Tensor:
@@ -191,18 +193,6 @@ class Gradients:
             merged = found if merged is None else torch.maximum(merged, found.to(merged.device))
         assert merged is not None
         return merged
-
-    def _folded(self, update: Callable[..., Any], divisor: Tensor | None, found: Tensor) -> Any:
-        # torch's own agreement between GradScaler and fused optimizers: attributes, present during the step only.
-        if divisor is not None:
-            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        self.optimizer.found_inf = found  # type: ignore[attr-defined]
-        try:
-            return update()
-        finally:
-            if divisor is not None:
-                del self.optimizer.grad_scale  # type: ignore[attr-defined]
-            del self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def _undone(self, update: Callable[..., Any], found: Tensor) -> Any:
         """Step, and put weights and state back where the step should not have been: no host decides, at the price of

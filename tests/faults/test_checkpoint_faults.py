@@ -197,6 +197,7 @@ def save_beyond_a_limit(folder: Path) -> tuple[str, int]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1"]
+    dist.barrier()  # so that no rank is in its next save while another looks
     checkpoint.save(folder, numbered(2, rows=20_000, rank=rank))
     return told, code
 

@@ -40,6 +40,7 @@ LICENCES = {
     "scipy": "BSD-3-Clause",
     "sympy": "BSD-3-Clause",
     "tokenizers": "Apache-2.0",
+    "triton": "MIT",
 }
 HEADER = """\
 # Every version that CI and the Makefile install; `make relock` writes this file anew from what is installed.

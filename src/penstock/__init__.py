@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from penstock.precision import clip_grad_norm_ as clip_grad_norm_
     from penstock.precision import scale_loss as scale_loss
     from penstock.probe import machine_for as machine_for
+    from penstock.step import StepResult as StepResult
+    from penstock.step import TrainStep as TrainStep
     from penstock.train import TrainResult as TrainResult
-    from penstock.train.step import StepResult as StepResult
-    from penstock.train.step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
 
@@ -85,10 +85,10 @@ _HOME = {
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
     "Serving": "penstock.planner.inference",
-    "StepResult": "penstock.train.step",
+    "StepResult": "penstock.step",
     "TRANSFORMERS": "penstock.config.transformer",
     "TrainResult": "penstock.train",
-    "TrainStep": "penstock.train.step",
+    "TrainStep": "penstock.step",
     "TransformerConfig": "penstock.config.transformer",
     "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",

@@ -27,7 +27,7 @@ from penstock.parallel.unmade import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.remainders import complete
-from penstock.train.step import Loss, TrainStep, classification_loss
+from penstock.step import Loss, TrainStep, classification_loss
 
 __all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
 

@@ -15,9 +15,9 @@ from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
+from penstock.step import TrainStep
 from penstock.train import train
 from penstock.train.metrics import read_metrics
-from penstock.train.step import TrainStep
 
 MODEL = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10, dropout=0.1

@@ -11,7 +11,7 @@ from penstock.parallel.agree import collect
 from penstock.parallel.dims import ALONE
 from penstock.precision import LossScaler
 from penstock.precision.scaler import PATIENCE
-from penstock.train.step import TrainStep
+from penstock.step import TrainStep
 
 
 def require_scale(scaler: LossScaler | None, step: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,19 @@ from penstock.precision import (
     autocast,
     matmul_precision,
 )
-from penstock.train.guard import Guard
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d."""
+
+
+class Guard(Protocol):
+    """Decides which steps must not be taken."""
+
+    def judge(self, loss: Tensor, norm: Tensor | None) -> Tensor:
+        """1 where the step with this loss and gradient norm is to be skipped, else 0: 0-d fp32, on the device. `norm`
+        is None where a loss scale skips gradients that are not finite.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

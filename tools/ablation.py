@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.report.ablation_figure import Panel, ablation_figure
+from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number, ticks
+from penstock.report.svg import Canvas
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "precision_ablation.json"
@@ -73,25 +75,82 @@ def losses(found: dict[str, Any], task: str) -> dict[str, list[float | None]]:
     }  # fmt: skip
 
 
-def differences(of: dict[str, list[float | None]], variant: str) -> list[float]:
+def differences(of: Losses, variant: str) -> list[float]:
     """Test loss less that of the baseline with the same seed, for each run that was not lost."""
     pairs = zip(of[variant], of[BASELINE], strict=True)
     return [mine - base for mine, base in pairs if mine is not None and base is not None]
 
 
-def noise(of: dict[str, list[float | None]]) -> float:
+def noise(of: Losses) -> float:
     """Standard deviation of the baseline's test losses over seeds."""
     return statistics.stdev(loss for loss in of[BASELINE] if loss is not None)
 
 
+Losses = Mapping[str, Sequence[float | None]]
+"""Test losses of each variant over seeds; None stands for a run that was lost."""
+
+
 def figure(found: dict[str, Any]) -> str:
     """The figure as an SVG file."""
-    panels = [
-        Panel(title=title, baseline=BASELINE, losses=losses(found, task)) for task, title in TITLES.items()
-    ]
-    return (
-        ablation_figure(panels, title="Test loss with parts of mixed precision left out", alone=True) + "\n"
-    )
+    panels = {title: losses(found, task) for task, title in TITLES.items()}
+    return draw(panels, title="Test loss with parts of mixed precision left out") + "\n"
+
+
+def draw(panels: Mapping[str, Losses], *, title: str) -> str:
+    """A row for each variant, a column for each task, a dot for each seed: its test loss less the baseline's.
+
+    The band is one standard deviation of the baseline's own losses to either side. Dots are coloured by whether they
+    lie in it, and runs that were lost stand as a word. Raises ValueError unless all panels have the same variants.
+    """
+    names = list(next(iter(panels.values())))
+    if any(list(panel) != names for panel in panels.values()):
+        raise ValueError("All panels of an ablation need the same variants, in the same order.")
+    left, right, top, row, gap = 196.0, 14.0, 62.0, 26.0, 64.0
+    bottom = top + row * len(names)
+    canvas = Canvas(WIDTH, bottom + 48)
+    rows = Scale(len(names), 0, bottom, top)
+    for i, name in enumerate(names):
+        canvas.text(left - 14, rows(i + 0.5) + 4, name, anchor="end")
+    wide = (WIDTH - left - right - gap * (len(panels) - 1)) / len(panels)
+    for column, (task, of) in enumerate(panels.items()):
+        start = left + column * (wide + gap)
+        values = [value for name in names for value in differences(of, name)]
+        reach = noise(of)
+        marks = ticks(min(*values, -reach) * 1.05, max(*values, reach) * 1.05, 4)
+        _panel(Plot(canvas, Scale(marks[0], marks[-1], start, start + wide), rows), task, of, marks)
+    entries = [
+        Entry(f"standard deviation of {BASELINE} over seeds", "--idle"), Entry("a run within", "--accent", "dot"),
+        Entry("a run outside", "--bad", "dot"),
+    ]  # fmt: skip
+    legend(canvas, entries, 14, 24, WIDTH)
+    return canvas.svg(title, "; ".join(_said(task, of) for task, of in panels.items()), alone=True)
+
+
+def _panel(plot: Plot, task: str, of: Losses, marks: Sequence[float]) -> None:
+    canvas, x, reach = plot.canvas, plot.x, noise(of)
+    canvas.rect(x(-reach), plot.y.stop, x(reach) - x(-reach), plot.y.start - plot.y.stop, fill="--idle")
+    words = f"test loss less that of {BASELINE} with the same seed"
+    plot.x_axis(words, marks, lambda mark: number(mark, marks), grid=True)
+    canvas.line(x(0), plot.y.stop, x(0), plot.y.start, stroke="--edge")
+    canvas.text(x.start, plot.y.stop - 12, task, bold=True)
+    for row, (name, mine) in enumerate(of.items()):
+        y = plot.y(row + 0.5)
+        for seed, (loss, base) in enumerate(zip(mine, of[BASELINE], strict=True)):
+            if loss is not None and base is not None:
+                color = "--accent" if abs(loss - base) <= reach else "--bad"
+                canvas.circle(
+                    x(loss - base), y, 4, fill=color, tip=f"{name}, seed {seed}: {loss - base:+.4f}"
+                )
+        if lost := list(mine).count(None):
+            canvas.text(x(reach) + 10, y + 4, f"lost, {lost} of {len(mine)}", size=11, fill="--bad")
+
+
+def _said(task: str, of: Losses) -> str:
+    words = []
+    for name, mine in of.items():
+        found = [loss for loss in mine if loss is not None]
+        words.append(f"{name} {statistics.fmean(found):.4f}" if found else f"{name} lost")
+    return f"{task}: {', '.join(words)}"
 
 
 def page(found: dict[str, Any]) -> str:

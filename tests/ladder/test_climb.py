@@ -124,13 +124,13 @@ def test_what_pays_is_built_upon_and_what_does_not_is_not(clock: Clock) -> None:
     assert rungs["matmul"].status == "kept"
     assert rungs["matmul"].to_previous is not None
     assert rungs["matmul"].to_previous.median == pytest.approx(2.0)
-    assert rungs["optimizer-foreach"].status == "left"
+    assert rungs["optimizer-foreach"].status == "not kept"
     assert rungs["optimizer-foreach"].reason == "slower"
     assert rungs["optimizer-fused"].status == "kept"
     assert rungs["optimizer-fused"].to_previous is not None
     assert rungs["optimizer-fused"].to_previous.median == pytest.approx(1.25)  # over matmul, not over foreach
     assert (
-        rungs["optimizer-contiguous"].status == "left"
+        rungs["optimizer-contiguous"].status == "not kept"
     )  # slower than fused, though quicker than the baseline
     assert report.plan == "matmul=medium optimizer=fused"
     assert report.speedup == pytest.approx(2.5)
@@ -140,7 +140,7 @@ def test_what_pays_is_built_upon_and_what_does_not_is_not(clock: Clock) -> None:
 def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     jitter = itertools.cycle([0.97, 1.01, 1.03, 0.99, 1.02])
     _, rungs, _ = _climb(clock, lambda setting: next(jitter), rungs=("layout",), rounds=9)
-    assert rungs["layout"].status == "left"
+    assert rungs["layout"].status == "not kept"
     assert rungs["layout"].reason == "no clear gain"
 
 
@@ -217,7 +217,7 @@ def test_a_loss_that_is_no_number_is_never_built_upon(clock: Clock) -> None:
     _, rungs, _ = _climb(
         clock, lambda s: 0.5 if s.plan.precision == "O3" else 1.0, loss, rungs=("whole-half",)
     )
-    assert rungs["whole-half"].status == "left"
+    assert rungs["whole-half"].status == "not kept"
     assert "finite" in rungs["whole-half"].reason
 
 
@@ -244,7 +244,7 @@ def test_a_hopeless_rung_costs_little(clock: Clock) -> None:
         return 50.0 if setting.plan.precision == "O1" else 1.0
 
     _, rungs, _ = _climb(clock, cost, rungs=("half-bf16",), rounds=7, loss_steps=20)
-    assert rungs["half-bf16"].status == "left"
+    assert rungs["half-bf16"].status == "not kept"
     assert rungs["half-bf16"].loss is None
     assert (
         steps.count("O1") == 2 + 2 + 1

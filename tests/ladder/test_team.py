@@ -55,7 +55,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     assert found["procs"] == 2
     for name in ("parallel-ddp", "parallel-fsdp"):
         rung = rungs[name]
-        assert rung["status"] in ("kept", "left"), rung["reason"]
+        assert rung["status"] in ("kept", "not kept"), rung["reason"]
         assert rung["equality"]["steps"] == 6
         assert rung["equality"]["loss"] < 1e-6
         assert rung["equality"]["norm"] < 1e-5
@@ -132,7 +132,7 @@ def test_ranks_that_compute_something_else_are_found_out(own: str, machine: str)
     ddp = _rungs(report)["parallel-ddp"]
     assert ddp.equality is not None
     assert not ddp.equality.holds
-    assert (ddp.status, ddp.reason) == ("left", "its results are not those of one process")
+    assert (ddp.status, ddp.reason) == ("not kept", "its results differ from those of one process")
     assert report.plan == "baseline"
 
 

@@ -9,14 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock.report.chart import Entry, Scale, legend, number, signed, text_width, ticks, wrap
 from penstock.report.figures import Bar, Curve, Dot, difference_dots, loss_curves, memory_bars, waterfall
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.svg import number, signed, ticks, wrap
+from penstock.report.svg import Canvas
 
 BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
     Bar(label="half & half", state="kept", value=2.0, low=1.9, high=2.1, floor=1.0, predicted=2.5),
-    Bar(label="slower one", state="left", value=1.5, floor=2.0),
+    Bar(label="slower one", state="not kept", value=1.5, floor=2.0),
     Bar(label="absent <one>", state="absent", reason="out of memory", predicted=3.0),
 ]
 
@@ -73,7 +74,7 @@ def test_curves_fall_where_losses_fall() -> None:
 def test_differences_beyond_noise_are_coloured() -> None:
     svg = difference_dots([Dot(label="a", value=0.5), Dot(label="b", value=0.1), Dot(label="c", value=None)],
                           noise=0.1, title="t")  # fmt: skip
-    circles = _elements(svg, "circle")
+    circles = [circle for circle in _elements(svg, "circle") if len(circle)]  # the legend's have no tip
     assert ["--bad" in (circle.get("style") or "") for circle in circles] == [True, False]
 
 
@@ -82,7 +83,9 @@ def test_all_differences_zero_is_no_division_by_zero() -> None:
 
 
 def test_a_figure_alone_is_a_file_of_its_own() -> None:
-    svg = waterfall(BARS, title="t", y_label="y", alone=True)
+    canvas = Canvas(20, 10)
+    canvas.rect(0, 0, 5, 5, fill="--accent")
+    svg = canvas.svg("t", alone=True)
     assert 'xmlns="http://www.w3.org/2000/svg"' in svg
     assert "prefers-color-scheme:dark" in svg
 
@@ -122,15 +125,36 @@ def test_axis_numbers_have_the_decimals_of_their_step() -> None:
     assert number(2.5, [0, 2.5, 5]) == "2.5"
 
 
-def test_labels_break_between_words() -> None:
-    assert wrap("larger image (FLOP/s)", 12) == ["larger image", "(FLOP/s)"]
+def test_labels_break_between_words_and_say_when_they_are_cut() -> None:
+    assert wrap("larger image (FLOP/s)", text_width("larger image")) == ["larger image", "(FLOP/s)"]
+    assert wrap("one two three four", text_width("three"), most=2) == ["one", "two …"]
+    assert wrap("", 10) == [""]
+
+
+def test_a_legend_breaks_into_rows_of_its_width() -> None:
+    canvas = Canvas(300)
+    entries = [Entry(words, "--accent", "dot") for words in ("first entry", "second entry", "third entry")]
+    below = legend(canvas, entries, 0, 16, 300)
+    places = [(float(t.get("x") or 0), float(t.get("y") or 0)) for t in _elements(canvas.svg("t"), "text")]
+    assert [y for _, y in places] == [16, 16, 35]
+    assert below == 54
+    assert max(x + text_width("second entry") for x, _ in places) <= 300
+    assert legend(canvas, entries, 0, 16, 300, column=True) == 73
+
+
+def test_a_scale_maps_its_ends_and_marks_round_numbers() -> None:
+    scale = Scale(1, 1000, 100, 400, log=True)
+    assert [scale(value) for value in (1, 10, 1000)] == pytest.approx([100, 200, 400])
+    assert scale.marks() == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    assert Scale(1e-6, 1e3, 0, 1, log=True).marks() == [10.0**power for power in range(-6, 4)]
+    assert Scale(0, 17, 0, 1).marks() == [0, 5, 10, 15]
 
 
 def test_a_page_is_self_contained_and_escaped() -> None:
     html = page(
         "A <title>", "lead", [Tile(value="2×", words="faster & better", lead=True)],
         [Section(title="s", text="one\n\ntwo", code="a < b", figures=["<svg></svg>"], columns=[Cell("c")],
-                 rows=[("kept", [Cell("1", "small")])], facts={"k": "v"})],
+                 rows=[("strong", [Cell("1", "small")])], facts={"k": "v"})],
     )  # fmt: skip
     assert "A &lt;title&gt;" in html
     assert "a &lt; b" in html

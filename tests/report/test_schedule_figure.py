@@ -70,7 +70,7 @@ def test_it_says_in_words_what_it_shows() -> None:
     words = re.findall(r"<text[^>]*>([^<]*)</text>", figure)
     for expected in (
         "bubble 11.1 % of the ranks' time",
-        "W  weight gradient",
+        "W: weight gradient",
         "time [ms]",
         "holds GiB",
         "6",

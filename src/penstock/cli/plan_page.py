@@ -14,7 +14,7 @@ from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
 from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.search import Found, explore
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.plan_figures import Stack, pareto, stacked_bars
+from penstock.report.plan_figures import Stack, devices_figure, stacked_bars
 from penstock.report.schedule_figure import schedule_figure
 
 SHOWN = 8
@@ -92,7 +92,7 @@ def _layouts(found: Found) -> Section:
         code=found.predictions[0].plan.line(),
         columns=[Cell("rank"), *(Cell(name) for name in COLUMNS)],
         rows=[
-            ("kept" if rank == 1 else "", [Cell(str(rank)), *(Cell(word) for word in row(one))])
+            ("strong" if rank == 1 else "", [Cell(str(rank)), *(Cell(word) for word in row(one))])
             for rank, one in enumerate(found.predictions[:SHOWN], 1)
         ],
     )
@@ -151,7 +151,7 @@ def _front(
         if one.predictions:
             first = one.predictions[0]
             points.append((float(devices), first.iteration_seconds, first.plan.line()))
-    figure = pareto(points, title="Seconds of one step by devices", y_label="seconds per step")
+    figure = devices_figure(points, title="Seconds of one step by devices", y_label="seconds per step")
     return Section(
         title="More devices, or fewer",
         text="The best layout of each number of devices, at the same global batch. The dashed line is perfect scaling.",

@@ -11,7 +11,7 @@ from penstock.config.machine import Machine
 from penstock.errors import ConfigError
 from penstock.planner.scaling_laws import LAWS, Allocation, ParametricLaw, kaplan, optima
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.plan_figures import Curve, curves
+from penstock.report.plan_figures import Line, curves
 
 ASSUMED_MFU = 0.45
 """What a budget of device hours is turned into FLOPs with, where no model says better."""
@@ -173,8 +173,8 @@ def _disagreement() -> Section:
 
 
 def _figure(compute: float, served: float) -> Section:
-    lines: Sequence[Curve] = [
-        Curve(
+    lines: Sequence[Line] = [
+        Line(
             label=law.name,
             points=[
                 (one["parameters"] / 1e9, one["total_flops"]) for one in overtrained(law, compute, served)
@@ -198,7 +198,7 @@ def _figure(compute: float, served: float) -> Section:
 def _tradeoff(law: ParametricLaw, compute: float, served: float) -> Section:
     rows = [
         (
-            "kept" if one["share"] == 1.0 else "",
+            "strong" if one["share"] == 1.0 else "",
             [
                 Cell(f"{one['share']:.2f}"), Cell(f"{one['parameters'] / 1e9:.4g} B"),
                 Cell(f"{one['tokens'] / 1e9:.5g} B"), Cell(f"{one['training_flops'] / compute - 1:+.0%}"),

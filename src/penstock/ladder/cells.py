@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.ladder.result import LadderReport, RungResult
-from penstock.report.svg import number, signed
+from penstock.report.chart import number, signed
 
 MIB = 2.0**20
 

@@ -21,15 +21,15 @@ def verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
     if not carried:
         return "reported", "measured for comparison, not built upon"
     if any(not math.isfinite(loss) for loss in result.losses):
-        return "left", "its loss left the finite numbers"
+        return "not kept", "its loss became infinite or NaN"
     assert result.to_previous is not None
     if result.equality is not None and not result.equality.holds:
-        return "left", "its results are not those of one process"
+        return "not kept", "its results differ from those of one process"
     if result.to_previous.pays():
         return "kept", ""
     if result.to_previous.high < HOPELESS:
-        return "left", "far slower" if result.equality else "far slower, so its loss was not run"
-    return "left", "slower" if result.to_previous.high < 1.0 else "no clear gain"
+        return "not kept", "far slower" if result.equality else "far slower, so its loss was not run"
+    return "not kept", "slower" if result.to_previous.high < 1.0 else "no clear gain"
 
 
 def ratios(

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.ladder import cells
 from penstock.ladder.cells import MIB, titles
 from penstock.ladder.result import LadderReport, RungResult
+from penstock.report.chart import number, signed
 from penstock.report.figures import (
     Bar,
     Curve,
@@ -19,12 +20,15 @@ from penstock.report.figures import (
     waterfall,
 )
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.svg import number, signed
 
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
 
-_STATES: Mapping[str, State] = {"baseline": "baseline", "kept": "kept", "left": "left", "reported": "left"}
+_STATES: Mapping[str, State] = {
+    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "reported": "not kept",
+}  # fmt: skip
+_LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong"}
+"""How a rung's row looks; others are faint."""
 _MEMORY_WORDS = (
     "The most that tensors take at any moment of one step: weights, gradients, optimizer state, activations. "
     "Diamonds are what the planner foretold."
@@ -203,7 +207,7 @@ def _several(report: LadderReport) -> list[Section]:
             title="Several processes",
             text=text,
             columns=columns,
-            rows=[(_STATES.get(rung.status, "absent"), _several_row(report, rung)) for rung in rungs],
+            rows=[(_LOOKS.get(rung.status, "faint"), _several_row(report, rung)) for rung in rungs],
         )
     ]
 
@@ -249,8 +253,7 @@ def _table(report: LadderReport) -> Section:
     for rung in report.rungs:
         first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
         verdict = Cell(rung.status, _shortened(rung.reason), words=True)
-        state = _STATES.get(rung.status, "absent")
-        rows.append((state, [first, *_row(report, rung), verdict]))
+        rows.append((_LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
     return Section(title="The figures", columns=columns, rows=rows)
 
 
@@ -293,7 +296,7 @@ def _facts(report: LadderReport) -> dict[str, str]:
     }
     if report.notes:
         facts["notes"] = " ".join(report.notes)
-    return facts | {"made again by": "the command below"}
+    return facts | {"measured again by": "the command above"}
 
 
 def _rates(machine: Mapping[str, Any]) -> str:

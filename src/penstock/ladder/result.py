@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Status = Literal["baseline", "kept", "left", "reported", "unsupported", "out of memory", "failed", "not run"]
-"""`kept`: it pays, and later rungs build on it. `left`: measured, and does not pay. `reported`: measured, and by its
-nature not built upon. The others have no measurement, and a reason."""
+Status = Literal[
+    "baseline", "kept", "not kept", "reported", "unsupported", "out of memory", "failed", "not run"
+]
+"""`kept`: it pays, and later rungs build on it. `not kept`: it was measured, and does not pay. `reported`: it was
+measured, and no rung builds on it by its nature. The others have no measurement, and a reason."""
 
-MEASURED: tuple[Status, ...] = ("baseline", "kept", "left", "reported")
+MEASURED: tuple[Status, ...] = ("baseline", "kept", "not kept", "reported")
 
 PAYS_FROM = 1.01
 """A rung pays when the median of its ratios is at least this, and above 1 by `STANDARD_ERRORS`."""

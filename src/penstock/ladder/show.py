@@ -46,7 +46,7 @@ def table(report: LadderReport) -> Table:
     for name in ("predicted", "measured", "in all", f"{report.unit}/s", flops, "MiB", *last):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("verdict", no_wrap=True)
-    styles = {"baseline": "bold", "kept": "green", "left": "dim", "reported": "dim"}
+    styles = {"baseline": "bold", "kept": "green", "not kept": "dim", "reported": "dim"}
     for rung in report.rungs:
         row = [""] * (5 + len(last))
         if rung.measured:

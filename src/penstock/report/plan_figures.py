@@ -1,17 +1,14 @@
-"""Figures of a plan: stacked bars of time and memory per layout, and time against devices."""
+"""Figures of a plan: stacked bars of time and memory, time against devices, and curves of scaling laws."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.report.figures import WIDTH
-from penstock.report.svg import CURVE_COLORS, Canvas, number, ticks, wrap
+from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number, text_width, wrap
+from penstock.report.svg import CURVE_COLORS, Canvas
 
-_LEFT, _RIGHT, _TOP = 250.0, 60.0, 26.0
-_ROW = 34.0
-_CHARACTERS = 38
+_LEFT, _RIGHT, _ROW = 250.0, 60.0, 34.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +18,19 @@ class Stack:
     label: str
     parts: Mapping[str, float]
 
+    @property
+    def total(self) -> float:
+        """Its length."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a figure: its name and its points, (x, y) each above 0."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+
 
 def stacked_bars(
     stacks: Sequence[Stack],
@@ -29,38 +39,37 @@ def stacked_bars(
     unit: str,
     limit: float | None = None,
     words: Mapping[str, str] | None = None,
-    alone: bool = False,
 ) -> str:
     """Horizontal bars of one scale, largest parts first, each part a colour; `limit` is drawn as a line across.
 
     Parts below half a per cent of the longest bar are summed up as "other". Raises ValueError without any bar.
     """
-    if not stacks or not any(sum(stack.parts.values()) > 0 for stack in stacks):
+    longest = max((stack.total for stack in stacks), default=0.0)
+    if longest <= 0:
         raise ValueError("A figure of stacked bars needs at least one bar with a length.")
     words = words or {}
-    longest = max(sum(stack.parts.values()) for stack in stacks)
-    names = _large(stacks, longest)
-    top = max(longest, limit or 0.0) * 1.04
-    legend = _legend_rows([words.get(name, name) for name in names])
-    head = _TOP + 20.0 * len(legend)
-    canvas = Canvas(WIDTH, head + _ROW * len(stacks) + 36)
-    scale = (WIDTH - _LEFT - _RIGHT) / top
+    colors = dict(zip(_large(stacks, longest), CURVE_COLORS))
+    canvas, x = Canvas(WIDTH), text_width(unit) + 40
+    entries = [Entry(words.get(name, name), color) for name, color in colors.items()]
+    head = legend(canvas, [*entries, Entry("other", "--idle")], x, 16, WIDTH - x) + 6
     bottom = head + _ROW * len(stacks)
-    marks = [mark for mark in ticks(0, top, 6) if mark <= top]
-    for mark in marks:
-        x = _LEFT + mark * scale
-        canvas.line(x, head - 4, x, bottom, stroke="--line")
-        canvas.text(x, bottom + 18, number(mark, marks), size=11.5, anchor="middle", fill="--muted")
-    canvas.text(2, 16, unit, size=12, fill="--muted")
-    _legend(canvas, legend, names, words)
+    scale = Scale(0, max(longest, limit or 0.0) * 1.04, _LEFT, WIDTH - _RIGHT)
+    marks = scale.marks(6)
+    plot = Plot(canvas, scale, Scale(0, len(stacks), bottom, head - 4))
+    plot.x_axis("", marks, lambda mark: number(mark, marks), grid=True)
+    canvas.text(2, 16, unit, fill="--muted")
     for row, stack in enumerate(stacks):
-        _bar(canvas, stack, names, words, head + row * _ROW, scale, unit)
+        _stack(canvas, stack, colors, words, head + row * _ROW, scale, unit)
     if limit is not None:
-        x = _LEFT + limit * scale
-        canvas.line(x, head - 8, x, bottom, stroke="--bad", width=1.6, dash="5 4")
-        canvas.text(x, head - 12, f"limit {number(limit)}", size=11.5, anchor="middle", fill="--bad")
-    said = "; ".join(f"{stack.label}: {sum(stack.parts.values()):.4g} {unit}" for stack in stacks)
-    return canvas.svg(title, said, alone=alone)
+        canvas.line(
+            scale(limit), head - 8, scale(limit), bottom, stroke="--bad", stroke_width=1.6, dash="5 4"
+        )
+        canvas.text(
+            scale(limit), head - 12, f"limit {number(limit)}", size=11.5, anchor="middle", fill="--bad"
+        )
+    canvas.height = bottom + 30
+    said = "; ".join(f"{stack.label}: {stack.total:.4g} {unit}" for stack in stacks)
+    return canvas.svg(title, said)
 
 
 def _large(stacks: Sequence[Stack], longest: float) -> list[str]:
@@ -69,153 +78,84 @@ def _large(stacks: Sequence[Stack], longest: float) -> list[str]:
     for stack in stacks:
         for name, value in stack.parts.items():
             size[name] = max(size.get(name, 0.0), value)
-    kept = [
-        name for name, value in sorted(size.items(), key=lambda item: -item[1]) if value > 0.005 * longest
-    ]
+    kept = [name for name in sorted(size, key=lambda name: -size[name]) if size[name] > 0.005 * longest]
     return kept[: len(CURVE_COLORS) - 1]
 
 
-def _bar(
+def _stack(
     canvas: Canvas,
     stack: Stack,
-    names: Sequence[str],
+    colors: Mapping[str, str],
     words: Mapping[str, str],
     y: float,
-    scale: float,
+    scale: Scale,
     unit: str,
 ) -> None:
-    for line, text in enumerate(wrap(stack.label, _CHARACTERS)[:2]):
+    for line, text in enumerate(wrap(stack.label, _LEFT - 14, 11, most=2)):
         canvas.text(_LEFT - 10, y + 14 + 13 * line, text, size=11, anchor="end")
-    x = _LEFT
-    other = sum(value for name, value in stack.parts.items() if name not in names)
-    drawn = [
-        (words.get(name, name), stack.parts.get(name, 0.0), CURVE_COLORS[i]) for i, name in enumerate(names)
-    ]
-    small = ", ".join(
-        f"{words.get(name, name)} {value:.3g}"
-        for name, value in sorted(stack.parts.items(), key=lambda item: -item[1])
-        if name not in names and value > 0
-    )
-    for name, value, color in [*drawn, (f"other ({small})", other, "--idle")]:
+    small = {name: value for name, value in stack.parts.items() if name not in colors and value > 0}
+    listed = ", ".join(f"{words.get(k, k)} {small[k]:.3g}" for k in sorted(small, key=lambda k: -small[k]))
+    drawn = [(words.get(name, name), stack.parts.get(name, 0.0), color) for name, color in colors.items()]
+    done = 0.0
+    for name, value, color in [*drawn, (f"other ({listed})", sum(small.values()), "--idle")]:
         if value > 0:
-            canvas.rect(x, y + 4, value * scale, _ROW - 12, fill=color, tip=f"{name}: {value:.4g} {unit}")
-            x += value * scale
+            at, end = scale(done), scale(done + value)
+            canvas.rect(at, y + 4, end - at, _ROW - 12, fill=color, tip=f"{name}: {value:.4g} {unit}")
+            done += value
     # In a column of their own, right of the limit: beside short bars the line would cross them.
-    canvas.text(WIDTH - _RIGHT + 10, y + 19, number(sum(stack.parts.values())), size=12, bold=True)
+    canvas.text(WIDTH - _RIGHT + 10, y + 19, number(stack.total), bold=True)
 
 
-def _legend_rows(names: Sequence[str]) -> list[list[str]]:
-    rows: list[list[str]] = [[]]
-    used = 0.0
-    for name in [*names, "other"]:
-        size = 6.6 * len(name) + 34
-        if rows[-1] and used + size > WIDTH - 80:
-            rows.append([])
-            used = 0.0
-        rows[-1].append(name)
-        used += size
-    return rows
-
-
-def _legend(
-    canvas: Canvas, rows: Sequence[Sequence[str]], names: Sequence[str], words: Mapping[str, str]
-) -> None:
-    colors = {words.get(name, name): CURVE_COLORS[i] for i, name in enumerate(names)} | {"other": "--idle"}
-    for line, row in enumerate(rows):
-        x = 80.0
-        for name in row:
-            canvas.rect(x, 7 + 20 * line, 12, 12, fill=colors[name], radius=2)
-            canvas.text(x + 17, 17 + 20 * line, name, size=12, fill="--muted")
-            x += 6.6 * len(name) + 34
-
-
-def pareto(
-    points: Sequence[tuple[float, float, str]], *, title: str, y_label: str, alone: bool = False
-) -> str:
-    """Time against devices, both on logarithmic axes: (devices, time, words) each; the dashed line is perfect scaling.
+def devices_figure(points: Sequence[tuple[float, float, str]], *, title: str, y_label: str) -> str:
+    """Time against devices on logarithmic axes: (devices, time, words) each; the dashed line is perfect scaling.
 
     Raises ValueError without any point.
     """
     if not points:
-        raise ValueError("A front needs at least one point.")
+        raise ValueError("A figure of devices needs at least one point.")
     points = sorted(points)
-    height, left, right, top, bottom = 340.0, 70.0, 30.0, 34.0, 44.0
-    canvas = Canvas(WIDTH, height)
-    xs, ys = [math.log2(p[0]) for p in points], [math.log10(p[1]) for p in points]
-    ideal = [ys[0] - (x - xs[0]) * math.log10(2) for x in xs]
-    x_low, x_high = min(xs) - 0.3, max(xs) + 0.3
-    y_low, y_high = min([*ys, *ideal]) - 0.08, max(ys) + 0.08
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (x - x_low) / (x_high - x_low) * (WIDTH - left - right),
-            height - bottom - (y - y_low) / (y_high - y_low) * (height - top - bottom),
-        )
-
-    canvas.text(2, 16, y_label, size=12, fill="--muted")
-    canvas.polyline([place(x, y) for x, y in zip(xs, ideal)], stroke="--edge", dash="4 4")
-    canvas.polyline([place(x, y) for x, y in zip(xs, ys)], stroke="--accent", width=2)
-    for (devices, seconds, tip), x, y in zip(points, xs, ys):
-        px, py = place(x, y)
-        canvas.circle(px, py, 5, fill="--accent", tip=tip)
-        canvas.text(px, py - 11, number(seconds), size=12, anchor="middle", bold=True)
-        canvas.text(px, height - 22, f"{devices:,.0f}", size=11.5, anchor="middle", fill="--muted")
-    canvas.text(WIDTH - right, height - 6, "devices", size=12, anchor="end", fill="--muted")
-    said = "; ".join(f"{devices:,.0f} devices: {seconds:.4g}" for devices, seconds, _ in points)
-    return canvas.svg(title, said, alone=alone)
+    fewest, slowest = points[0][:2]
+    measured = [(devices, seconds) for devices, seconds, _ in points]
+    ideal = [(devices, slowest * fewest / devices) for devices, _ in measured]
+    plot = _log_plot([*measured, *ideal], top=34.0, margin=1.2)
+    canvas = plot.canvas
+    plot.x_axis("devices", [devices for devices, _ in measured], lambda devices: f"{devices:,.0f}")
+    canvas.text(2, 16, y_label, fill="--muted")
+    canvas.path(plot.points(ideal), stroke="--edge", dash="4 4")
+    canvas.path(plot.points(measured), stroke="--accent", stroke_width=2)
+    for (x, y), (_, seconds, tip) in zip(plot.points(measured), points):
+        canvas.circle(x, y, 5, fill="--accent", tip=tip)
+        canvas.text(x, y - 11, number(seconds), anchor="middle", bold=True)
+    said = "; ".join(f"{devices:,.0f} devices: {seconds:.4g}" for devices, seconds in measured)
+    return canvas.svg(title, said)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One line of a figure: its name and its points, (x, y) each above 0."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-
-
-def curves(lines: Sequence[Curve], *, title: str, x_label: str, y_label: str, alone: bool = False) -> str:
-    """Curves on logarithmic axes, a colour each, their ends named. Raises ValueError without any point."""
-    xs = [math.log10(x) for line in lines for x, _ in line.points]
-    ys = [math.log10(y) for line in lines for _, y in line.points]
-    if not xs:
+def curves(lines: Sequence[Line], *, title: str, x_label: str, y_label: str) -> str:
+    """Lines on logarithmic axes, a colour each. Raises ValueError without any point."""
+    every = [point for line in lines for point in line.points]
+    if not every:
         raise ValueError("A figure of curves needs at least one point.")
-    height, left, right, top, bottom = 340.0, 84.0, 30.0, 60.0, 48.0
-    canvas = Canvas(WIDTH, height)
-    x_low, x_high = min(xs) - 0.06, max(xs) + 0.06
-    y_low, y_high = min(ys) - 0.06, max(ys) + 0.06
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (math.log10(x) - x_low) / (x_high - x_low) * (WIDTH - left - right),
-            height - bottom - (math.log10(y) - y_low) / (y_high - y_low) * (height - top - bottom),
-        )
-
-    for mark in _marks(10**x_low, 10**x_high):
-        x, _ = place(mark, 10**y_low)
-        canvas.line(x, top, x, height - bottom, stroke="--line")
-        canvas.text(x, height - bottom + 18, f"{mark:g}", size=11.5, anchor="middle", fill="--muted")
-    for mark in _marks(10**y_low, 10**y_high):
-        _, y = place(10**x_low, mark)
-        canvas.line(left, y, WIDTH - right, y, stroke="--line")
-        canvas.text(left - 8, y + 4, f"{mark:.2g}", size=11.5, anchor="end", fill="--muted")
-    canvas.text(2, 16, y_label, size=12, fill="--muted")
-    canvas.text(WIDTH - right, height - 8, x_label, size=12, anchor="end", fill="--muted")
-    x = left
-    for i, line in enumerate(lines):
-        color = CURVE_COLORS[i % len(CURVE_COLORS)]
-        canvas.polyline([place(*point) for point in line.points], stroke=color, width=2)
-        for px, py in line.points:
-            canvas.circle(*place(px, py), 3.5, fill=color, tip=f"{line.label}: {px:.4g}, {py:.4g}")
-        canvas.rect(x, 30, 12, 12, fill=color, radius=2)
-        canvas.text(x + 17, 40, line.label, size=12, fill="--muted")
-        x += 6.6 * len(line.label) + 40
+    plot = _log_plot(every, top=52.0, margin=1.15)
+    canvas = plot.canvas
+    plot.x_axis(x_label, plot.x.marks(), lambda mark: f"{mark:g}", grid=True)
+    plot.y_axis(y_label, plot.y.marks(), lambda mark: f"{mark:.2g}")
+    colors = [CURVE_COLORS[i % len(CURVE_COLORS)] for i in range(len(lines))]
+    for line, color in zip(lines, colors):
+        canvas.path(plot.points(line.points), stroke=color, stroke_width=2)
+        for (px, py), (x, y) in zip(line.points, plot.points(line.points)):
+            canvas.circle(x, y, 3.5, fill=color, tip=f"{line.label}: {px:.4g}, {py:.4g}")
+    entries = [Entry(line.label, color) for line, color in zip(lines, colors)]
+    legend(canvas, entries, plot.x.start, 38, plot.x.stop - plot.x.start)
     said = "; ".join(f"{line.label}: {len(line.points)} points" for line in lines)
-    return canvas.svg(title, said, alone=alone)
+    return canvas.svg(title, said)
 
 
-def _marks(low: float, high: float) -> list[float]:
-    """Round numbers between two ends of a logarithmic axis: 1, 2 and 5 of each decade, or decades alone where many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
-    every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    return [mark for mark in every if low <= mark <= high]
+def _log_plot(points: Sequence[tuple[float, float]], *, top: float, margin: float) -> Plot:
+    """Logarithmic axes that leave a factor of `margin` around all points."""
+    height, left, right, bottom = 340.0, 84.0, 30.0, 48.0
+    xs, ys = zip(*points)
+    return Plot(
+        Canvas(WIDTH, height),
+        Scale(min(xs) / margin, max(xs) * margin, left, WIDTH - right, log=True),
+        Scale(min(ys) / margin, max(ys) * margin, height - bottom, top, log=True),
+    )

@@ -6,29 +6,24 @@ enough, and a rank's second and later model chunks are tints of the same colours
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.errors import ConfigError
-from penstock.report.figures import WIDTH
-from penstock.report.svg import Canvas, number, ticks
+from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number
+from penstock.report.svg import Canvas
 from penstock.schedules import Kind, Simulation, Span
 
 MOST_CELLS = 20_000
-_LEFT, _RIGHT, _TOP, _AXIS = 66.0, 70.0, 44.0, 42.0
+_LEFT, _RIGHT, _TOP = 66.0, 70.0, 44.0
 _SMALLEST = 7.5  # a number smaller than this is left out; resting on the cell still tells it
 
 # The whole backward and its first half share a colour: they are the same work seen by the stage before.
-_HUES: dict[Kind, str] = {"F": "--c1", "B": "--c0", "I": "--c0", "W": "--c3"}
-_WORDS: dict[Kind, str] = {
-    "F": "F  forward",
-    "B": "B  backward",
-    "I": "I  backward, input gradient",
-    "W": "W  weight gradient",
+_KINDS: dict[Kind, Entry] = {
+    "F": Entry("F: forward", "--c1"),
+    "B": Entry("B: backward", "--c0"),
+    "I": Entry("I: backward, input gradient", "--c0"),
+    "W": Entry("W: weight gradient", "--c3"),
 }
-_TINTS = (
-    42,
-    24,
-)  # per cent of the hue in the second and the last chunk; ink on them has contrast 4.5 : 1 and more
+# Per cent of the colour in a rank's second and its last chunk; ink on them has a contrast of 4.5 : 1 and more.
+_TINTS = (42, 24)
 
 
 def schedule_figure(
@@ -56,15 +51,31 @@ def schedule_figure(
         )
     ranks = len(simulation.schedule.ranks)
     row = min(30.0, max(12.0, 640.0 / ranks))
-    canvas = Canvas(WIDTH, _TOP + ranks * row + _AXIS)
-    scale = (WIDTH - _LEFT - _RIGHT) / (high - low)
-    _frame(canvas, simulation, row, memory_unit)
+    bottom = _TOP + ranks * row
+    canvas = Canvas(WIDTH, bottom + 44)
+    plot = Plot(canvas, Scale(low, high, _LEFT, WIDTH - _RIGHT), Scale(ranks, 0, bottom, _TOP))
+    _rows(plot, simulation, row, memory_unit)
     tints = _tints(simulation)
     for span in shown:
-        _cell(canvas, span, row, low, high, scale, tints[span.action.stage])
-    _time_axis(canvas, _TOP + ranks * row, low, high, scale, unit)
-    _heading(canvas, simulation)
-    return canvas.svg(title, _said(simulation, unit), alone=alone)
+        _cell(plot, span, row, tints[span.action.stage])
+    marks = plot.x.marks(10)
+    plot.x_axis(f"time [{unit}]" if unit else "time", marks, lambda mark: number(mark, marks))
+    used = {action.kind for order in simulation.schedule.ranks for action in order}
+    entries = [entry for kind, entry in _KINDS.items() if kind in used]
+    if len(simulation.schedule.placement) > ranks:
+        entries.append(
+            Entry("later chunks are fainter", f"color-mix(in srgb, var(--ink) {_TINTS[1]}%, var(--card))")
+        )
+    legend(canvas, entries, _LEFT, 19, WIDTH - _RIGHT - 300)
+    idle = f"{100 * float(simulation.bubble_fraction):.1f} %"
+    canvas.text(WIDTH - _RIGHT, 19, f"bubble {idle} of the ranks' time", anchor="end", bold=True)
+    schedule = simulation.schedule
+    took = f"{number(float(simulation.makespan))} {unit}".rstrip()
+    said = (
+        f"{schedule.micro_batches} micro-batches through {schedule.stages} stages on {ranks} ranks: "
+        f"{took}, of which {idle} are idle."
+    )
+    return canvas.svg(title, said, alone=alone)
 
 
 def _tints(simulation: Simulation) -> list[int]:
@@ -79,79 +90,31 @@ def _tints(simulation: Simulation) -> list[int]:
     return [100 if c == 0 else round(first - (first - last) * (c - 1) / steps) for c in chunk]
 
 
-def _cell(canvas: Canvas, span: Span, row: float, low: float, high: float, scale: float, tint: int) -> None:
-    x1 = _LEFT + (max(float(span.start), low) - low) * scale
-    x2 = _LEFT + (min(float(span.end), high) - low) * scale
-    y = _TOP + span.rank * row
-    hue = _HUES[span.action.kind]
-    solid = tint == 100
-    canvas.rect(
-        x1,
-        y + 2,
-        x2 - x1,
-        row - 4,
+def _cell(plot: Plot, span: Span, row: float, tint: int) -> None:
+    x1 = plot.x(max(float(span.start), plot.x.low))
+    x2 = plot.x(min(float(span.end), plot.x.high))
+    y, hue, solid = plot.y(span.rank), _KINDS[span.action.kind].color, tint == 100
+    plot.canvas.rect(
+        x1, y + 2, x2 - x1, row - 4,
         fill=hue if solid else f"color-mix(in srgb, var({hue}) {tint}%, var(--card))",
         stroke="--card" if solid else hue,
         radius=min(2.0, (x2 - x1) / 4),
         tip=f"{span.action}: {number(float(span.start))} to {number(float(span.end))}",
-    )
+    )  # fmt: skip
     words = str(span.action.micro_batch)
     size = min(12.0, row - 5, (x2 - x1 - 2) / (0.62 * len(words)))
     if size >= _SMALLEST:
         middle, fill = y + row / 2 + 0.36 * size, "--card" if solid else "--ink"
-        canvas.text((x1 + x2) / 2, middle, words, size=size, anchor="middle", fill=fill)
+        plot.canvas.text((x1 + x2) / 2, middle, words, size=size, anchor="middle", fill=fill)
 
 
-def _frame(canvas: Canvas, simulation: Simulation, row: float, memory_unit: str) -> None:
+def _rows(plot: Plot, simulation: Simulation, row: float, memory_unit: str) -> None:
     """Each rank's name, its empty time line, and the most it holds."""
-    size = min(12.0, row - 2)
-    canvas.text(WIDTH - _RIGHT + 8, _TOP - 8, f"holds {memory_unit}".rstrip(), size=11, fill="--muted")
-    for rank, peak in enumerate(simulation.peak_memory):
-        y = _TOP + rank * row
-        canvas.rect(_LEFT, y + 2, WIDTH - _LEFT - _RIGHT, row - 4, fill="--paper", stroke="--line", radius=2)
-        canvas.text(
-            _LEFT - 8, y + row / 2 + 0.36 * size, f"rank {rank}", size=size, anchor="end", fill="--muted"
-        )
-        canvas.text(WIDTH - _RIGHT + 8, y + row / 2 + 0.36 * size, _plain(float(peak)), size=size)
-
-
-def _time_axis(canvas: Canvas, y: float, low: float, high: float, scale: float, unit: str) -> None:
-    marks = [mark for mark in ticks(low, high, 10) if low <= mark <= high]
-    for mark in marks:
-        x = _LEFT + (mark - low) * scale
-        canvas.line(x, y + 2, x, y + 7, stroke="--edge")
-        canvas.text(x, y + 20, number(mark, marks), size=11, anchor="middle", fill="--muted")
-    words = f"time [{unit}]" if unit else "time"
-    canvas.text((_LEFT + WIDTH - _RIGHT) / 2, y + 36, words, size=11, anchor="middle", fill="--muted")
-
-
-def _heading(canvas: Canvas, simulation: Simulation) -> None:
-    """What the colours mean, and how much is bubble."""
-    x = _LEFT
-    for kind in _used(simulation):
-        canvas.rect(x, 8, 14, 14, fill=_HUES[kind], radius=2)
-        canvas.text(x + 20, 19.5, _WORDS[kind])
-        x += 20 + 6.6 * len(_WORDS[kind]) + 18
-    if len(simulation.schedule.placement) > len(simulation.schedule.ranks):
-        canvas.text(x, 19.5, "fainter: later chunks", fill="--muted")
-    share = f"bubble {100 * float(simulation.bubble_fraction):.1f} % of the ranks' time"
-    canvas.text(WIDTH - _RIGHT, 19.5, share, anchor="end", bold=True)
-
-
-def _used(simulation: Simulation) -> Sequence[Kind]:
-    found = {action.kind for order in simulation.schedule.ranks for action in order}
-    return [kind for kind in _WORDS if kind in found]
-
-
-def _said(simulation: Simulation, unit: str) -> str:
-    """The figure in words, for who cannot see it."""
-    schedule = simulation.schedule
-    return (
-        f"{schedule.micro_batches} micro-batches through {schedule.stages} stages on {len(schedule.ranks)} ranks: "
-        f"{number(float(simulation.makespan))} {unit}".rstrip()
-        + f", of which {100 * float(simulation.bubble_fraction):.1f} % are idle."
-    )
-
-
-def _plain(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else number(value)
+    canvas, size, right = plot.canvas, min(12.0, row - 2), plot.x.stop + 8
+    canvas.text(right, _TOP - 8, f"holds {memory_unit}".rstrip(), size=11, fill="--muted")
+    for rank, peak in enumerate(map(float, simulation.peak_memory)):
+        y = plot.y(rank)
+        canvas.rect(_LEFT, y + 2, plot.x.stop - _LEFT, row - 4, fill="--paper", stroke="--line", radius=2)
+        base = y + row / 2 + 0.36 * size
+        canvas.text(_LEFT - 8, base, f"rank {rank}", size=size, anchor="end", fill="--muted")
+        canvas.text(right, base, f"{peak:.0f}" if peak == int(peak) else number(peak), size=size)

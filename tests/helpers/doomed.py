@@ -107,7 +107,8 @@ def poison(first: int, count: int, value: float) -> None:
 
 def poison_when(due: Callable[[int], bool], value: float) -> None:
     """Make this rank's gradients `value` in every step (from 1) that is `due`, before they are averaged."""
-    from penstock.train import loop, step
+    from penstock import step
+    from penstock.train import loop
 
     run: Any = loop._Run
     steps: Any = step.TrainStep

@@ -35,6 +35,7 @@ import penstock
 from fp8_linear import SHAPES, SMOKE, Block, Shape
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.config.rules import require_trainable
 from penstock.errors import PenstockError
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
@@ -112,7 +113,7 @@ def task(name: str, batch: int, device: torch.device) -> tuple[Callable[[], nn.M
         classes = 16
         make: Callable[[], nn.Module] = lambda: Stack(shape, DEPTH[name], classes)  # noqa: E731
     else:
-        config = PRESETS[name]
+        config = require_trainable(PRESETS[name])
         inputs = torch.randn(
             batch, config.channels, config.image_size, config.image_size, generator=generator
         )

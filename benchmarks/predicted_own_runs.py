@@ -31,6 +31,7 @@ from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.ladder.trace import trace
@@ -101,7 +102,7 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
     plan, batch = case.plan, case.plan.micro_batch
     recipe = Recipe()
     if case.model in PRESETS:
-        config = PRESETS[case.model]
+        config = require_trainable(PRESETS[case.model])
         built = build(config, plan, device=device, recipe=recipe)
         images = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
         targets = torch.randint(0, config.classes, (batch,), device=device)

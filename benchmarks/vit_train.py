@@ -34,6 +34,7 @@ from penstock.build import build
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
+from penstock.config.rules import require_trainable
 from penstock.config.run import Augment, DataConfig, Recipe
 from penstock.data import Loader, open_source
 from penstock.models import create
@@ -366,7 +367,7 @@ def main() -> None:
 
     device = resolve_device(options.device)
     machine = machine_for(device)
-    config = replace(PRESETS[options.model], classifier=options.classifier)
+    config = replace(require_trainable(PRESETS[options.model]), classifier=options.classifier)
     plans = [Plan.parse(line) for line in options.plan or []] or default_plans(device, machine)
     entries = contestants(config, device, machine, options.batch, plans, compiled=options.compile)
     size = config.image_size

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config.convert import dataclass_of
+from penstock.config.convert import dataclasses_of
 from penstock.config.describe import Setting, default_word, settings, type_word
 from penstock.config.machine import known_machines, load_machine
-from penstock.config.model import PRESETS
+from penstock.config.model import PRESETS, ViTConfig, sequences, stacks
+from penstock.config.rules import RULES
 from penstock.config.run import RunConfig
 
 PATH = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
@@ -45,11 +46,15 @@ def page() -> str:
         lines += [_row(setting) for setting in parts[head]]
         lines.append("")
     lines += ["## Model presets", "", _presets(), "", "## Machines", "", _machines(), ""]
+    lines += [
+        "## Rules", "", "What `Plan.validate(model, machine)` asks, all at once; the planner asks all but those marked "
+        "`to run`.", "", _rules(), "",
+    ]  # fmt: skip
     return "\n".join(lines)
 
 
 def _row(setting: Setting) -> str:
-    values = "text" if dataclass_of(setting.kind) else type_word(setting.kind)
+    values = "text" if dataclasses_of(setting.kind) else type_word(setting.kind)
     return (
         f"| `{setting.key}` | {_cell(values)} | `{default_word(setting.default)}` | {_cell(setting.help)} |"
     )
@@ -61,20 +66,30 @@ def _cell(text: str) -> str:
 
 def _presets() -> str:
     rows = [
-        "| preset | image | patch | width | depth | heads | MLP | classes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| preset | family | width | depth | heads | MLP | of a sample |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, model in PRESETS.items():
-        numbers = (
-            model.image_size,
-            model.patch_size,
-            model.width,
-            model.depth,
-            model.heads,
-            model.mlp_width,
-            model.classes,
+        first, *more = stacks(model)
+        depth = " + ".join(str(stack.depth) for stack in (first, *more))
+        if isinstance(model, ViTConfig):
+            sample = f"{model.image_size} px in patches of {model.patch_size}, {model.classes} classes"
+        else:
+            sample = (
+                " + ".join(str(tokens) for tokens in sequences(model)) + f" tokens, {model.vocabulary} words"
+            )
+        rows.append(
+            f"| `{name}` | {model.family} | {first.width} | {depth} | {first.heads} | {first.mlp_width} | {sample} |"
         )
-        rows.append(f"| `{name}` | {' | '.join(str(number) for number in numbers)} |")
+    return "\n".join(rows)
+
+
+def _rules() -> str:
+    rows = ["| rule | asked of | what it asks for |", "|---|---|---|"]
+    rows += [
+        f"| `{rule.name}` | {', '.join(rule.takes)}{'; to run' * (rule.kind == 'run')} | {_cell(rule.text)} |"
+        for rule in RULES
+    ]
     return "\n".join(rows)
 
 

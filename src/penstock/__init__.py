@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from penstock.config.machine import load_machine as load_machine
     from penstock.config.machine import save_machine as save_machine
     from penstock.config.model import PRESETS as PRESETS
+    from penstock.config.model import DecoderConfig as DecoderConfig
+    from penstock.config.model import EncoderConfig as EncoderConfig
     from penstock.config.model import ModelConfig as ModelConfig
+    from penstock.config.model import Seq2SeqConfig as Seq2SeqConfig
+    from penstock.config.model import Stack as Stack
     from penstock.config.model import ViTConfig as ViTConfig
     from penstock.config.plan import Plan as Plan
     from penstock.config.run import Augment as Augment
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
-    from penstock.config.transformer import TRANSFORMERS as TRANSFORMERS
-    from penstock.config.transformer import TransformerConfig as TransformerConfig
     from penstock.data import Batch as Batch
     from penstock.data import Loader as Loader
     from penstock.data import open_source as open_source
@@ -85,11 +87,13 @@ _HOME = {
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
     "Serving": "penstock.planner.inference",
+    "DecoderConfig": "penstock.config.model",
+    "EncoderConfig": "penstock.config.model",
+    "Seq2SeqConfig": "penstock.config.model",
+    "Stack": "penstock.config.model",
     "StepResult": "penstock.step",
-    "TRANSFORMERS": "penstock.config.transformer",
     "TrainResult": "penstock.train",
     "TrainStep": "penstock.step",
-    "TransformerConfig": "penstock.config.transformer",
     "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",
     "accelerate": "penstock.precision",

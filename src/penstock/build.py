@@ -17,7 +17,6 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
@@ -222,11 +221,6 @@ def _scaler(
 ) -> LossScaler | None:
     if plan.precision == "O0" or plan.dtype != "fp16":
         return None
-    if plan.optimizer not in ("fused", "contiguous"):
-        raise ConfigError(
-            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed step "
-            "without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
-        )
     agree = replicas.agree if replicas else None
     if recipe.loss_scale is None:
         return LossScaler(device, agree=agree)

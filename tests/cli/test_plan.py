@@ -12,10 +12,10 @@ import pytest
 from penstock.cli import main
 from penstock.cli.plan_scaling import overtrained
 from penstock.config.load import from_dict, read_file
+from penstock.config.model import PRESETS, stacks
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ExitCode
 from penstock.planner.scaling_laws import BESIROGLU
 
@@ -204,7 +204,7 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
         (
             ["plan", "gpt2", "--explain", "tp=7"],
             ExitCode.CONFIG,
-            "cannot share out the model's 12 attention heads",
+            "cannot split the model's 12 attention heads",
         ),
         (["plan", "gpt-1t", "--gpus", "8"], ExitCode.OUT_OF_MEMORY, "To make it fit: use "),
         (["plan", "gpt2", "--tokens", "1", "--images", "1"], ExitCode.CONFIG, "both given"),
@@ -247,10 +247,10 @@ def test_bad_input_says_what_to_do(
     assert message in err
 
 
-@pytest.mark.parametrize("name", sorted(TRANSFORMERS))
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_has_a_layout_on_enough_devices(capsys: pytest.CaptureFixture[str], name: str) -> None:
     # Trillions of parameters need their thousands of devices; what is small need not use them all.
-    gpus = 2048 if TRANSFORMERS[name].width > 8192 else 64
+    gpus = 2048 if stacks(PRESETS[name])[0].width > 8192 else 64
     code, out, _ = run(capsys, "plan", name, "--gpus", str(gpus), "--top", "1")
     assert code == 0
     assert "best: " in out

@@ -186,7 +186,7 @@ def test_devices_and_batch_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("dp=6 sharding=hsdp shard=4", "shard=4 does not divide the plan.dp=6 replicas"),
+        ("dp=6 sharding=hsdp shard=4", "shard=4 does not divide the replicas, plan.dp=6"),
         ("dp=4 sharding=fsdp shard=2", "shard=2 is of plan.sharding=hsdp only"),
         (
             "dp=2 offload=optimizer",

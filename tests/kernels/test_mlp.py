@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.config.model import Activation
+from penstock.config.model import Mlp
 from penstock.kernels.mlp import activate, mlp
 
 
@@ -19,7 +19,7 @@ def test_both_activations_are_their_formulas() -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_it_is_two_products_around_an_activation(activation: Activation) -> None:
+def test_it_is_two_products_around_an_activation(activation: Mlp) -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     up, up_bias = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     down, down_bias = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.machine import load_machine
+from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.planner.block_time import block_time
 from penstock.planner.rates import rates_of
 from penstock.planner.shapes import shape_of
@@ -16,7 +16,7 @@ from penstock.planner.shapes import shape_of
 
 @pytest.mark.parametrize(("attention", "passes"), [("plain", 2), ("flash", 0)])
 def test_a_bias_of_distances_is_written_and_read_where_scores_are_kept(attention: str, passes: int) -> None:
-    bloom = TRANSFORMERS["bloom-176b"]
+    bloom = PRESETS["bloom-176b"]
     plan = Plan.parse(f"precision=O2 attention={attention} tp=4 micro_batch=2")
     rates = rates_of(load_machine("a100-80g"), plan)
     biased = block_time(shape_of(bloom).blocks[0], rates, plan)

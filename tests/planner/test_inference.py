@@ -10,15 +10,15 @@ import pytest
 
 import penstock
 from penstock.config.machine import load_machine
-from penstock.config.transformer import TRANSFORMERS, TransformerConfig
+from penstock.config.model import PRESETS, DecoderConfig
 from penstock.errors import ConfigError
 from penstock.planner.inference import Serving, cache_bytes_per_token, predict_inference
 from penstock.planner.shapes import shape_of
 
 H100 = load_machine("h100")
-LLAMA = TRANSFORMERS["llama3-8b"]
+LLAMA = PRESETS["llama3-8b"]
 FINE = replace(
-    TRANSFORMERS["mixtral-8x7b"], width=2048, heads=16, kv_heads=16, experts=64, experts_per_token=6,
+    PRESETS["mixtral-8x7b"], width=2048, heads=16, kv_heads=16, experts=64, experts_per_token=6,
     shared_experts=2, expert_width=1408,
 )  # fmt: skip
 """Many small experts, and some that every token visits."""
@@ -52,7 +52,7 @@ def test_prefill_is_bound_by_products_and_scales_with_the_prompt() -> None:
 
 
 def test_devices_and_fewer_bytes_shorten_decoding() -> None:
-    llama = TRANSFORMERS["llama3-70b"]
+    llama = PRESETS["llama3-70b"]
     assert not predict_inference(llama, H100, Serving()).fits
     whole = predict_inference(llama, H100, Serving(tp=4))
     assert whole.fits
@@ -64,15 +64,15 @@ def test_devices_and_fewer_bytes_shorten_decoding() -> None:
 
 
 def test_a_mixture_reads_only_the_experts_it_meets() -> None:
-    mixtral = TRANSFORMERS["mixtral-8x7b"]
+    mixtral = PRESETS["mixtral-8x7b"]
     one = predict_inference(mixtral, load_machine("h200"), Serving())
     many = predict_inference(mixtral, load_machine("h200"), Serving(batch=64))
     assert many.decode_seconds_per_token > 2 * one.decode_seconds_per_token
 
 
-@pytest.mark.parametrize("model", [TRANSFORMERS["mixtral-8x7b"], FINE], ids=["coarse", "fine"])
+@pytest.mark.parametrize("model", [PRESETS["mixtral-8x7b"], FINE], ids=["coarse", "fine"])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 4), (8, 8)])
-def test_no_degree_computes_faster_than_the_devices_can(model: TransformerConfig, tp: int, ep: int) -> None:
+def test_no_degree_computes_faster_than_the_devices_can(model: DecoderConfig, tp: int, ep: int) -> None:
     one = predict_inference(model, H100, Serving(batch=64, tp=tp, ep=ep))
     sample = shape_of(replace(model, sequence=512))
     flops = 64 * sum(block.count * block.linear_flops for block in sample.blocks)
@@ -81,7 +81,7 @@ def test_no_degree_computes_faster_than_the_devices_can(model: TransformerConfig
 
 def test_experts_are_divided_among_the_devices_once() -> None:
     """Whole experts on each device, or a part of every one: the same bytes and the same products."""
-    mixtral = TRANSFORMERS["mixtral-8x7b"]
+    mixtral = PRESETS["mixtral-8x7b"]
     split = predict_inference(mixtral, H100, Serving(batch=64, tp=8))
     whole = predict_inference(mixtral, H100, Serving(batch=64, tp=8, ep=8))
     assert (whole.weights_bytes, whole.cache_bytes) == (split.weights_bytes, split.cache_bytes)
@@ -117,11 +117,11 @@ def test_impossible_sizes_are_named(sizes: dict[str, Any], message: str) -> None
 
 
 def test_impossible_degrees_are_named() -> None:
-    mixtral = TRANSFORMERS["mixtral-8x7b"]
+    mixtral = PRESETS["mixtral-8x7b"]
     with pytest.raises(ConfigError, match="tp=7 cannot share out"):
         predict_inference(LLAMA, H100, Serving(tp=7))
     with pytest.raises(ConfigError, match="only decoders"):
-        predict_inference(TRANSFORMERS["t5-small"], H100, Serving())
+        predict_inference(PRESETS["t5-small"], H100, Serving())
     with pytest.raises(ConfigError, match=r"ep=8 .* over the tp=1 devices of a stage, so it must divide tp"):
         predict_inference(mixtral, H100, Serving(ep=8))
     with pytest.raises(ConfigError, match=r"ep=8 .* tp=4"):

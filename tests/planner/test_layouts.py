@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import rules
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.gemm import gemm_seconds
-from penstock.planner.layout import layout_problems, stage_blocks
+from penstock.planner.layout import stage_blocks
 from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import rates_of
 from penstock.planner.search import explore
-from penstock.planner.shapes import shape_of
 from penstock.schedules import Costs, generate, simulate
 
 A100 = load_machine("a100-80g")
@@ -29,7 +28,7 @@ HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flas
 
 def test_the_bubble_of_equal_stages_is_exact() -> None:
     """(p-1)/m, and (p-1)/(v m) with v chunks; a model whose exit is small has nearly equal stages."""
-    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    model = replace(PRESETS["gpt-22b"], vocabulary=1, positions="none")
     for p, m, v in ((2, 8, 1), (8, 64, 1), (8, 64, 3), (4, 4, 2)):
         schedule = "interleaved" if v > 1 else "1f1b"
         plan = replace(HALF, tp=8, pp=p, accumulate=m, virtual=v, schedule=schedule)
@@ -42,7 +41,7 @@ def test_a_zero_bubble_schedule_has_the_bubble_that_the_simulator_finds(
     p: int, m: int, recompute: str
 ) -> None:
     """Played through with the predicted times: forward, gradients of inputs, gradients of weights."""
-    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    model = replace(PRESETS["gpt-22b"], vocabulary=1, positions="none")
     plan = replace(HALF, tp=8, pp=p, accumulate=m, schedule="zero_bubble", recompute=recompute)
     one = predict(model, A100, plan)
     weight = one.weight_gradient_seconds
@@ -73,7 +72,7 @@ def test_the_share_of_a_zero_bubble_is_the_simulator_s_whatever_the_costs() -> N
 
 def test_what_is_put_off_takes_memory_on_the_last_stage() -> None:
     plan = replace(HALF, tp=8, pp=8, accumulate=16, recompute="full")
-    model = TRANSFORMERS["gpt-22b"]
+    model = PRESETS["gpt-22b"]
     split = predict(model, A100, replace(plan, schedule="zero_bubble"))
     assert split.memory["activations"] > predict(model, A100, plan).memory["activations"]
 
@@ -94,7 +93,7 @@ def test_blocks_fall_on_stages(depth: int, stages: int, blocks: tuple[int, int, 
 
 def test_parts_sum_to_the_whole() -> None:
     plan = replace(HALF, tp=8, sp=True, pp=8, dp=2, sharding="zero1", accumulate=32, recompute="full")
-    one = predict(TRANSFORMERS["gpt-175b"], A100, plan)
+    one = predict(PRESETS["gpt-175b"], A100, plan)
     assert sum(one.seconds.values()) == pytest.approx(one.iteration_seconds)
     assert sum(one.memory.values()) == pytest.approx(one.memory_bytes, rel=1e-6)
     assert min(one.seconds.values()) >= 0.0
@@ -158,30 +157,30 @@ def test_rows_that_cross_lines_are_slower() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("tp=7", "plan.tp=7 cannot share out the model's 96 attention heads evenly"),
+        ("tp=7", "plan.tp=7 cannot split the model's 96 attention heads evenly"),
         ("sp=true", "plan.tp=1"),
         ("pp=97", "plan.pp=97 leaves stages without a block"),
         ("pp=8 virtual=2", "needs plan.schedule=interleaved"),
         ("pp=8 virtual=5 schedule=interleaved", "does not divide the model's 96 blocks"),
         ("ep=4 dp=4", "splits experts, but the model has none"),
         ("cp=3", "cannot split the model's 2048 tokens evenly"),
-        ("dp=8 sharding=hsdp shard=3", "does not divide the 8 replicas"),
+        ("dp=8 sharding=hsdp shard=3", "does not divide the replicas, plan.dp=8"),
     ],
 )
 def test_impossible_degrees_name_the_constraint(line: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        predict(TRANSFORMERS["gpt-175b"], A100, Plan.parse(line))
+        predict(PRESETS["gpt-175b"], A100, Plan.parse(line))
 
 
 def test_every_layout_found_is_legal_and_fits() -> None:
-    model = TRANSFORMERS["gpt-175b"]
+    model = PRESETS["gpt-175b"]
     found = explore(model, A100, 512, global_batch=1536, keep=None)
     assert found.tried > 300
     assert found.too_large > 100
     times = [one.iteration_seconds for one in found.predictions]
     assert times == sorted(times)
     for one in found.predictions:
-        assert not list(layout_problems(shape_of(model), one.plan))
+        assert not rules.problems(one.plan, model)
         assert one.plan.gpus == 512
         assert one.plan.global_batch == 1536
         assert one.memory_bytes < A100.memory_bytes
@@ -194,9 +193,9 @@ def test_what_fits_nowhere_says_what_would_make_it_fit() -> None:
     with pytest.raises(
         OutOfMemory, match=r"fits in no layout on 8 a100-80g.*To make it fit: use \d+ devices or more"
     ):
-        search(TRANSFORMERS["gpt-175b"], A100, 8)
+        search(PRESETS["gpt-175b"], A100, 8)
     with pytest.raises(ConfigError, match="No layout has 11 devices"):
-        search(TRANSFORMERS["gpt-175b"], A100, 11, global_batch=100)
+        search(PRESETS["gpt-175b"], A100, 11, global_batch=100)
 
 
 def test_vision_models_are_searched_too() -> None:
@@ -207,17 +206,17 @@ def test_vision_models_are_searched_too() -> None:
 
 def test_experts_are_spread() -> None:
     h100 = load_machine("h100")
-    best = search(TRANSFORMERS["mixtral-8x7b"], h100, 64, global_batch=1024)[0]
+    best = search(PRESETS["mixtral-8x7b"], h100, 64, global_batch=1024)[0]
     assert best.fits
-    alone = predict(TRANSFORMERS["mixtral-8x7b"], h100, replace(HALF, dp=8, ep=8))
+    alone = predict(PRESETS["mixtral-8x7b"], h100, replace(HALF, dp=8, ep=8))
     assert alone.seconds["expert"] > 0.0
-    assert alone.memory["weights"] < predict(TRANSFORMERS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
+    assert alone.memory["weights"] < predict(PRESETS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
     """The promised bounds: 0.2 ms, the best of some rounds on a busy machine, and 2 s of one core."""
-    model = TRANSFORMERS["gpt-1t"]
+    model = PRESETS["gpt-1t"]
     base = replace(HALF, schedule=schedule, precision="O2")
     plan = replace(base, tp=8, sp=True, pp=64, dp=6, sharding="zero1")
     rounds = []
@@ -240,7 +239,7 @@ def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
 )
 def test_the_bubble_is_the_simulator_s(schedule: str, name: str, p: int, m: int, v: int) -> None:
     """The closed form that a prediction uses, against the schedule played through with the predicted times."""
-    model = replace(TRANSFORMERS["gpt-22b"], vocabulary=1, positions="none")
+    model = replace(PRESETS["gpt-22b"], vocabulary=1, positions="none")
     plan = replace(HALF, tp=8, pp=p, accumulate=m, virtual=v, schedule=schedule)
     one = predict(model, A100, plan)
     backward = one.backward_seconds / v

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.planner.memory_model import block_bytes, in_flight
 from penstock.planner.shapes import shape_of
 
@@ -16,7 +16,7 @@ MODELS = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
 
 def kept(model: str, **settings: object) -> tuple[float, float]:
     """Bytes of one block over sbh, and 5as/h."""
-    block = shape_of(TRANSFORMERS[model]).blocks[0]
+    block = shape_of(PRESETS[model]).blocks[0]
     base = Plan(precision="O2", compile="blocks", attention="plain", micro_batch=4)
     plan = replace(base, **settings)  # type: ignore[arg-type]
     unit = 2048 * 4 * block.width

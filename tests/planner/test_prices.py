@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import rules
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.explain import explain
-from penstock.planner.layout import blocks_by_stage, layout_problems, stage_blocks
+from penstock.planner.layout import blocks_by_stage, stage_blocks
 from penstock.planner.memory_model import in_flight, rested
 from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.pipeline import zero_bubble_idle
@@ -28,7 +28,7 @@ BASE = "precision=O2 optimizer=fused attention=flash compile=blocks"
 
 
 def one(model: str, line: str, machine: Machine = H100) -> Prediction:
-    config = PRESETS[model] if model in PRESETS else TRANSFORMERS[model]
+    config = PRESETS[model]
     return predict(config, machine, Plan.parse(f"{BASE} {line}"))
 
 
@@ -68,7 +68,7 @@ def test_blocks_that_do_not_recompute_keep_what_they_would(kind: str) -> None:
     )
 
     def of(more: str) -> Prediction:
-        return predict(TRANSFORMERS["gpt-22b"], H100, Plan.parse(f"{base} {more}"))
+        return predict(PRESETS["gpt-22b"], H100, Plan.parse(f"{base} {more}"))
 
     never, always = of(""), of(f"recompute={kind}")
     half, hardly = of(f"recompute={kind} recompute_every=2"), of(f"recompute={kind} recompute_every=1000")
@@ -141,7 +141,7 @@ def test_experts_that_nobody_else_holds_are_updated_and_not_gathered() -> None:
 def test_keys_go_round_whatever_the_attention() -> None:
     for attention in ("flash", "plain"):
         plan = Plan.parse(f"precision=O2 optimizer=fused tp=8 cp=4 micro_batch=1 attention={attention}")
-        assert predict(TRANSFORMERS["llama2-7b"], load_machine("b200"), plan).seconds["context"] > 0
+        assert predict(PRESETS["llama2-7b"], load_machine("b200"), plan).seconds["context"] > 0
 
 
 def test_reducing_gradients_of_each_micro_batch_is_not_free() -> None:
@@ -222,23 +222,23 @@ def test_uneven_stages_hold_all_blocks_and_none_is_empty(depth: int, stages: int
     ],
 )
 def test_what_cannot_be_split_is_refused(model: str, line: str, words: str | None) -> None:
-    config = PRESETS[model] if model in PRESETS else TRANSFORMERS[model]
-    said = list(layout_problems(shape_of(config), Plan.parse(line)))
+    config = PRESETS[model]
+    said = rules.problems(Plan.parse(line), config)
     assert (words is None) == (not said), said
     assert words is None or words in said[0]
 
 
 def test_keys_that_cannot_be_shared_out_are_refused() -> None:
-    three = replace(TRANSFORMERS["llama3-8b"], heads=24, kv_heads=3, width=3072, mlp_width=12288)
-    said = list(layout_problems(shape_of(three), Plan(tp=2)))
+    three = replace(PRESETS["llama3-8b"], heads=24, kv_heads=3, width=3072, mlp_width=12288)
+    said = rules.problems(Plan(tp=2), three)
     assert len(said) == 1
     assert "3 heads of keys" in said[0]
-    assert not list(layout_problems(shape_of(three), Plan(tp=6)))
+    assert not rules.problems(Plan(tp=6), three)
 
 
 def test_types_and_kernels_that_a_machine_lacks_are_refused() -> None:
     with pytest.raises(ConfigError, match="fp8=true multiplies"):
-        predict(TRANSFORMERS["gpt-22b"], H100, Plan.parse("precision=O0 fp8=true"))
+        predict(PRESETS["gpt-22b"], H100, Plan.parse("precision=O0 fp8=true"))
     v100, line = load_machine("v100"), "precision=O1 dtype=fp16 attention=flash optimizer=fused"
     with pytest.raises(ConfigError, match="compute capability"):
         explain(PRESETS["vit-b16"], v100, Plan.parse(line))
@@ -250,24 +250,24 @@ def test_what_is_fixed_is_not_searched() -> None:
     line = "tp=4 pp=4 micro_batch=2 sharding=fsdp recompute=full schedule=gpipe"
     plan = Plan.parse(f"{BASE} {line}")
     names = frozenset(word.partition("=")[0] for word in line.split())
-    found = search(TRANSFORMERS["gpt-22b"], H100, 64, global_batch=256, base=plan, fixed=names)
+    found = search(PRESETS["gpt-22b"], H100, 64, global_batch=256, base=plan, fixed=names)
     for prediction in found:
         assert all(getattr(prediction.plan, name) == getattr(plan, name) for name in names)
     groups = Plan.parse(f"{BASE} sharding=hsdp shard=16")
-    found = search(TRANSFORMERS["llama3-8b"], H100, 64, base=groups, fixed=frozenset({"sharding", "shard"}))
+    found = search(PRESETS["llama3-8b"], H100, 64, base=groups, fixed=frozenset({"sharding", "shard"}))
     assert {(p.plan.sharding, p.plan.shard) for p in found} == {("hsdp", 16)}
     alone = Plan.parse(f"{BASE} tp=8 pp=2 sharding=zero1")
-    assert search(TRANSFORMERS["gpt-22b"], H100, 16, base=alone, fixed=frozenset({"tp", "pp", "sharding"}))
+    assert search(PRESETS["gpt-22b"], H100, 16, base=alone, fixed=frozenset({"tp", "pp", "sharding"}))
     with pytest.raises(ConfigError, match=r"with tp=3.*divide the heads"):
-        search(TRANSFORMERS["gpt-22b"], H100, 64, base=Plan(tp=3), fixed=frozenset({"tp"}))
+        search(PRESETS["gpt-22b"], H100, 64, base=Plan(tp=3), fixed=frozenset({"tp"}))
 
 
 def test_every_kind_of_sharding_is_searched_and_none_is_empty() -> None:
-    shape = shape_of(TRANSFORMERS["llama3-8b"])
+    shape = shape_of(PRESETS["llama3-8b"])
     plans = list(layouts(shape, H100, 64, 512, Plan.parse(BASE), Space()))
     assert {plan.sharding for plan in plans if plan.dp > 1} == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
     assert all(1 < plan.shard < plan.dp * plan.cp for plan in plans if plan.sharding == "hsdp")
-    assert not any(list(layout_problems(shape, plan)) for plan in plans)
+    assert not any(rules.problems(plan, PRESETS["llama3-8b"]) for plan in plans)
     best = search(PRESETS["vit-b16"], load_machine("h200"), 8, global_batch=8192)[0]
     assert best.plan.micro_batch > 64
 
@@ -292,7 +292,7 @@ def test_fitting_leaves_the_same_margin_everywhere() -> None:
     ("model", "machine", "enough"), [("gpt-1t", "h100", 256), ("llama3-8b", "a100-40g", 8)]
 )
 def test_as_many_devices_as_are_said_to_be_enough_are(model: str, machine: str, enough: int) -> None:
-    config, device = TRANSFORMERS[model], load_machine(machine)
+    config, device = PRESETS[model], load_machine(machine)
     with pytest.raises(OutOfMemory, match=f"use {enough} devices or more"):
         search(config, device, 1)
     assert search(config, device, enough, global_batch=enough)

@@ -9,13 +9,12 @@ import pytest
 from penstock.config.machine import KernelSample, Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.planner import predict, search
 from penstock.planner.memory_model import in_flight
 from penstock.planner.outcome import Prediction
 
 A100, H100 = load_machine("a100-80g"), load_machine("h100")
-GPT = TRANSFORMERS["gpt-22b"]
+GPT = PRESETS["gpt-22b"]
 BASE = Plan(
     precision="O2", optimizer="fused", compile="blocks", attention="flash", tp=8, sp=True, dp=8, accumulate=8,
     sharding="zero1",
@@ -133,7 +132,7 @@ def test_schedules_keep_what_they_keep() -> None:
 
 
 def test_context_parallelism_splits_tokens() -> None:
-    model = replace(TRANSFORMERS["llama3-8b"], sequence=131072)
+    model = replace(PRESETS["llama3-8b"], sequence=131072)
     plan = Plan(precision="O1", sharding="fsdp", attention="flash", compile="blocks", recompute="full", dp=8)
     whole = predict(model, H100, plan)
     split = predict(model, H100, replace(plan, dp=1, cp=8))
@@ -146,7 +145,7 @@ def test_context_parallelism_splits_tokens() -> None:
 def test_every_family_is_predicted() -> None:
     plan = Plan(precision="O1", optimizer="fused", attention="sdpa")
     for model in (
-        TRANSFORMERS["bert-base"], TRANSFORMERS["t5-base"], TRANSFORMERS["mixtral-8x7b"], TRANSFORMERS["gpt2"],
+        PRESETS["bert-base"], PRESETS["t5-base"], PRESETS["mixtral-8x7b"], PRESETS["gpt2"],
         PRESETS["vit-b16"],
     ):  # fmt: skip
         for changes in ({}, {"dp": 2, "sharding": "fsdp"}):
@@ -194,6 +193,6 @@ def test_a_cpu_is_predicted_by_what_was_measured() -> None:
         name="laptop", device="cpu", source="measured", peak_flops={"fp32": 2e11}, memory_bytes=16e9,
         memory_bytes_per_second=2e10, launch_seconds=5e-6,
     )  # fmt: skip
-    one = predict(TRANSFORMERS["gpt2"], cpu, Plan(micro_batch=1))
+    one = predict(PRESETS["gpt2"], cpu, Plan(micro_batch=1))
     least = 3 * 1024 * 2 * 124e6 / 2e11
     assert least < one.iteration_seconds < 4 * least

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config.model import PRESETS
 from penstock.config.plan import Master, Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.planner.memory_model import memory
 from penstock.planner.shapes import shape_of
 from penstock.planner.states import master_size, optimizer_size, stored_size, update_bytes
@@ -27,7 +27,7 @@ def test_a_remainder_takes_half_of_a_copy(form: Master, missing: float, held: fl
 
 
 def test_the_memory_model_follows_the_form() -> None:
-    shape = shape_of(TRANSFORMERS["gpt-22b"])
+    shape = shape_of(PRESETS["gpt-22b"])
     copy, remainder = (memory(shape, plan, held=1e9) for plan in (O2, REMAINDER))
     assert copy["master_weights"] == 4e9
     assert remainder["master_weights"] == 2e9

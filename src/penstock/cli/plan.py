@@ -21,9 +21,8 @@ from penstock.cli.plan_inputs import (
 )
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
 from penstock.errors import ExitCode, OutOfMemory
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def plan(
 
 
 def _explain(
-    config: ViTConfig | TransformerConfig,
+    config: ModelConfig,
     machine: Machine,
     line: Plan,
     question: dict[str, Any],
@@ -204,7 +203,7 @@ def _scaling(
 
 
 def _levers(
-    config: ViTConfig | TransformerConfig,
+    config: ModelConfig,
     machine: Machine,
     gpus: int,
     found: Found,
@@ -307,7 +306,7 @@ def row(one: Prediction) -> list[str]:
 
 
 def _show(
-    config: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, top: int,
+    config: ModelConfig, machine: Machine, gpus: int, found: Found, top: int,
     samples: float | None, price: float | None, levers: list[Any],
 ) -> None:  # fmt: skip
     from rich.console import Console

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config.load import dump_toml
-from penstock.config.model import ViTConfig
-from penstock.config.transformer import TransformerConfig
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import EnvironmentProblem
 from penstock.planner.outcome import Prediction
 
 
-def plan_file(name: str, config: ViTConfig | TransformerConfig, best: Prediction) -> str:
+def plan_file(name: str, config: ModelConfig, best: Prediction) -> str:
     """The best Plan of the preset `name` as TOML.
 
     A vision model's file is one for `penstock train --config`. There is no such model for the others, so theirs holds
@@ -26,9 +25,9 @@ def plan_file(name: str, config: ViTConfig | TransformerConfig, best: Prediction
     return "".join(f"# {line}\n" for line in _told(name, config, best)) + "\n" + table
 
 
-def _told(name: str, config: TransformerConfig, best: Prediction) -> list[str]:
+def _told(name: str, config: DecoderConfig | EncoderConfig | Seq2SeqConfig, best: Prediction) -> list[str]:
     tokens = f"{config.sequence} tokens"
-    if config.family == "seq2seq":
+    if isinstance(config, Seq2SeqConfig):
         tokens += f" ({config.decoder_sequence} in the decoder)"
     lines = [
         f"The fastest layout of {name} with samples of {tokens} on {best.gpus} {best.machine},",

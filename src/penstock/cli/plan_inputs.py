@@ -10,9 +10,8 @@ from typing import Any
 from cyclopts import Token
 
 from penstock.config.convert import BadValue, convert, nearest
-from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TRANSFORMERS, TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.shapes import shape_of
 
@@ -68,9 +67,9 @@ def only(option: str, others: Mapping[str, Any]) -> None:
         )
 
 
-def named_model(name: str | None, sequence: int | None = None) -> ViTConfig | TransformerConfig:
+def named_model(name: str | None, sequence: int | None = None) -> ModelConfig:
     """The preset called `name`, of either family, with another length of sample if asked. Raises ConfigError."""
-    presets: dict[str, ViTConfig | TransformerConfig] = {**PRESETS, **TRANSFORMERS}
+    presets: dict[str, ModelConfig] = {**PRESETS, **PRESETS}
     if name is None:
         raise ConfigError(
             "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
@@ -88,7 +87,7 @@ def named_model(name: str | None, sequence: int | None = None) -> ViTConfig | Tr
 
 
 def samples_of_run(
-    config: ViTConfig | TransformerConfig,
+    config: ModelConfig,
     *,
     tokens: float | None,
     images: float | None,

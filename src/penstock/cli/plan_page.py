@@ -6,9 +6,8 @@ from typing import Any
 
 from penstock.cli.plan import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
 from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
 from penstock.planner.outcome import MARGIN, Prediction
@@ -24,7 +23,7 @@ DRAWN_TURNS = 2
 
 
 def plan_page(
-    model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found, levers: list[Any], *,
+    model: ModelConfig, machine: Machine, gpus: int, found: Found, levers: list[Any], *,
     samples: float | None = None, base: Plan | None = None, fixed: frozenset[str] = frozenset(),
     price: float | None = None,
 ) -> str:  # fmt: skip
@@ -129,7 +128,7 @@ def _memory(found: Found, machine: Machine) -> Section:
 
 
 def _front(
-    model: ViTConfig | TransformerConfig,
+    model: ModelConfig,
     machine: Machine,
     gpus: int,
     best: Prediction,

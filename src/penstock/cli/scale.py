@@ -109,6 +109,7 @@ class _Subject:
 def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
     from penstock.build import build
     from penstock.config.plan import Plan
+    from penstock.config.rules import require_trainable
     from penstock.config.run import Recipe
     from penstock.data import Loader, open_source
     from penstock.ladder.factory import load_factory, made_by, samples_of
@@ -118,19 +119,20 @@ def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
 
     recipe = Recipe(lr=config.lr) if config.lr else Recipe()
     if config.factory is not None:
-        model, batch, loss = made_by(load_factory(config.factory), config.factory, config.seed)
-        built = build(model, Plan(), device=device, recipe=recipe, loss=loss, seed=config.seed)
+        own, batch, loss = made_by(load_factory(config.factory), config.factory, config.seed)
+        built = build(own, Plan(), device=device, recipe=recipe, loss=loss, seed=config.seed)
         return _Subject(
             built=built, batches=itertools.repeat(moved(batch, device)), title=config.factory,
             data="the factory's batch", samples=samples_of(batch),
         )  # fmt: skip
-    source = open_source(config.data, split="train", channels=config.model.channels)
+    model = require_trainable(config.model)
+    source = open_source(config.data, split="train", channels=model.channels)
     samples = config.batch if config.batch is not None else BATCH["cpu" if device.type == "cpu" else "cuda"]
     built = build(config.model, Plan(micro_batch=samples), device=device, recipe=recipe, seed=config.seed)
     if config.init_from is not None:
         load_weights(built.model, config.init_from, new_head=True)
     loader = Loader(
-        source, batch=samples, image_size=config.model.image_size, classes=config.model.classes,
+        source, batch=samples, image_size=model.image_size, classes=model.classes,
         seed=config.seed, device=device,
     )  # fmt: skip
     return _Subject(

@@ -1,7 +1,8 @@
 """Values in and out of the configuration dataclasses: type checks, text to value, and the words for what is wrong.
 
-A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, `T | None`, `tuple[T, ...]`, `dict[str, T]` or a
-dataclass of these; nothing else may be a field's type, which keeps every configuration plain data.
+A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, `T | None`, `tuple[T, ...]`, `dict[str, T]`, a
+dataclass of these, or a union of dataclasses told apart by their field `family`; nothing else may be a field's type,
+which keeps every configuration plain data.
 """
 
 from __future__ import annotations
@@ -39,15 +40,20 @@ def field_types(cls: Any) -> dict[str, Any]:
     return _FIELD_TYPES[cls]
 
 
-def dataclass_of(kind: Any) -> type | None:
-    """The dataclass that `kind` is, or is optionally; else none."""
+def dataclasses_of(kind: Any) -> tuple[type, ...]:
+    """The dataclasses that a value of `kind` can be, be it also none: one, several of a union, or not any."""
     if dataclasses.is_dataclass(kind):
-        return kind if isinstance(kind, type) else None
+        return (kind,) if isinstance(kind, type) else ()
     if is_union(kind):
-        found = [arm for arm in typing.get_args(kind) if dataclasses.is_dataclass(arm)]
-        if len(found) == 1:
-            return dataclass_of(found[0])
-    return None
+        return tuple(
+            arm for arm in typing.get_args(kind) if isinstance(arm, type) and dataclasses.is_dataclass(arm)
+        )
+    return ()
+
+
+def family_of(cls: type) -> str:
+    """The word by which a dataclass is told apart in a union: the one value of its field `family`."""
+    return str(typing.get_args(field_types(cls)["family"])[0])
 
 
 def is_union(kind: Any) -> bool:
@@ -62,6 +68,8 @@ def accepts_none(kind: Any) -> bool:
 
 def describe(kind: Any) -> str:
     """The type in words that a user reads: `a whole number`, `'a' or 'b'`, …"""
+    if len(arms := dataclasses_of(kind)) > 1:
+        return f"a table with the family {' or '.join(map(family_of, arms))}"
     if is_union(kind):
         return " or ".join("none" if arm is type(None) else describe(arm) for arm in typing.get_args(kind))
     origin = typing.get_origin(kind)

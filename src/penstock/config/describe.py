@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from penstock.config.convert import accepts_none, dataclass_of, field_types, is_union
+from penstock.config.convert import accepts_none, dataclasses_of, family_of, field_types, is_union
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +29,14 @@ class Setting:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The string beneath each field of a dataclass, one paragraph of plain text; fields without one are absent."""
+    docs = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs.update(_own_docs(base))
+    return docs
+
+
+def _own_docs(cls: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
@@ -45,19 +53,42 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Setting]:
-    """Every setting of `cls`, depth first; a nested part that has a short text form comes before its fields."""
+    """Every setting of `cls`, depth first; a nested part that has a short text form comes before its fields.
+
+    Of a part that is a union, the settings of all families follow, each once.
+    """
     docs = field_docs(cls)
     default = default if default is not None else cls()
     for name, kind in field_types(cls).items():
-        inner = dataclass_of(kind)
         value = getattr(default, name)
         key = f"{path}{name}"
-        if inner is None:
+        arms = dataclasses_of(kind)
+        if not arms:
             yield Setting(key, kind, value, docs.get(name, ""))
             continue
-        if hasattr(inner, "parse") or hasattr(inner, "SHORT_FIELD"):
-            yield Setting(key, kind, value, docs.get(name, "") or _first_line(inner))
-        yield from settings(inner, f"{key}.", value)
+        if hasattr(arms[0], "parse") or hasattr(arms[0], "SHORT_FIELD"):
+            yield Setting(key, kind, value, docs.get(name, "") or _first_line(arms[0]))
+        if len(arms) == 1:
+            yield from settings(arms[0], f"{key}.", value)
+        else:
+            yield from _of_families(arms, f"{key}.", value)
+
+
+def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Setting]:
+    """The settings of a union: those of the default's family first, then what each further one adds."""
+    own = type(default)
+    words = tuple(family_of(arm) for arm in arms)
+    seen = {f"{path}family"}
+    yield Setting(f"{path}family", Literal[words], family_of(own), "Which family of models this is.")
+    for arm in (own, *(arm for arm in arms if arm is not own)):
+        for found in settings(arm, path, default if arm is own else None):
+            if found.key not in seen:
+                seen.add(found.key)
+                if arm is not own:
+                    name = found.key.removeprefix(path).partition(".")[0]
+                    having = ", ".join(family_of(arm) for arm in arms if name in field_types(arm))
+                    found = dataclasses.replace(found, help=f"Of {having}. {found.help}".strip())
+                yield found
 
 
 def type_word(kind: Any) -> str:

@@ -1,7 +1,8 @@
 """One way to make a configuration: defaults, then a file, then the command line, each over the one before.
 
 Every layer is read whole and every problem in it is collected, so that one run of a command lists all there is to
-mend. Keys are dotted (`recipe.lr`) or nested tables; both spellings mean the same in every layer.
+fix. Keys are dotted (`recipe.lr`) or nested tables; both spellings mean the same in every layer. A part that is a
+union of dataclasses, such as the model, is the one whose `family` the layers name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import Any, TypeVar, cast, overload
 
 import yaml
 
@@ -22,7 +24,9 @@ from penstock.config.convert import (
     BadValue,
     accepts_none,
     convert,
-    dataclass_of,
+    dataclasses_of,
+    describe,
+    family_of,
     field_types,
     nearest,
     plain,
@@ -49,7 +53,7 @@ def load(
     same layer then apply on top, in any order. Raises `ConfigError` with every problem, each naming `origin` or file.
     """
     problems: list[str] = []
-    tree = _Node(cls, base)
+    tree = _Node.of(cls, base)
     if file is not None:
         tree.merge(read_file(file), _Layer(str(file), False, problems), "")
     if overrides:
@@ -57,22 +61,26 @@ def load(
     made = tree.make(problems)
     if problems:
         raise ConfigError(problems)
-    assert isinstance(made, cls)
-    return made
+    return cast(T, made)
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], *, origin: str = "the given values") -> T:
-    """A `cls` from typed values as `to_dict`, TOML or JSON give them; what is absent keeps its default.
+@overload
+def from_dict(cls: type[T], values: Mapping[str, Any], *, origin: str = ...) -> T: ...
+@overload
+def from_dict(cls: UnionType, values: Mapping[str, Any], *, origin: str = ...) -> Any: ...
+def from_dict(cls: Any, values: Mapping[str, Any], *, origin: str = "the given values") -> Any:
+    """A `cls`, a dataclass or a union of them, from typed values as `to_dict`, TOML or JSON give them.
+
+    What is absent keeps its default.
 
     Raises `ConfigError` with every problem.
     """
     problems: list[str] = []
-    tree = _Node(cls, None)
+    tree = _Node.of(cls, None)
     tree.merge(values, _Layer(origin, False, problems), "")
     made = tree.make(problems)
     if problems:
         raise ConfigError(problems)
-    assert isinstance(made, cls)
     return made
 
 
@@ -143,28 +151,56 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Node:
-    """A dataclass being put together: `base` gives what no layer has set."""
+    """A dataclass being put together: `base` gives what no layer has set.
+
+    Of a union, `cls` is the dataclass that the layers so far ask for; a later one can change the family.
+    """
 
     cls: type
     base: Any
+    arms: tuple[type, ...]
+    """All dataclasses that it can be: more than one of a union."""
     values: dict[str, Any] = field(default_factory=dict)
     children: dict[str, _Node] = field(default_factory=dict)
     origins: dict[str, None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, kind: Any, base: Any) -> _Node:
+        """For a value of `kind`, a dataclass or a union of them."""
+        arms = dataclasses_of(kind)
+        return cls(arms[0] if base is None else type(base), base, arms)
+
     def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
         """Lay `values` over what is there."""
         self.origins[layer.origin] = None
-        # A preset names every field, so it must come before the fields that stand beside it.
-        for key, value in sorted(_nested(values, layer).items(), key=lambda item: item[0] != "preset"):
+        renamed: dict[str, str] = getattr(self.cls, "RENAMED", {})
+        # A preset names every field and a family decides which there are, so these come before what stands beside them.
+        first = ("preset", "family")
+        for name, value in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
+            key = renamed.get(name, name)
+            if key == "family" and len(self.arms) > 1:
+                self._choose_family(value, layer, path)
+                continue
             kinds = field_types(self.cls)
             if key == "preset" and "preset" not in kinds and hasattr(self.cls, "parse"):
                 self._whole_self(value, layer, path + key)
             elif key not in kinds:
                 self._unknown(path + key, key, layer, path)
-            elif (inner := dataclass_of(kinds[key])) is not None:
-                self._merge_child(key, inner, kinds[key], value, layer, path)
+            elif dataclasses_of(kinds[key]):
+                self._merge_child(key, kinds[key], value, layer, path)
             else:
                 self._merge_value(key, kinds[key], value, layer, path)
+
+    def _choose_family(self, value: Any, layer: _Layer, path: str) -> None:
+        """Become the dataclass of the union whose family is `value`, with its own defaults, if it is another one."""
+        families = {family_of(arm): arm for arm in self.arms}
+        if value not in families:
+            names = ", ".join(families)
+            layer.wrong(
+                f"{path}family is {_show(value)}, but must be one of {names}.{nearest(str(value), families)}"
+            )
+        elif families[value] is not self.cls:
+            self.cls, self.base, self.values, self.children = families[value], None, {}, {}
 
     def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         try:
@@ -172,7 +208,7 @@ class _Node:
         except BadValue as bad:
             layer.wrong(f"{path}{key} is {_show(value)}, but {bad}")
 
-    def _merge_child(self, key: str, inner: type, kind: Any, value: Any, layer: _Layer, path: str) -> None:
+    def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)
         if isinstance(whole, Mapping):
             whole, inside = None, whole
@@ -182,11 +218,11 @@ class _Node:
                 self.values[key] = None
                 self.children.pop(key, None)
             else:
-                layer.wrong(f"{path}{key} is none, but must be a table of {', '.join(field_types(inner))}.")
+                layer.wrong(f"{path}{key} is none, but must be {describe(kind)}.")
             return
         child = self.children.get(key)
         if child is None:
-            child = self.children[key] = _Node(inner, self.values.pop(key, None) or self._default(key))
+            child = self.children[key] = _Node.of(kind, self.values.pop(key, None) or self._default(key))
         if whole is not None:
             child._whole_self(whole, layer, path + key)
         if inside is not None:
@@ -196,23 +232,27 @@ class _Node:
         """Take a value that stands for the whole dataclass: an object of it, or its short text form."""
         self.origins[layer.origin] = None
         short = getattr(self.cls, "SHORT_FIELD", None)
-        if isinstance(value, self.cls):
-            self.base, self.values, self.children = value, {}, {}
+        if isinstance(value, self.arms):
+            self._become(value)
         elif isinstance(value, str) and short is not None:
             self.values[short] = value
         elif isinstance(value, str) and hasattr(self.cls, "parse"):
             try:
-                self.base, self.values, self.children = self.cls.parse(value), {}, {}
+                self._become(self.cls.parse(value))
             except ConfigError as error:
                 for problem in error.problems:
                     layer.wrong(problem)
         else:
-            layer.wrong(
-                f"{path} is {_show(value)}, but must be a table of {', '.join(field_types(self.cls))}."
-            )
+            layer.wrong(f"{path} is {_show(value)}, but must be {describe(self.cls)}.")
+
+    def _become(self, value: Any) -> None:
+        self.cls, self.base, self.values, self.children = type(value), value, {}, {}
 
     def _unknown(self, dotted: str, key: str, layer: _Layer, path: str) -> None:
+        others = [family_of(arm) for arm in self.arms if key in field_types(arm)]
         near = nearest(key, field_types(self.cls))
+        if others:
+            near = f" It is one of the family {' or '.join(others)}, and this is {family_of(self.cls)}."
         where = f"{path[:-1]} takes" if path else "known are"
         layer.wrong(
             f"{dotted} is not a setting.{near} Rename or remove it; {where} {', '.join(field_types(self.cls))}."

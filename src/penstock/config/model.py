@@ -1,35 +1,163 @@
-"""What is trained: the shape of a model, and nothing of how it runs."""
+"""What is trained: the family of a model and its sizes, and nothing of how it runs.
+
+`ModelConfig` is a union of one dataclass per family, told apart by `family`. All families share the sizes of a `Stack`
+of blocks, so whoever needs no more than these asks `stacks(config)` and need not know the family.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from penstock.config.convert import check_fields, nearest
 from penstock.errors import ConfigError
 
+Mlp = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"]
+Norm = Literal["layer", "rms"]
+Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 Classifier = Literal["token", "pooled"]
 Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
-Activation = Literal["gelu", "gelu_tanh"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViTConfig:
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Sizes of a stack of equal Transformer blocks (Vaswani et al., NeurIPS 2017).
+
+    Widths count features; `mlp_width` is the hidden width of the MLP and not a ratio, because ViT-g/14's ratio
+    (6144 / 1408) is no round number.
+    """
+
+    width: int = 768
+    depth: int = 12
+    """Number of blocks."""
+    heads: int = 12
+    kv_heads: int | None = None
+    """Heads of keys and values where several queries share them (Ainslie et al., EMNLP 2023); none: as many as
+    `heads`."""
+    head_features: int | None = None
+    """Features of one head; none: `width / heads`."""
+    mlp_width: int = 3072
+    mlp: Mlp = "gelu"
+    """Activation of the MLP; `swiglu` and `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
+    norm: Norm = "layer"
+    norm_eps: float = 1e-5
+    bias: bool = True
+    """Whether linear layers have biases, but for the projections to queries, keys and values."""
+    qkv_bias: bool = True
+    """Whether the projections to queries, keys and values have biases."""
+    positions: Positions = "learned"
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head."""
+    parallel: bool = False
+    """Whether attention and MLP read the same norm and run side by side (GPT-J), instead of one after the other."""
+    window: int | None = None
+    """Tokens that a token attends to (sliding window); none: all."""
+    dropout: float = 0.0
+    """Probability, of attention scores and of both residual branches."""
+    experts: int = 0
+    """Experts of a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
+    experts_per_token: int = 1
+    shared_experts: int = 0
+    """Experts that every token visits."""
+    expert_width: int | None = None
+    """Hidden width of one expert; none: `mlp_width`."""
+    expert_every: int = 1
+    """Every n-th block is a mixture, the others are dense."""
+    capacity: float = 1.0
+    """Tokens that an expert makes room for, as a multiple of an even share; 1 where none are dropped or padded."""
+
+    @property
+    def head_width(self) -> int:
+        """Features of one attention head."""
+        return self.head_features or self.width // self.heads
+
+    @property
+    def kv(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    def problems(self, where: str) -> Iterator[str]:
+        """Every reason why no such stack can be; `where` is its name, such as `model.encoder`."""
+        names = ["width", "depth", "heads", "mlp_width", "expert_every"]
+        names += ["experts_per_token"] if self.experts else []
+        names += [
+            name
+            for name in ("kv_heads", "head_features", "window", "expert_width")
+            if getattr(self, name) is not None
+        ]
+        small = list(_below_one(self, where, names))
+        yield from small
+        if small:
+            return
+        if self.head_features is None and self.width % self.heads:
+            yield (
+                f"{where}.width {self.width} cannot be split over {where}.heads {self.heads}; use a number of heads "
+                f"that divides {self.width}, or set {where}.head_features."
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            yield (
+                f"{where}.kv_heads is {self.kv_heads}, but must divide {where}.heads {self.heads}, "
+                "because each serves as many query heads."
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            yield (
+                f"{where}.experts_per_token is {self.experts_per_token}, but there are only "
+                f"{self.experts} {where}.experts to send a token to."
+            )
+        for name in ("experts", "shared_experts"):
+            if getattr(self, name) < 0:
+                yield f"{where}.{name} is {getattr(self, name)}, but must be at least 0."
+        if not 0.0 <= self.dropout < 1.0:
+            yield f"{where}.dropout is {self.dropout}, but is a probability in [0, 1)."
+        if not self.norm_eps > 0.0:
+            yield f"{where}.norm_eps is {self.norm_eps}, but must be above 0."
+        if self.capacity < 1.0:
+            yield f"{where}.capacity is {self.capacity}, but an even share is 1, so it must be at least that."
+
+
+class _Family:
+    """What the configurations of all families have in common."""
+
+    @classmethod
+    def parse(cls, name: str) -> ModelConfig:
+        """The preset called `name`, of whatever family. Raises `ConfigError` naming the nearest."""
+        return preset(name)
+
+    def short_form(self) -> str:
+        """The name of the preset that this is, or `custom`."""
+        return next((name for name, found in PRESETS.items() if found == self), "custom")
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, "model") or list(self._problems())
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        """Every reason why there can be no such model; the first reasons rule out the later ones."""
+        raise NotImplementedError  # each family has its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(Stack, _Family):
     """A Vision Transformer (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16 Words", Table 1).
 
-    Sizes count pixels, patches or features; `mlp_width` is the hidden width of the MLP, not a ratio, because g/14's
-    ratio (6144 / 1408) is no round number.
+    Image and patch sizes count pixels.
     """
+
+    RENAMED: ClassVar[dict[str, str]] = {"activation": "mlp"}
+    """Settings of older files by what they are called now."""
 
     family: Literal["vit"] = "vit"
     image_size: int = 224
     patch_size: int = 16
     channels: int = 3
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
-    mlp_width: int = 3072
     classes: int = 1000
     classifier: Classifier = "token"
     """`token`: a learned class token is read out. `pooled`: the mean over patches is, so 196 tokens instead of 197."""
@@ -37,74 +165,32 @@ class ViTConfig:
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     pool_norm: PoolNorm = "before"
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector after (timm's `fc_norm`)."""
-    activation: Activation = "gelu"
-    qkv_bias: bool = True
-    qk_norm: bool = False
     layer_scale: float | None = None
     """Initial value of LayerScale (Touvron et al., ICCV 2021), or none."""
     drop_path: float = 0.0
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
-    dropout: float = 0.0
     norm_eps: float = 1e-6
 
-    @classmethod
-    def parse(cls, name: str) -> ViTConfig:
-        """The preset called `name`. Raises `ConfigError` naming the nearest."""
-        if name not in PRESETS:
-            raise ConfigError(
-                f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
-            )
-        return PRESETS[name]
-
-    def short_form(self) -> str:
-        """The name of the preset that this is, or `custom`."""
-        return next((name for name, preset in PRESETS.items() if preset == self), "custom")
-
-    def __post_init__(self) -> None:
-        problems = check_fields(self, "model") or self._problems()
-        if problems:
-            raise ConfigError(problems)
-
-    def _problems(self) -> list[str]:
-        problems = [
-            f"model.{name} is {getattr(self, name)}, but must be at least 1."
-            for name in (
-                "image_size",
-                "patch_size",
-                "channels",
-                "width",
-                "depth",
-                "heads",
-                "mlp_width",
-                "classes",
-            )
-            if getattr(self, name) < 1
-        ]
-        if problems:
-            return problems
+    def _problems(self) -> Iterator[str]:
+        yield from self.problems("model")
+        small = list(_below_one(self, "model", ("image_size", "patch_size", "channels", "classes")))
+        yield from small
+        if small:
+            return
         if self.image_size % self.patch_size:
             down = self.image_size // self.patch_size * self.patch_size
             near = f"{down} or {down + self.patch_size}" if down else f"{self.patch_size}"
-            problems.append(
+            yield (
                 f"model.image_size {self.image_size} is no multiple of model.patch_size {self.patch_size}; "
                 f"the nearest that fit are {near}."
             )
-        if self.width % self.heads:
-            problems.append(
-                f"model.width {self.width} cannot be split over model.heads {self.heads}; "
-                f"use a number of heads that divides {self.width}."
-            )
         if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
-            problems.append(
+            yield (
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
-        problems.extend(
-            f"model.{name} is {getattr(self, name)}, but is a probability in [0, 1)."
-            for name in ("drop_path", "dropout")
-            if not 0.0 <= getattr(self, name) < 1.0
-        )
-        return problems
+        if not 0.0 <= self.drop_path < 1.0:
+            yield f"model.drop_path is {self.drop_path}, but is a probability in [0, 1)."
 
     @property
     def patches(self) -> int:
@@ -113,25 +199,166 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens the blocks see: the patches, and the class token where there is one."""
+        """Tokens that the blocks see: the patches, and the class token where there is one."""
         return self.patches + (self.classifier == "token")
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Text(_Family):
+    """What all models over tokens of text have besides their blocks."""
+
+    vocabulary: int = 50257
+    sequence: int = 1024
+    """Tokens of a sample; of an encoder–decoder, those of the encoder."""
+    max_positions: int | None = None
+    """Rows of the table of learned positions; none: `sequence`."""
+    embedding_norm: bool = False
+    """Whether a norm follows the embeddings."""
+    tied: bool = True
+    """Whether the output projection is the token embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(Stack, _Text):
+    """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+    family: Literal["decoder"] = "decoder"
+
+    def _problems(self) -> Iterator[str]:
+        yield from self.problems("model")
+        yield from _below_one(self, "model", ("vocabulary", "sequence"))
+
     @property
-    def head_width(self) -> int:
-        """Features of one attention head."""
-        return self.width // self.heads
+    def tokens(self) -> int:
+        """Tokens of one sample that the blocks see."""
+        return self.sequence
 
 
-ModelConfig = ViTConfig
-"""Every model family's configuration; a union once there is a second family."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(Stack, _Text):
+    """A bidirectional encoder with a head for masked words (Devlin et al., NAACL 2019, "BERT")."""
+
+    family: Literal["encoder"] = "encoder"
+    token_types: int = 0
+    """Rows of the table of segment embeddings; 0 is none."""
+
+    def _problems(self) -> Iterator[str]:
+        yield from self.problems("model")
+        yield from _below_one(self, "model", ("vocabulary", "sequence"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample that the blocks see."""
+        return self.sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqConfig(_Text):
+    """An encoder–decoder, whose decoder blocks attend to the encoder's output as well (Raffel et al., JMLR 2020)."""
+
+    family: Literal["seq2seq"] = "seq2seq"
+    encoder: Stack = field(default_factory=Stack)
+    decoder: Stack = field(default_factory=Stack)
+    decoder_sequence: int = 1024
+    """Tokens of a sample in the decoder."""
+
+    def _problems(self) -> Iterator[str]:
+        for name in ("encoder", "decoder"):
+            stack = getattr(self, name)
+            yield from check_fields(stack, f"model.{name}") or stack.problems(f"model.{name}")
+        yield from _below_one(self, "model", ("vocabulary", "sequence", "decoder_sequence"))
+        if self.encoder.width != self.decoder.width:
+            yield (
+                f"model.encoder.width {self.encoder.width} and model.decoder.width {self.decoder.width} differ, but "
+                "both read the same embedding table; make them equal."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample that the encoder sees."""
+        return self.sequence
+
+
+ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig
+"""The configuration of a model of any family."""
+
+
+def stacks(config: ModelConfig) -> tuple[Stack, ...]:
+    """The stacks of blocks of a model, in the order in which they run."""
+    return (config.encoder, config.decoder) if isinstance(config, Seq2SeqConfig) else (config,)
+
+
+def sequences(config: ModelConfig) -> tuple[int, ...]:
+    """Tokens of one sample that each of `stacks` sees."""
+    return (
+        (config.sequence, config.decoder_sequence) if isinstance(config, Seq2SeqConfig) else (config.tokens,)
+    )
+
+
+def preset(name: str) -> ModelConfig:
+    """The preset called `name`, of whatever family. Raises `ConfigError` naming the nearest."""
+    if name not in PRESETS:
+        raise ConfigError(
+            f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
+        )
+    return PRESETS[name]
+
+
+def _below_one(config: Any, where: str, names: list[str] | tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        if getattr(config, name) < 1:
+            yield f"{where}.{name} is {getattr(config, name)}, but must be at least 1."
 
 
 def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) -> ViTConfig:
     return ViTConfig(width=width, depth=depth, heads=heads, mlp_width=mlp_width, patch_size=patch_size)
 
 
-# Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
+def _gpt(width: int, depth: int, heads: int) -> DecoderConfig:
+    """GPT as Megatron trains it: dropout 0.1, learned positions, tied embeddings, 2,048 tokens."""
+    return DecoderConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, vocabulary=51200, sequence=2048, dropout=0.1
+    )  # fmt: skip
+
+
+def _mpt(width: int, depth: int, heads: int) -> DecoderConfig:
+    """MPT of MosaicML's llm-foundry: tied embeddings, learned positions, no dropout."""
+    return DecoderConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, vocabulary=50368, sequence=2048
+    )  # fmt: skip
+
+
+def _llama(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
+    """Llama 3; what the others change is said beside them."""
+    return DecoderConfig(
+        width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, mlp="swiglu",
+        vocabulary=128256, sequence=8192, positions="rotary", norm="rms", bias=False, qkv_bias=False, tied=False,
+    )  # fmt: skip
+
+
+def _llama2(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
+    return replace(_llama(width, depth, heads, kv_heads, mlp_width), vocabulary=32000, sequence=4096)
+
+
+def _t5(width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64) -> Seq2SeqConfig:
+    stack = Stack(
+        width=width, depth=depth, heads=heads, head_features=features, mlp_width=mlp_width, mlp="relu",
+        positions="relative", norm="rms", norm_eps=1e-6, bias=False, qkv_bias=False, dropout=0.1,
+    )  # fmt: skip
+    return Seq2SeqConfig(
+        encoder=stack, decoder=stack, vocabulary=32128, sequence=512, decoder_sequence=512
+    )  # fmt: skip
+
+
+def _bert(width: int, depth: int, heads: int) -> EncoderConfig:
+    return EncoderConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, norm_eps=1e-12, vocabulary=30522, sequence=512,
+        embedding_norm=True, token_types=2, dropout=0.1,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, ModelConfig] = {
+    # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
     "vit-ti16": _vit(192, 12, 3, 768, 16),
     "vit-s16": _vit(384, 12, 6, 1536, 16),
     "vit-b16": _vit(768, 12, 12, 3072, 16),
@@ -145,4 +372,56 @@ PRESETS: dict[str, ModelConfig] = {
         image_size=8, patch_size=2, channels=1, width=96, depth=6, heads=3, mlp_width=384, classes=10,
         classifier="pooled",
     ),
+    # Radford et al. 2019 Table 2, with the published vocabulary.
+    "gpt2": DecoderConfig(dropout=0.1),
+    "gpt2-xl": DecoderConfig(width=1600, depth=48, heads=25, mlp_width=6400, dropout=0.1),
+    # Narayanan et al. 2021 Table 1, and Korthikanti et al. 2022 Table 3 (22B, 175B, 530B, 1T).
+    "gpt-1.7b": _gpt(2304, 24, 24),
+    "gpt-3.6b": _gpt(3072, 30, 32),
+    "gpt-7.5b": _gpt(4096, 36, 32),
+    "gpt-18b": _gpt(6144, 40, 48),
+    "gpt-22b": _gpt(6144, 48, 64),
+    "gpt-39b": _gpt(8192, 48, 64),
+    "gpt-76b": _gpt(10240, 60, 80),
+    "gpt-145b": _gpt(12288, 80, 96),
+    "gpt-175b": _gpt(12288, 96, 96),
+    "gpt-310b": _gpt(16384, 96, 128),
+    "gpt-530b": _gpt(20480, 105, 128),
+    "gpt-1t": _gpt(25600, 128, 160),
+    # llm-foundry scripts/train/yamls/pretrain.
+    "mpt-125m": _mpt(768, 12, 12),
+    "mpt-350m": _mpt(1024, 24, 16),
+    "mpt-760m": _mpt(1536, 24, 12),
+    "mpt-1b": _mpt(2048, 24, 16),
+    "mpt-3b": _mpt(2560, 32, 20),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 56),
+    "mpt-70b": _mpt(8192, 80, 64),
+    # Touvron et al. 2023 Table 1; Grattafiori et al. 2024 Table 3.
+    "llama2-7b": _llama2(4096, 32, 32, 32, 11008),
+    "llama2-13b": _llama2(5120, 40, 40, 40, 13824),
+    "llama2-70b": _llama2(8192, 80, 64, 8, 28672),
+    "llama3-8b": _llama(4096, 32, 32, 8, 14336),
+    "llama3-70b": _llama(8192, 80, 64, 8, 28672),
+    "llama3-405b": _llama(16384, 126, 128, 8, 53248),
+    # BigScience Workshop 2022, section 3.2.
+    "bloom-176b": DecoderConfig(
+        width=14336, depth=70, heads=112, mlp_width=57344, vocabulary=250880, sequence=2048, positions="alibi",
+        embedding_norm=True,
+    ),
+    # Jiang et al. 2024 Table 1.
+    "mixtral-8x7b": DecoderConfig(
+        width=4096, depth=32, heads=32, kv_heads=8, mlp_width=14336, mlp="swiglu", vocabulary=32000, sequence=4096,
+        positions="rotary", norm="rms", bias=False, qkv_bias=False, tied=False, experts=8, experts_per_token=2,
+    ),
+    # Devlin et al. 2019, section 3.
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
+    # Raffel et al. 2020, section 3.1.2 and 3.7.
+    "t5-small": _t5(512, 6, 8, 2048),
+    "t5-base": _t5(768, 12, 12, 3072),
+    "t5-large": _t5(1024, 24, 16, 4096),
+    "t5-3b": _t5(1024, 24, 32, 16384, features=128),
+    "t5-11b": _t5(1024, 24, 128, 65536, features=128),
 }  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from penstock.config import rules
 from penstock.config.convert import BadValue, check_fields, convert, field_types, nearest
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
-from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
@@ -32,20 +31,9 @@ Offload = Literal["none", "optimizer", "activations"]
 BASELINE = "baseline"
 """How a Plan of defaults prints."""
 
-# SDPA backends that exist per device, and those that compute in half precision only (torch/nn/attention).
-_CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
-_HALF_ONLY = ("flash", "cudnn")
-_FLASH_HEAD_WIDTH = 256
 _COUNTS = (
     "micro_batch", "accumulate", "dp", "shard", "tp", "pp", "virtual", "cp", "ep", "recompute_every"
 )  # fmt: skip
-# What the planner predicts and the runtime cannot run yet: each with the one value that it runs.
-_RUNS_ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
-    "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
-}  # fmt: skip
-# The same, of settings of which it runs some: each with what it does not.
-_RUNS_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +90,7 @@ class Plan:
     other matrix product (operators: torch's per-operator policy), or each block from its input, either whole (full) or
     until all that is needed is there (early: torch's own checkpointing, which leaves out a block's last product)."""
     recompute_every: int = 1
-    """Each so-manieth block recomputes."""
+    """Every n-th block recomputes."""
     fp8: bool = False
     """Whether linear layers inside the blocks multiply in fp8, with one scale per tensor."""
     algorithm: Algorithm = "adamw"
@@ -177,7 +165,7 @@ class Plan:
         `Plan.parse` gives an equal Plan back.
         """
         words = [
-            f"{f.name}={_word(getattr(self, f.name))}"
+            f"{f.name}={rules.word(getattr(self, f.name))}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]
@@ -223,131 +211,12 @@ class Plan:
     @property
     def runnable(self) -> bool:
         """Whether training can run every setting of the plan today."""
-        return not any(self._unrunnable())
+        return not rules.problems(self, run=True)
 
     def refuse_unrunnable(self) -> None:
-        """Raise `ConfigError` naming each setting that the planner knows but training cannot run yet."""
-        problems = list(self._unrunnable())
-        if problems:
-            raise ConfigError(problems)
-
-    def _unrunnable(self) -> Iterator[str]:
-        for name, value in _RUNS_ONLY.items():
-            if getattr(self, name) != value:
-                yield (
-                    f"plan.{name}={_word(getattr(self, name))} can be predicted by `penstock plan`, but training "
-                    f"cannot run it yet; use {name}={_word(value)}."
-                )
-        for name, value in _RUNS_NOT.items():
-            if getattr(self, name) == value:
-                yield (
-                    f"plan.{name}={value} can be predicted by `penstock plan`, but training cannot run it yet; use "
-                    f"another {name}."
-                )
-        yield from self._sharding_problems()
-
-    def _sharding_problems(self) -> Iterator[str]:
-        if self.sharding == "hsdp" and self.dp % self.shard:
-            yield (
-                f"plan.shard={self.shard} does not divide the plan.dp={self.dp} replicas; use a shard that does."
-            )
-        if self.sharding != "hsdp" and self.shard > 1:
-            yield f"plan.shard={self.shard} is of plan.sharding=hsdp only; use shard=1, or sharding=hsdp."
-        if self.master == "remainder" and self.sharding != "ddp":
-            yield (
-                f"plan.master=remainder keeps whole weights, and plan.sharding={self.sharding} shares them out; use "
-                "master=copy, whose shards are the fp32 weights alone."
-            )
-        if self.offload == "optimizer" and (self.sharding == "ddp" or self.dp == 1):
-            yield (
-                "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
-                "plan.sharding=fsdp with plan.dp of 2 or more, or offload=none."
-            )
+        """Raise `ConfigError` naming each setting that contradicts another or that training cannot run yet."""
+        rules.require(self, run=True)
 
     def validate(self, model: ModelConfig, machine: Machine) -> None:
         """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""
-        problems = [*self._unrunnable(), *self.misfits(model, machine)]
-        if problems:
-            raise ConfigError(problems)
-
-    def misfits(self, model: ModelConfig | TransformerConfig, machine: Machine) -> Iterator[str]:
-        """Every reason why `machine` cannot compute `model` as the Plan says, be it run or predicted."""
-        yield from self._precision_problems(machine)
-        yield from self._attention_problems(model, machine)
-
-    def contradictions(self) -> Iterator[str]:
-        """Every reason why no machine could compute in the types that the Plan names."""
-        if self.fp8 and (self.precision not in ("O1", "O2") or self.dtype != "bf16"):
-            yield (
-                f"plan.fp8=true multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, but the "
-                f"plan has precision={self.precision} dtype={self.dtype}; change these, or leave fp8 out."
-            )
-
-    def _precision_problems(self, machine: Machine) -> Iterator[str]:
-        if self.precision == "O0":
-            if self.dtype != Plan().dtype:
-                yield (
-                    f"plan.dtype={self.dtype} has no effect with plan.precision=O0, which computes in fp32; "
-                    "choose precision=O1, O2 or O3, or leave dtype out."
-                )
-        elif self.dtype not in machine.peak_flops:
-            able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
-            remedy = f"use dtype={able[0]}" if able else "use precision=O0"
-            yield f"plan.dtype={self.dtype} cannot be computed on machine {machine.name}; {remedy}."
-        elif self.dtype == "fp16" and self.optimizer not in ("fused", "contiguous"):
-            yield (
-                f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={self.optimizer} cannot skip an overflowed "
-                "step without stopping the device to ask; use optimizer=fused or contiguous, or dtype=bf16."
-            )
-        if self.master == "remainder" and (self.precision, self.dtype, self.optimizer) != (
-            "O2",
-            "bf16",
-            "fused",
-        ):
-            yield (
-                "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
-                "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
-            )
-        yield from self.contradictions()
-        if self.fp8 and "fp8" not in machine.peak_flops:
-            yield (
-                f"plan.fp8=true needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
-                f"{machine.name} has none; leave it out."
-            )
-        if self.host_memory != "release" and machine.device == "cuda":
-            yield (
-                f"plan.host_memory={self.host_memory} has no effect on a GPU's step, and machine {machine.name} is "
-                "one; leave it out."
-            )
-        if self.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
-            yield (
-                f"plan.matmul={self.matmul} asks for TF32, which machine {machine.name} does not have; "
-                "use matmul=highest."
-            )
-
-    def _attention_problems(self, model: ModelConfig | TransformerConfig, machine: Machine) -> Iterator[str]:
-        if machine.device == "cpu" and self.attention not in _CPU_ATTENTION:
-            yield (
-                f"plan.attention={self.attention} exists on GPUs only, and machine {machine.name} is a CPU; "
-                f"use one of {', '.join(_CPU_ATTENTION)}."
-            )
-        if machine.device == "cuda" and self.attention in _HALF_ONLY:
-            if self.precision == "O0":
-                yield (
-                    f"plan.attention={self.attention} computes in half precision only, but plan.precision=O0 is "
-                    "fp32; use precision=O1, O2 or O3, or attention=efficient."
-                )
-            if "bf16" not in machine.peak_flops:
-                yield (
-                    f"plan.attention={self.attention} needs a GPU of compute capability 8.0, which machine "
-                    f"{machine.name} is not; use attention=efficient or math."
-                )
-        if self.attention == "flash" and model.head_width > _FLASH_HEAD_WIDTH:
-            yield (
-                f"plan.attention=flash takes heads of at most {_FLASH_HEAD_WIDTH} features, but this model's have "
-                f"{model.head_width}; raise model.heads, or use attention=math."
-            )
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        rules.require(self, model, machine, run=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
-from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig
 from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.rules import require_trainable, word
 from penstock.config.run import Recipe
 from penstock.data import Loader, open_source
 from penstock.errors import ConfigError
@@ -106,8 +107,9 @@ class Configured(Subject):
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
         batch = config.batch if config.batch is not None else BATCH[machine.device]
-        self.first = Setting(model=config.model, plan=Plan(micro_batch=batch))
-        self._source = open_source(config.data, split="train", channels=config.model.channels)
+        self._model = require_trainable(config.model)
+        self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
+        self._source = open_source(config.data, split="train", channels=self._model.channels)
         self._data = config.data.source
         self._starts: dict[int, dict[str, Tensor]] = {}
 
@@ -121,8 +123,7 @@ class Configured(Subject):
         )
 
     def blocks(self) -> int:
-        assert self.first.model is not None
-        return self.first.model.depth
+        return self._model.depth
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
@@ -139,7 +140,7 @@ class Configured(Subject):
         return built
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
-        assert setting.model is not None
+        assert isinstance(setting.model, ViTConfig)
         dims = self.dims(setting.plan)
         return iter(
             Loader(
@@ -155,7 +156,7 @@ class Configured(Subject):
         )
 
     def workload(self, setting: Setting) -> Workload:
-        assert setting.model is not None
+        assert isinstance(setting.model, ViTConfig)
         return workload(setting.model, self.machine, setting.plan)
 
     def train_command(self, setting: Setting) -> str:
@@ -294,21 +295,21 @@ def preset_name(model: ModelConfig) -> str:
 
 def model_words(model: ModelConfig) -> list[str]:
     """As `preset_name`, word by word: the preset that the fewest fields differ from, and those fields as options."""
-    fewest: list[str] | None = None
-    for name, preset in PRESETS.items():
-        differ = [
-            f"--model.{field.name} {_word(getattr(model, field.name))}"
-            for field in fields(model)
-            if getattr(model, field.name) != getattr(preset, field.name)
-        ]
-        if fewest is None or len(differ) + 1 < len(fewest):
-            fewest = [name, *differ]
-    assert fewest is not None
-    return fewest
+    options = [
+        [name, *_changes(preset, model, "model")]
+        for name, preset in PRESETS.items()
+        if type(preset) is type(model)
+    ]
+    return min(options, key=len)
 
 
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
+def _changes(preset: Any, model: Any, path: str) -> Iterator[str]:
+    for field in fields(model):
+        before, value = getattr(preset, field.name), getattr(model, field.name)
+        if is_dataclass(value):
+            yield from _changes(before, value, f"{path}.{field.name}")
+        elif value != before:
+            yield f"--{path}.{field.name} {word(value)}"
 
 
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.config.model import ModelConfig
+from penstock.config.rules import require_trainable
 from penstock.models.vit import ViT
 
 __all__ = ["ViT", "create"]
@@ -16,6 +17,6 @@ def create(
     """The module that a configuration describes, initialised from torch's global generator.
 
     On the meta device nothing is computed; `to_empty(device=…)` and then `init_weights()` bring the module to
-    life.
+    life. Raises ConfigError for a family that can be planned but not built yet.
     """
-    return ViT(config, device=device, dtype=dtype)
+    return ViT(require_trainable(config), device=device, dtype=dtype)

@@ -58,7 +58,7 @@ class MLP(nn.Module):
         self, config: ViTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation = config.mlp
         self.up = nn.Linear(config.width, config.mlp_width, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.down = nn.Linear(config.mlp_width, config.width, device=device, dtype=dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.model import ModelConfig
+from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.planner.operations import attention_form, conv_widths
 
@@ -44,12 +44,12 @@ class _Widths:
         )
 
 
-def activation_bytes(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
+def activation_bytes(config: ViTConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
     """Bytes kept for the backward pass of `batch` samples, at their most: when the forward pass ends."""
     return sum(activation_parts(config, batch, plan, device=device).values())
 
 
-def activation_parts(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> dict[str, int]:
+def activation_parts(config: ViTConfig, batch: int, plan: Plan, *, device: str = "cuda") -> dict[str, int]:
     """`activation_bytes` by part; `blocks` parts are of all blocks together.
 
     `cast_weights` are the half-precision copies of weights that autocast makes once a step, whatever the
@@ -71,7 +71,7 @@ def activation_parts(config: ModelConfig, batch: int, plan: Plan, *, device: str
     }
 
 
-def working_bytes(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
+def working_bytes(config: ViTConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
     """Bytes that the last block's MLP needs on top of what is kept, when its backward pass begins.
 
     The gradient of the residual stream and that of the hidden features, the place of whose activation was just freed
@@ -85,7 +85,7 @@ def working_bytes(config: ModelConfig, batch: int, plan: Plan, *, device: str = 
     return passing + weights * (2 if plan.precision in ("O2", "O3") else 4)
 
 
-def _attention(config: ModelConfig, rows: int, plan: Plan, widths: _Widths, device: str) -> int:
+def _attention(config: ViTConfig, rows: int, plan: Plan, widths: _Widths, device: str) -> int:
     d, c = config.width, widths.compute
     form = attention_form(plan, config.tokens, device)
     copies = plan.layout == "batch_first"
@@ -115,13 +115,13 @@ def _attention(config: ModelConfig, rows: int, plan: Plan, widths: _Widths, devi
     return kept
 
 
-def _mlp(config: ModelConfig, rows: int, widths: _Widths) -> int:
+def _mlp(config: ViTConfig, rows: int, widths: _Widths) -> int:
     d, m, c = config.width, config.mlp_width, widths.compute
     kept = rows * d * c + 2 * rows * m * c  # into up, into the activation, into down
     return kept + (rows * m * widths.mask if config.dropout else 0)
 
 
-def _branch(config: ModelConfig, batch: int, rows: int, widths: _Widths) -> int:
+def _branch(config: ViTConfig, batch: int, rows: int, widths: _Widths) -> int:
     size = rows * config.width
     kept = size * widths.mask if config.dropout else 0
     if config.layer_scale is not None:
@@ -132,7 +132,7 @@ def _branch(config: ModelConfig, batch: int, rows: int, widths: _Widths) -> int:
     return kept
 
 
-def _stem(config: ModelConfig, batch: int, plan: Plan, widths: _Widths) -> int:
+def _stem(config: ViTConfig, batch: int, plan: Plan, widths: _Widths) -> int:
     rows, c = batch * config.patches, widths.compute
     if config.stem == "patchify":
         kept = rows * config.channels * config.patch_size**2 * c
@@ -151,14 +151,14 @@ def _stem(config: ModelConfig, batch: int, plan: Plan, widths: _Widths) -> int:
     return kept
 
 
-def _head(config: ModelConfig, batch: int, widths: _Widths) -> int:
+def _head(config: ViTConfig, batch: int, widths: _Widths) -> int:
     every_token = config.classifier == "pooled" and config.pool_norm == "before"
     normed = batch * (config.tokens if every_token else 1)
     kept = normed * (config.width * widths.stream + 2 * widths.statistic)
     return kept + batch * config.width * widths.compute
 
 
-def _cast_weights(config: ModelConfig) -> int:
+def _cast_weights(config: ViTConfig) -> int:
     """Weights whose half-precision copy autograd keeps: of all products whose input's gradient is wanted."""
     d, m = config.width, config.mlp_width
     total = config.depth * (4 * d * d + 2 * d * m) + d * config.classes

@@ -8,7 +8,7 @@ causal. Tests hold the counts to real modules, to torch's FlopCounterMode and to
 
 from __future__ import annotations
 
-from penstock.config.model import ModelConfig
+from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.planner.activations import activation_bytes, activation_parts
 from penstock.planner.operations import Op, conv_widths, operations
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-def parameters(config: ModelConfig) -> int:
+def parameters(config: ViTConfig) -> int:
     """Learned numbers of the model; buffers are not counted."""
     return sum(parameter_parts(config).values())
 
 
-def parameter_parts(config: ModelConfig) -> dict[str, int]:
+def parameter_parts(config: ViTConfig) -> dict[str, int]:
     """Learned numbers by part: `stem`, `embeddings`, `blocks` (all of them), `head` (with the last norm)."""
     d, m = config.width, config.mlp_width
     block = 2 * 2 * d  # norms
@@ -50,7 +50,7 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _stem_parameters(config: ModelConfig) -> int:
+def _stem_parameters(config: ViTConfig) -> int:
     if config.stem == "patchify":
         return config.channels * config.patch_size**2 * config.width + config.width
     total, channels = 0, config.channels
@@ -60,24 +60,24 @@ def _stem_parameters(config: ModelConfig) -> int:
     return total + channels * config.width + config.width
 
 
-def forward_flops(config: ModelConfig, batch: int = 1) -> int:
+def forward_flops(config: ViTConfig, batch: int = 1) -> int:
     """FLOPs of one forward pass of `batch` samples."""
     return sum(op.count * op.flops for op in operations(config, batch) if op.phase == "forward")
 
 
-def backward_flops(config: ModelConfig, batch: int = 1) -> int:
+def backward_flops(config: ViTConfig, batch: int = 1) -> int:
     """FLOPs of one backward pass: twice the forward pass, less the gradient of the image, which nobody
     needs.
     """
     return sum(op.count * op.flops for op in operations(config, batch) if op.phase == "backward")
 
 
-def model_flops_per_sample(config: ModelConfig) -> int:
+def model_flops_per_sample(config: ViTConfig) -> int:
     """Forward and backward FLOPs of one sample: the numerator of MFU. Nothing recomputed is in it."""
     return forward_flops(config) + backward_flops(config)
 
 
-def recomputed_flops(config: ModelConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
+def recomputed_flops(config: ViTConfig, batch: int, plan: Plan, *, device: str = "cuda") -> int:
     """FLOPs that the backward pass repeats of the forward pass: HFU counts them, MFU does not.
 
     Fused attention kernels keep no scores and compute them again.

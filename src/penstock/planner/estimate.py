@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
-from penstock.errors import ConfigError
+from penstock.config.rules import require
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.holding import held_parameters
 from penstock.planner.iteration import Memo, iteration
-from penstock.planner.layout import layout_problems
 from penstock.planner.memory_model import activation_kinds, in_flight, memory
 from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.rates import FUSED, Rates, rates_of
 from penstock.planner.shapes import Shape, shape_of
 
 
-def estimate(
-    model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan, constants: Constants = DEFAULT
-) -> Prediction:
+def estimate(model: ModelConfig, machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Prediction:
     """Predict one optimizer step. Raises ConfigError for a layout that cannot be, with every reason."""
     shape = shape_of(model)
-    problems = [*layout_problems(shape, plan), *plan.contradictions()]
-    if problems:
-        raise ConfigError(problems)
+    require(plan, model)
     return prediction(shape, machine, rates_of(machine, plan, constants), plan, constants)
 
 

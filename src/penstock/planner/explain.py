@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.planner.memory_model import memory
 from penstock.planner.outcome import MARGIN, Prediction
 from penstock.planner.prediction import predict
@@ -52,11 +52,9 @@ AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp
 """What can be chosen; dp follows."""
 
 
-def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) -> list[str]:
+def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
     """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
-    problems = list(plan.misfits(model, machine))
-    if problems:
-        raise ConfigError(problems)
+    rules.require(plan, model, machine)
     one = predict(model, machine, plan)
     lines = [
         f"{plan.line()}",
@@ -88,9 +86,7 @@ def explain(model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan) 
     return lines
 
 
-def why_others_lose(
-    model: ViTConfig | TransformerConfig, machine: Machine, found: Found, best: Prediction
-) -> Iterator[str]:
+def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Prediction) -> Iterator[str]:
     """For each choice of the best layout, the best with another, and what it pays; and what memory rules out.
 
     A layout is named once, under the first choice in which it differs.
@@ -129,7 +125,7 @@ def _difference(best: Prediction, other: Prediction) -> str:
     return f"{more[name]:.3g} s more for {SECOND_WORDS.get(name, name)}"
 
 
-def _too_large(model: ViTConfig | TransformerConfig, machine: Machine, best: Prediction) -> Iterator[str]:
+def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterator[str]:
     """Neighbours of the best layout that would be faster if they fitted."""
     shape = shape_of(model)
     limit = machine.memory_bytes * MARGIN
@@ -163,7 +159,7 @@ class Lever:
 
 
 def sensitivity(
-    model: ViTConfig | TransformerConfig,
+    model: ModelConfig,
     machine: Machine,
     gpus: int,
     best: Prediction,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from penstock.config.convert import check_fields
 from penstock.config.machine import Machine
+from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError
 from penstock.planner.attention import fused_seconds, keys_computed
 from penstock.planner.collectives import exchange_seconds, group_of, reduce_seconds, send_seconds
@@ -70,7 +70,7 @@ class InferencePrediction:
 
 
 def predict_inference(
-    model: TransformerConfig, machine: Machine, serving: Serving, constants: Constants = DEFAULT
+    model: ModelConfig, machine: Machine, serving: Serving, constants: Constants = DEFAULT
 ) -> InferencePrediction:
     """Predict generation with a decoder on `serving.gpus` devices of `machine`: seconds, and bytes of one device.
 
@@ -116,7 +116,7 @@ def cache_bytes_per_token(shape: Shape, serving: Serving) -> float:
     return total / serving.pp
 
 
-def _check(model: TransformerConfig, shape: Shape, serving: Serving) -> None:
+def _check(model: ModelConfig, shape: Shape, serving: Serving) -> None:
     problems = check_fields(serving, "serving") or [*_sizes(serving)] or [*_degrees(model, shape, serving)]
     if problems:
         raise ConfigError(problems)
@@ -134,11 +134,12 @@ def _sizes(serving: Serving) -> Iterator[str]:
             yield f"serving.{name} is {value}, but must be above 0 and finite; half precision takes 2."
 
 
-def _degrees(model: TransformerConfig, shape: Shape, serving: Serving) -> Iterator[str]:
+def _degrees(model: ModelConfig, shape: Shape, serving: Serving) -> Iterator[str]:
     """Degrees that this model does not admit."""
     tp, ep = serving.tp, serving.ep
-    if model.family != "decoder":
+    if not isinstance(model, DecoderConfig):
         yield f"model.family is {model.family}, but only decoders are predicted to generate text."
+        return
     if any(block.heads % tp for block in shape.blocks):
         yield f"tp={tp} cannot share out the model's {model.heads} attention heads evenly."
     if serving.pp > shape.depth:

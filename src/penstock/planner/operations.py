@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from penstock.config.model import ModelConfig
+from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, Plan
 
 OpKind = Literal["gemm", "bmm", "conv", "pointwise", "norm", "softmax", "copy", "reduce", "quantize"]
@@ -87,7 +87,7 @@ def _flops(listed: Operations) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def operations(
-    config: ModelConfig, batch: int = 1, plan: Plan | None = None, *, device: str = "cuda"
+    config: ViTConfig, batch: int = 1, plan: Plan | None = None, *, device: str = "cuda"
 ) -> tuple[Op, ...]:
     """Every operation of one forward and one backward pass over `batch` samples, without loss and optimizer.
 
@@ -98,19 +98,19 @@ def operations(
     return listing(config, plan, device=device).at(batch)
 
 
-def listing(config: ModelConfig, plan: Plan, *, device: str = "cuda") -> Operations:
+def listing(config: ViTConfig, plan: Plan, *, device: str = "cuda") -> Operations:
     """`operations` of any batch."""
     fused = attention_form(plan, config.tokens, device) == "fused"
     return _both(config, fused, plan.layout == "batch_first")
 
 
 @lru_cache(maxsize=64)
-def _both(config: ModelConfig, fused: bool, copies: bool) -> Operations:
+def _both(config: ViTConfig, fused: bool, copies: bool) -> Operations:
     one, two = (_listed(config, batch, fused=fused, copies=copies) for batch in (1, 2))
     return Operations(tuple(one), tuple(two))
 
 
-def _listed(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> list[Op]:
+def _listed(config: ViTConfig, batch: int, *, fused: bool, copies: bool) -> list[Op]:
     """Forward as it runs, then the gradients of each operation from the last to the first."""
     forward = [
         *_stem(config, batch),
@@ -134,7 +134,7 @@ def attention_form(plan: Plan, tokens: int, device: str) -> Literal["plain", "fu
     return "math" if backend == "math" else "fused"
 
 
-def conv_widths(config: ModelConfig) -> list[int]:
+def conv_widths(config: ViTConfig) -> list[int]:
     """Output channels of each stride-2 convolution of the conv stem: doubling up to the model's width."""
     halvings = config.patch_size.bit_length() - 1
     return [max(8, config.width >> (halvings - 1 - i)) for i in range(halvings)]
@@ -152,7 +152,7 @@ def _elementwise(name: str, kind: OpKind, read: int, written: int) -> Op:
     return Op(name=name, kind=kind, phase="forward", read_elements=read, written_elements=written)
 
 
-def _stem(config: ModelConfig, batch: int) -> Iterator[Op]:
+def _stem(config: ViTConfig, batch: int) -> Iterator[Op]:
     rows, d = batch * config.patches, config.width
     pixels = batch * config.channels * config.image_size**2
     if config.stem == "patchify":
@@ -181,7 +181,7 @@ def _stem(config: ModelConfig, batch: int) -> Iterator[Op]:
         yield _elementwise("dropout", "pointwise", tokens, 2 * tokens)
 
 
-def _block(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> Iterator[Op]:
+def _block(config: ViTConfig, batch: int, *, fused: bool, copies: bool) -> Iterator[Op]:
     rows, d, m = batch * config.tokens, config.width, config.mlp_width
     yield _elementwise("norm1", "norm", rows * d, rows * d)
     yield _gemm("attention.qkv", rows, d, 3 * d)
@@ -199,7 +199,7 @@ def _block(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> Ite
     yield from _branch("branch2", config, rows)
 
 
-def _branch(name: str, config: ModelConfig, rows: int) -> Iterator[Op]:
+def _branch(name: str, config: ViTConfig, rows: int) -> Iterator[Op]:
     size = rows * config.width
     if config.dropout:
         yield _elementwise(f"{name}.dropout", "pointwise", size, 2 * size)
@@ -210,7 +210,7 @@ def _branch(name: str, config: ModelConfig, rows: int) -> Iterator[Op]:
     yield _elementwise(f"{name}.residual", "pointwise", 2 * size, size)
 
 
-def _attention(config: ModelConfig, batch: int, *, fused: bool, copies: bool) -> Iterator[Op]:
+def _attention(config: ViTConfig, batch: int, *, fused: bool, copies: bool) -> Iterator[Op]:
     """Two products and a softmax; a fused kernel is given as its two products, without the traffic of
     scores.
     """
@@ -233,7 +233,7 @@ def _attention(config: ModelConfig, batch: int, *, fused: bool, copies: bool) ->
         yield _elementwise("attention.merge", "copy", size, size)
 
 
-def _head(config: ModelConfig, batch: int) -> Iterator[Op]:
+def _head(config: ViTConfig, batch: int) -> Iterator[Op]:
     d, tokens = config.width, batch * config.tokens * config.width
     pool_first = config.classifier == "pooled" and config.pool_norm == "after"
     norm_all = config.classifier == "pooled" and config.pool_norm == "before"
@@ -246,7 +246,7 @@ def _head(config: ModelConfig, batch: int) -> Iterator[Op]:
     yield _gemm("head", batch, d, config.classes)
 
 
-def _gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
+def _gradients(op: Op, config: ViTConfig) -> Iterator[Op]:
     """The backward operations of one forward operation, in the order in which autograd runs them."""
     if op.kind in ("gemm", "conv"):
         yield from _product_gradients(op, config)
@@ -279,7 +279,7 @@ def _gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
         yield op._replace(phase="backward")
 
 
-def _product_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
+def _product_gradients(op: Op, config: ViTConfig) -> Iterator[Op]:
     """(m, k) @ (k, n): the input's gradient (m, n) @ (n, k) and the weight's (n, m) @ (m, k)."""
     rows, outputs, inputs = op.m, op.n, op.k
     output, weight = op.written_elements, inputs * outputs
@@ -301,7 +301,7 @@ def _product_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
         )  # fmt: skip
 
 
-def _attention_gradients(op: Op, config: ModelConfig) -> Iterator[Op]:
+def _attention_gradients(op: Op, config: ViTConfig) -> Iterator[Op]:
     """Two products for each of the forward pass, and for a fused kernel the scores once more."""
     pairs, n, k = op.batch, config.tokens, config.head_width
     size, scores = pairs * n * k, pairs * n * n

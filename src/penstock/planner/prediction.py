@@ -5,8 +5,7 @@ from __future__ import annotations
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
-from penstock.errors import ConfigError
+from penstock.config.rules import require
 from penstock.planner.activations import activation_parts, working_bytes
 from penstock.planner.counts import parameters
 from penstock.planner.estimate import estimate
@@ -18,7 +17,7 @@ from penstock.planner.rates import compute_type, peak_of
 from penstock.planner.time import Workload, step_parts
 
 
-def predict(model: ModelConfig | TransformerConfig, machine: Machine, plan: Plan) -> Prediction:
+def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
     A ViT on one device is predicted operator by operator, as Penstock's own modules launch them; every other model and
@@ -45,7 +44,7 @@ def by_operators(plan: Plan) -> bool:
     )
 
 
-def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
+def workload(model: ViTConfig, machine: Machine, plan: Plan) -> Workload:
     """The operations, parameters and activations of one micro-batch of `model`."""
     batch, device = plan.micro_batch, machine.device
     kept = activation_parts(model, batch, plan, device=device)
@@ -61,7 +60,7 @@ def workload(model: ModelConfig, machine: Machine, plan: Plan) -> Workload:
     )
 
 
-def parameter_tensors(model: ModelConfig) -> int:
+def parameter_tensors(model: ViTConfig) -> int:
     """How many tensors the parameters are: what an optimizer loops over."""
     block = 2 * 2 + 4 * 2 - (not model.qkv_bias) + 4 * model.qk_norm + 2 * (model.layer_scale is not None)
     stem = 2 if model.stem == "patchify" else 3 * len(conv_widths(model)) + 2
@@ -72,9 +71,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
     """As `predict`, for any model whose operations are known. Raises ConfigError as it does."""
     peak_name = compute_type(plan, machine)
     peak = peak_of(machine, peak_name)
-    problems = list(plan.contradictions())
-    if problems:
-        raise ConfigError(problems)
+    require(plan)
     seconds, forward = step_parts(work, machine, plan)
     computing = (seconds["gemm"] + seconds["attention"] + seconds["pointwise"]) / plan.accumulate
     memory = step_memory(work, plan)

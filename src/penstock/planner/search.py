@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
+from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.estimate import prediction
@@ -68,7 +68,7 @@ class Found:
 
 
 def search(
-    model: ViTConfig | TransformerConfig,
+    model: ModelConfig,
     machine: Machine,
     gpus: int,
     *,
@@ -113,7 +113,7 @@ def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
 
 
 def explore(
-    model: ViTConfig | TransformerConfig,
+    model: ModelConfig,
     machine: Machine,
     gpus: int,
     *,
@@ -129,7 +129,7 @@ def explore(
         raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
     shape = shape_of(model)
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
-    problems = list(base.misfits(model, machine))
+    problems = rules.problems(base, model, machine, layout=False)
     if problems:
         raise ConfigError(problems)
     batch = global_batch or default_batch(shape, gpus)
@@ -344,7 +344,7 @@ def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
     return _divisors(samples)
 
 
-def nothing_fits(model: ViTConfig | TransformerConfig, machine: Machine, gpus: int, found: Found) -> str:
+def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
     shape = shape_of(model)
     name = model.short_form()

@@ -12,8 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.model import ViTConfig
-from penstock.config.transformer import TransformerConfig
+from penstock.config.model import (
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    Stack,
+    ViTConfig,
+    stacks,
+)
 from penstock.planner import counts
 from penstock.planner.states import newton_schulz_flops
 
@@ -194,9 +201,9 @@ class Shape:
 
 
 @lru_cache(maxsize=256)
-def shape_of(model: ViTConfig | TransformerConfig) -> Shape:
+def shape_of(model: ModelConfig) -> Shape:
     """The shape of a configuration."""
-    return _vit(model) if isinstance(model, ViTConfig) else _transformer(model)
+    return _vit(model) if isinstance(model, ViTConfig) else _text(model)
 
 
 def _vit(model: ViTConfig) -> Shape:
@@ -227,84 +234,82 @@ def _vit(model: ViTConfig) -> Shape:
     )
 
 
-def _transformer(model: TransformerConfig) -> Shape:
-    norm = model.width * (1 if model.norm == "rms" else 2)
-    stacks = 2 if model.family == "seq2seq" else 1
-    entrance = model.vocabulary * model.width + norm * model.embedding_norm
-    entrance += model.token_types * model.width
-    if model.positions == "learned":
-        entrance += (model.max_positions or model.sequence) * model.width
-    if model.positions == "relative":
-        entrance += stacks * RELATIVE_BUCKETS * model.heads
-    ends = 0 if model.tied else model.vocabulary * model.width
-    tokens = model.decoder_sequence if model.family == "seq2seq" else model.sequence
-    exit_flops = 2 * tokens * model.width * model.vocabulary
-    if model.family == "encoder":
+def _text(model: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Shape:
+    first = stacks(model)[0]
+    width = first.width
+    norm = width * (1 if first.norm == "rms" else 2)
+    entrance = model.vocabulary * width + norm * model.embedding_norm
+    if isinstance(model, EncoderConfig):
+        entrance += model.token_types * width
+    if first.positions == "learned":
+        entrance += (model.max_positions or model.sequence) * width
+    entrance += sum(
+        RELATIVE_BUCKETS * stack.heads for stack in stacks(model) if stack.positions == "relative"
+    )
+    ends = 0 if model.tied else model.vocabulary * width
+    tokens = model.decoder_sequence if isinstance(model, Seq2SeqConfig) else model.sequence
+    exit_flops = 2 * tokens * width * model.vocabulary
+    if isinstance(model, EncoderConfig):
         # The head of masked language models: a dense layer, a norm, and a bias of the output.
-        ends += model.width * model.width + model.width + norm + model.vocabulary
-        exit_flops += 2 * tokens * model.width * model.width
+        ends += width * width + width + norm + model.vocabulary
+        exit_flops += 2 * tokens * width * width
     else:
-        ends += stacks * norm
+        ends += len(stacks(model)) * norm
     return Shape.of(
-        blocks=_stacks(model),
+        blocks=_blocks(model),
         entrance=(entrance, 0),
         exit_=(ends, exit_flops),
         tied=model.tied,
         output=model.vocabulary,
         output_tokens=tokens,
         samples_are_tokens=tokens,
-        width=model.width,
+        width=width,
     )
 
 
-def _stacks(model: TransformerConfig) -> tuple[Block, ...]:
-    if model.family == "seq2seq":
-        encoder = _block(model, model.depth, model.sequence)
-        decoder = _block(
-            model, model.decoder_depth, model.decoder_sequence, causal=True, cross=model.sequence
+def _blocks(model: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> tuple[Block, ...]:
+    if isinstance(model, Seq2SeqConfig):
+        return (
+            *_of_stack(model.encoder, model.sequence),
+            *_of_stack(model.decoder, model.decoder_sequence, causal=True, cross=model.sequence),
         )
-        return (encoder, decoder)
-    causal = model.family == "decoder"
-    if not model.experts:
-        return (_block(model, model.depth, model.sequence, causal=causal),)
-    sparse = model.depth // model.expert_every
-    mixture = _block(model, sparse, model.sequence, causal=causal, mixture=True)
-    if sparse == model.depth:
-        return (mixture,)
-    return (_block(model, model.depth - sparse, model.sequence, causal=causal), mixture)
+    return _of_stack(model, model.sequence, causal=isinstance(model, DecoderConfig))
 
 
-def _block(
-    model: TransformerConfig,
-    count: int,
-    tokens: int,
-    *,
-    causal: bool = False,
-    cross: int = 0,
-    mixture: bool = False,
-) -> Block:
-    hidden = model.mlp_width
-    if mixture and model.expert_width is not None:
-        hidden = model.expert_width
+def _of_stack(stack: Stack, tokens: int, *, causal: bool = False, cross: int = 0) -> tuple[Block, ...]:
+    """The dense blocks of a stack, then its mixtures."""
+    mixtures = stack.depth // stack.expert_every if stack.experts else 0
+    kinds = ((stack.depth - mixtures, False), (mixtures, True))
+    return tuple(
+        _block(stack, count, tokens, causal=causal, cross=cross, mixture=mixture)
+        for count, mixture in kinds
+        if count
+    )
+
+
+def _block(stack: Stack, count: int, tokens: int, *, causal: bool, cross: int, mixture: bool) -> Block:
+    hidden = stack.mlp_width
+    if mixture and stack.expert_width is not None:
+        hidden = stack.expert_width
     return Block(
         count=count,
         tokens=tokens,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        features=model.head_width,
+        width=stack.width,
+        heads=stack.heads,
+        kv_heads=stack.kv,
+        features=stack.head_width,
         hidden=hidden,
-        gated=model.gated,
-        rms=model.norm == "rms",
-        bias=model.bias,
-        qkv_bias=model.bias,
-        rotary=model.positions == "rotary",
-        linear_bias=model.positions == "alibi",
+        gated=stack.gated,
+        rms=stack.norm == "rms",
+        bias=stack.bias,
+        qkv_bias=stack.qkv_bias,
+        rotary=stack.positions == "rotary",
+        linear_bias=stack.positions == "alibi",
         causal=causal,
-        dropout=model.dropout > 0,
+        dropout=stack.dropout > 0,
         cross=cross,
-        experts=model.experts if mixture else 0,
-        routed=model.experts_per_token if mixture else 0,
-        shared=model.shared_experts if mixture else 0,
-        capacity=model.capacity,
+        experts=stack.experts if mixture else 0,
+        routed=stack.experts_per_token if mixture else 0,
+        shared=stack.shared_experts if mixture else 0,
+        capacity=stack.capacity,
     )

@@ -27,6 +27,7 @@ from penstock.build import build
 from penstock.checkpoint import BackgroundSaver, Snapshot, Stored
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
+from penstock.config.rules import require_trainable
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import PenstockError, SavedRequeue
@@ -107,6 +108,7 @@ def train(
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
     config.plan.refuse_unrunnable()
+    require_trainable(config.model)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
@@ -350,8 +352,8 @@ class _Run:
             machine=self.machine.name,
             device=str(self.device),
             peak=self.meter.peak,
-            parameters=parameters(self.config.model),
-            classes=self.config.model.classes,
+            parameters=parameters(require_trainable(self.config.model)),
+            classes=require_trainable(self.config.model).classes,
             data=self.config.data.source,
             samples=self.schedule.samples,
             batch=self.schedule.batch,
@@ -363,7 +365,7 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        dims, model = self.dims, self.config.model
+        dims, model = self.dims, require_trainable(self.config.model)
         given = reading(self.config, self.device)
         loader = Loader(self.val_source, endless=False, rank=dims.data_rank, world=dims.data_world, **given)
         blank = torch.zeros(1, model.channels, model.image_size, model.image_size, device=self.device)

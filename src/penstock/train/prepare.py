@@ -12,6 +12,7 @@ import torch
 
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ViTConfig
+from penstock.config.rules import require_trainable
 from penstock.config.run import RunConfig
 from penstock.data import Source, open_source
 from penstock.errors import ConfigError
@@ -55,7 +56,7 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 def open_sources(config: RunConfig) -> tuple[Source, Source]:
     """Training and validation split."""
-    model = config.model
+    model = require_trainable(config.model)
     train, val = (
         open_source(config.data, split=split, channels=model.channels, image_size=model.image_size)
         for split in ("train", "val")
@@ -65,10 +66,11 @@ def open_sources(config: RunConfig) -> tuple[Source, Source]:
 
 def reading(config: RunConfig, device: torch.device) -> dict[str, Any]:
     """What Loaders of both splits have in common."""
+    model = require_trainable(config.model)
     return {
         "batch": config.plan.micro_batch,
-        "image_size": config.model.image_size,
-        "classes": config.model.classes,
+        "image_size": model.image_size,
+        "classes": model.classes,
         "device": device,
         "workers": config.data.workers,
     }
@@ -80,7 +82,8 @@ def with_classes(config: RunConfig, source: Source) -> RunConfig:
     A model that was left at the default of 1000 classes follows the data, and that is said. Raises ConfigError where
     another number was chosen and is not that of the data.
     """
-    found, wanted = len(source.classes), config.model.classes
+    model = require_trainable(config.model)
+    found, wanted = len(source.classes), model.classes
     if found == wanted:
         return config
     if wanted != ViTConfig().classes:
@@ -88,7 +91,7 @@ def with_classes(config: RunConfig, source: Source) -> RunConfig:
             f"model.classes is {wanted}, but {source.name} has {found} classes. Set model.classes to {found}."
         )
     _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
-    return replace(config, model=replace(config.model, classes=found))
+    return replace(config, model=replace(model, classes=found))
 
 
 def set_aside(path: Path) -> None:

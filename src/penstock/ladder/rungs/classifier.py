@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 
+from penstock.config.model import ViTConfig
 from penstock.ladder.rung import Rung, Setting, Situation, register
 
 
 def _apply(setting: Setting, situation: Situation) -> Setting:
-    assert setting.model is not None  # `_obstacle` holds this
+    assert isinstance(setting.model, ViTConfig)  # `_obstacle` holds this
     return replace(setting, model=replace(setting.model, classifier="pooled"))
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if setting.model is None:
-        return "it rebuilds the model from a Penstock configuration, and this model is your own"
+    if not isinstance(setting.model, ViTConfig):
+        return "it changes how a model reads images, and this one is no Vision Transformer of Penstock's"
     if setting.model.classifier == "pooled":
         return "the model has a pooled classifier already"
     return None

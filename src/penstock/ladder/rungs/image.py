@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from penstock.config.model import ViTConfig
 from penstock.ladder.rung import Rung, Setting, Situation, register
 
 _SIZE = 256
@@ -16,14 +17,14 @@ def _larger(size: int, patch: int) -> int:
 
 
 def _apply(setting: Setting, situation: Situation) -> Setting:
-    assert setting.model is not None  # `_obstacle` holds this
+    assert isinstance(setting.model, ViTConfig)  # `_obstacle` holds this
     larger = _larger(setting.model.image_size, setting.model.patch_size)
     return replace(setting, model=replace(setting.model, image_size=larger))
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if setting.model is None:
-        return "it rebuilds the model from a Penstock configuration, and this model is your own"
+    if not isinstance(setting.model, ViTConfig):
+        return "it changes how a model reads images, and this one is no Vision Transformer of Penstock's"
     return None
 
 

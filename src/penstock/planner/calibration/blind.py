@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import get_args
 
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import PRESETS
+from penstock.config.model import ViTConfig, preset
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.config.transformer import TRANSFORMERS
 from penstock.planner.block_time import block_time
-from penstock.planner.calibration.table import Row, iteration_seconds, read
+from penstock.planner.calibration.table import Row, decoder, iteration_seconds, read
 from penstock.planner.constants import Constants
 from penstock.planner.memory_model import memory
 from penstock.planner.outcome import MARGIN
@@ -22,9 +21,9 @@ from penstock.planner.rates import rates_of
 from penstock.planner.shapes import Block, shape_of
 
 _VITS = {
-    "b16": PRESETS["vit-b16"],
-    "g14": PRESETS["vit-g14"],
-    "G14": replace(PRESETS["vit-g14"], width=1664, depth=48, mlp_width=8192),
+    "b16": preset("vit-b16"),
+    "g14": preset("vit-g14"),
+    "G14": ViTConfig(width=1664, depth=48, heads=16, mlp_width=8192, patch_size=14),
 }
 """G/14: Zhai et al., CVPR 2022, Table 2."""
 TOKENS, WIDTH = 16384, 2048
@@ -107,7 +106,7 @@ def flash_training() -> Iterator[Row]:
         width, depth, heads = sizes[row["model"]]
         tokens = int(row["tokens"])
         model = replace(
-            TRANSFORMERS["gpt-22b"],
+            decoder("gpt-22b"),
             width=width,
             depth=depth,
             heads=heads,

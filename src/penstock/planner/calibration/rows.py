@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import cache
 
 from penstock.config.machine import Machine, load_machine
+from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute
-from penstock.config.transformer import TRANSFORMERS, TransformerConfig
 from penstock.planner.block_time import block_time
 from penstock.planner.calibration import blind
-from penstock.planner.calibration.table import Row, iteration_seconds, read
+from penstock.planner.calibration.table import Row, decoder, iteration_seconds, read
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.gemm import gemm_seconds
@@ -35,7 +35,7 @@ _MEGATRON = Plan(
 
 def korthikanti_table4() -> Iterator[Row]:
     """Forward and backward milliseconds of one layer."""
-    block = shape_of(TRANSFORMERS["gpt-22b"]).blocks[0]
+    block = shape_of(decoder("gpt-22b")).blocks[0]
     machine = load_machine("a100-80g")
     for row in read("korthikanti_table4"):
         words = row["experiment"].lower()
@@ -69,7 +69,7 @@ def korthikanti_table5() -> Iterator[Row]:
     """Seconds per iteration of 22B to 1T, under full recomputation and under selective with sequence parallelism."""
     machine = load_machine("a100-80g")
     for row in read("korthikanti_table5"):
-        model = TRANSFORMERS[f"gpt-{row['model'].lower()}"]
+        model = decoder(f"gpt-{row['model'].lower()}")
         sp = row["sequence_parallel"] == "yes"
         dp, micro, virtual = int(row["dp"]), int(row["micro_batch"]), int(row["virtual_stages"])
         plan = replace(
@@ -96,7 +96,7 @@ def mosaicml(chip: str) -> Iterator[Row]:
     for row in read("mosaicml"):
         if chip not in row["gpu"] or "fp8" in row["precision"]:
             continue
-        model = replace(TRANSFORMERS[f"mpt-{row['model']}"], sequence=int(row["sequence"]))
+        model = replace(decoder(f"mpt-{row['model']}"), sequence=int(row["sequence"]))
         pure = row["mixed_precision"] == "PURE"
         again: Recompute = "none"
         if row["checkpointing"] == "True":
@@ -117,11 +117,11 @@ def mosaicml(chip: str) -> Iterator[Row]:
         )
 
 
-def _titan(row: dict[str, str]) -> tuple[TransformerConfig, Plan]:
+def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
     family, size = ("llama3", row["model"].split()[-1].lower())
     if row["model"].startswith("Llama 2"):
         family = "llama2"
-    model = replace(TRANSFORMERS[f"{family}-{size}"], sequence=int(row["seq_len"]))
+    model = replace(decoder(f"{family}-{size}"), sequence=int(row["seq_len"]))
     tp, cp = int(row["tp"]), int(row["cp"])
     kind: Recompute = {"s": "operators", "p": "operators", "f": "early", "n": "none"}[row["ac"][0]]  # type: ignore[assignment]
     every = 1
@@ -196,7 +196,7 @@ def bloom() -> Iterator[Row]:
             continue
         width = int(row["hidden"])
         model = replace(
-            TRANSFORMERS["bloom-176b"], width=width, depth=int(row["layers"]), heads=int(row["heads"] or 96),
+            decoder("bloom-176b"), width=width, depth=int(row["layers"]), heads=int(row["heads"] or 96),
             mlp_width=4 * width, dropout=0.1,
         )  # fmt: skip
         half = "Rebalancing" not in row["section"] and row["section"] != "bf16"
@@ -222,7 +222,7 @@ def nemo() -> Iterator[Row]:
     presets = {"GPT3-175B": "gpt-175b"}
     machine = load_machine("h100")
     for row in read("nemo"):
-        model = TRANSFORMERS[presets.get(row["model"], row["model"].lower())]
+        model = decoder(presets.get(row["model"], row["model"].lower()))
         tp, pp, cp, virtual = (int(row[name]) for name in ("tp", "pp", "cp", "virtual"))
         dp = int(row["gpus"]) // (tp * pp * cp)
         micro = int(row["micro_batch"])
@@ -248,7 +248,7 @@ def megatron() -> Iterator[Row]:
     for row in read("megatron"):
         width = int(row["hidden"])
         model = replace(
-            TRANSFORMERS["gpt-22b"], width=width, depth=int(row["layers"]), heads=int(row["heads"]),
+            decoder("gpt-22b"), width=width, depth=int(row["layers"]), heads=int(row["heads"]),
             mlp_width=4 * width, sequence=int(row["seq_len"]),
         )  # fmt: skip
         tp, dp = int(row["tp"]), int(row["dp"])

@@ -9,9 +9,8 @@ from functools import cache
 from importlib import resources
 
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
-from penstock.config.transformer import TransformerConfig
 from penstock.planner.constants import Constants
 from penstock.planner.iteration import iteration
 from penstock.planner.rates import rates_of
@@ -34,6 +33,13 @@ class Row:
 
 
 @cache
+def decoder(name: str) -> DecoderConfig:
+    """The preset called `name`, which must be a decoder."""
+    found = preset(name)
+    assert isinstance(found, DecoderConfig)
+    return found
+
+
 def read(table: str) -> tuple[dict[str, str], ...]:
     """The rows of a table; its first line is the source."""
     text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
@@ -52,7 +58,7 @@ usual gap: an eager operator's time on the host, which nothing hides. An estimat
 
 
 def iteration_seconds(
-    model: ViTConfig | TransformerConfig, machine: Machine, plan: Plan, *, blocked: bool = False
+    model: ModelConfig, machine: Machine, plan: Plan, *, blocked: bool = False
 ) -> Callable[[Constants], float]:
     """The planner's seconds of one step under given constants."""
     shape = shape_of(model)

@@ -1,0 +1,406 @@
+"""Every reason why a Plan cannot be: each stated once, and asked by all who need to know.
+
+A rule is a function that yields whole sentences, each naming the setting, what is wrong and what to do. Its parameters
+say what it must know: the Plan, the model, the machine. Its kind is `types` (types, kernels and what a device has),
+`layout` (degrees and how they divide the model) or `run` (what can be predicted but not run yet; the other kinds hold
+for predictions as well). `problems` asks them all at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config.plan import Plan
+
+Kind = Literal["types", "layout", "run"]
+
+CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
+"""Backends of attention that exist on a CPU (torch/nn/attention)."""
+HALF_ONLY_ATTENTION = ("flash", "cudnn")
+"""Those that compute in half precision only, on a GPU."""
+FLASH_HEAD_WIDTH = 256
+"""The widest heads that flash attention takes."""
+SKIPS_ON_DEVICE = ("fused", "contiguous")
+"""Optimizer forms that can skip an overflowed step without making the host wait."""
+
+_RUNS_ONLY: dict[str, Any] = {
+    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
+    "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
+}  # fmt: skip
+"""Settings that the planner predicts in full and the runtime runs with one value."""
+_RUNS_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
+"""Settings that the runtime runs but for one value."""
+_VIT_HAS: dict[str, Any] = {
+    "kv_heads": None, "head_features": None, "norm": "layer", "bias": True, "positions": "learned", "parallel": False,
+    "window": None, "experts": 0,
+}  # fmt: skip
+"""Sizes of a stack of which our Vision Transformer is built with one value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One legality."""
+
+    name: str
+    kind: Kind
+    text: str
+    """What it asks for, in one sentence."""
+    check: Callable[..., Iterator[str]]
+    takes: tuple[str, ...]
+    """Its parameters, of plan, model and machine."""
+
+
+RULES: list[Rule] = []
+"""All rules, in the order in which their problems are told."""
+
+
+def _rule(kind: Kind) -> Callable[[Callable[..., Iterator[str]]], Callable[..., Iterator[str]]]:
+    def enrol(check: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]]:
+        text = " ".join((inspect.getdoc(check) or "").split())
+        takes = tuple(inspect.signature(check).parameters)
+        RULES.append(Rule(check.__name__.strip("_"), kind, text, check, takes))
+        return check
+
+    return enrol
+
+
+def problems(
+    plan: Plan,
+    model: ModelConfig | None = None,
+    machine: Machine | None = None,
+    *,
+    run: bool = False,
+    layout: bool = True,
+) -> list[str]:
+    """Every reason why `plan` cannot be, as far as model and machine are given.
+
+    With `run`, also why it cannot run; without `layout`, whatever its degrees are, for a search that chooses them.
+    """
+    known = {"plan": plan, "model": model, "machine": machine}
+    found: list[str] = []
+    for rule in RULES:
+        if (rule.kind == "run" and not run) or (rule.kind == "layout" and not layout):
+            continue
+        arguments = [known[name] for name in rule.takes]
+        if None not in arguments:
+            found += rule.check(*arguments)
+    return list(dict.fromkeys(found))
+
+
+def require(
+    plan: Plan, model: ModelConfig | None = None, machine: Machine | None = None, *, run: bool = False
+) -> None:
+    """Raise `ConfigError` with all that `problems` finds."""
+    found = problems(plan, model, machine, run=run)
+    if found:
+        raise ConfigError(found)
+
+
+def require_trainable(model: ModelConfig) -> ViTConfig:
+    """`model`, of a family that can be built and trained. Raises ConfigError for one that can be planned only."""
+    if not isinstance(model, ViTConfig):
+        raise ConfigError(
+            f"model.family={model.family} can be predicted by `penstock plan`, but it cannot be built and trained yet; "
+            "choose a model of the family vit."
+        )
+    found = [
+        f"model.{name}={word(getattr(model, name))} can be predicted by `penstock plan`, but our Vision Transformer is "
+        f"built with {name}={word(value)} only; use that."
+        for name, value in _VIT_HAS.items()
+        if getattr(model, name) != value
+    ]
+    if model.mlp not in ("gelu", "gelu_tanh"):
+        found.append(
+            f"model.mlp={model.mlp} can be predicted by `penstock plan`, but our Vision Transformer is built with gelu "
+            "or gelu_tanh; use one of them."
+        )
+    if found:
+        raise ConfigError(found)
+    return model
+
+
+def word(value: Any) -> str:
+    """A value of a setting as it is written in a line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+# What contradicts itself in the Plan alone.
+
+
+@_rule("types")
+def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
+    """`dtype` is set only where something is computed in half precision."""
+    if plan.precision == "O0" and plan.dtype != "bf16":
+        yield (
+            f"plan.dtype={plan.dtype} has no effect with plan.precision=O0, which computes in fp32; "
+            "choose precision=O1, O2 or O3, or leave dtype out."
+        )
+
+
+@_rule("run")
+def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
+    """fp16 has a loss scale, which needs an optimizer that can skip a step on the device."""
+    if plan.precision != "O0" and plan.dtype == "fp16" and plan.optimizer not in SKIPS_ON_DEVICE:
+        yield (
+            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
+            f"step without stopping the device to ask; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
+        )
+
+
+@_rule("types")
+def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
+    """`master=remainder` is of O2 in bf16 with a fused optimizer whose weights are not sharded."""
+    if plan.master != "remainder":
+        return
+    if (plan.precision, plan.dtype, plan.optimizer) != ("O2", "bf16", "fused"):
+        yield (
+            "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
+            "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
+        )
+    if plan.sharding != "ddp":
+        yield (
+            f"plan.master=remainder keeps whole weights, and plan.sharding={plan.sharding} shards them; use "
+            "master=copy, whose shards are the fp32 weights alone."
+        )
+
+
+@_rule("types")
+def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
+    """`fp8` replaces bf16 products of O1 or O2."""
+    if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
+        yield (
+            f"plan.fp8={word(plan.fp8)} multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, "
+            f"but the plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
+        )
+
+
+@_rule("layout")
+def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
+    """`shard` is set with `sharding=hsdp` only, and divides the replicas."""
+    replicas = plan.dp * plan.cp
+    if plan.sharding != "hsdp":
+        if plan.shard > 1:
+            yield f"plan.shard={plan.shard} is of plan.sharding=hsdp only; use shard=1, or sharding=hsdp."
+    elif replicas % plan.shard:
+        named = f"plan.dp={plan.dp}" + (f" times plan.cp={plan.cp}" if plan.cp > 1 else "")
+        yield f"plan.shard={plan.shard} does not divide the replicas, {named}; use a shard that does."
+
+
+@_rule("layout")
+def _sequence_parallel_needs_tensor_parallel(plan: Plan) -> Iterator[str]:
+    """`sp` splits what tensor parallelism leaves whole."""
+    if plan.sp and plan.tp == 1:
+        yield "plan.sp=true splits what tensor parallelism leaves whole, but plan.tp=1; use sp=false, or a larger tp."
+
+
+@_rule("layout")
+def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
+    """`virtual` above 1 needs an interleaved schedule over several stages, and micro-batches in groups of `pp`."""
+    if plan.virtual == 1:
+        return
+    if plan.schedule != "interleaved":
+        yield (
+            f"plan.virtual={plan.virtual} needs plan.schedule=interleaved, which plan.schedule={plan.schedule} is not."
+        )
+    elif plan.accumulate % plan.pp:
+        yield (
+            f"plan.accumulate={plan.accumulate} is no multiple of plan.pp={plan.pp}, by which an interleaved "
+            "schedule takes its micro-batches; use one that is, or schedule=1f1b with virtual=1."
+        )
+    if plan.pp == 1:
+        yield f"plan.virtual={plan.virtual} cuts pipeline stages into chunks, but plan.pp=1; use virtual=1."
+
+
+@_rule("layout")
+def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
+    """`ep` divides `dp`."""
+    if plan.dp % plan.ep:
+        yield f"plan.ep={plan.ep} must divide plan.dp={plan.dp}, for experts are split over replicas."
+
+
+# What the model does not admit.
+
+
+@_rule("layout")
+def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`tp` divides the heads and the MLP's hidden width; heads of keys divide or are divided by it."""
+    if plan.tp == 1:
+        return
+    for stack in stacks(model):
+        if stack.heads % plan.tp:
+            yield (
+                f"plan.tp={plan.tp} cannot split the model's {stack.heads} attention heads evenly; "
+                f"use a tp of {_divisors(stack.heads)}."
+            )
+        elif stack.kv % plan.tp and plan.tp % stack.kv:
+            yield (
+                f"plan.tp={plan.tp} can neither split the model's {stack.kv} heads of keys evenly nor give "
+                f"each to as many devices; use a tp that divides {stack.kv}, or a multiple of it."
+            )
+        dense = not stack.experts or stack.expert_every > 1
+        widths = [stack.mlp_width] * dense + [stack.expert_width or stack.mlp_width] * bool(stack.experts)
+        for width in dict.fromkeys(widths):
+            if width % plan.tp:
+                yield (
+                    f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; "
+                    "use a tp that divides it."
+                )
+
+
+@_rule("layout")
+def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`cp` divides the tokens of a sample, and with `sp` so does `tp` what is left."""
+    for tokens in sequences(model):
+        if tokens % plan.cp:
+            yield (
+                f"plan.cp={plan.cp} cannot split the model's {tokens} tokens evenly; use a cp that divides them."
+            )
+        elif plan.sp and tokens // plan.cp % plan.tp:
+            yield (
+                f"plan.sp=true cannot split {tokens // plan.cp} tokens over plan.tp={plan.tp} devices evenly; "
+                "use sp=false, or a tp that divides them."
+            )
+
+
+@_rule("layout")
+def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`pp` is at most the number of blocks, and `pp` times `virtual` divides it, with embedding and head or without."""
+    depth, chunks = sum(stack.depth for stack in stacks(model)), plan.pp * plan.virtual
+    if plan.pp > depth:
+        yield f"plan.pp={plan.pp} leaves stages without a block, for the model has {depth}; use at most that."
+    elif plan.virtual > 1 and depth % chunks and (depth + 2) % chunks:
+        yield (
+            f"plan.pp={plan.pp} times plan.virtual={plan.virtual} does not divide the model's {depth} "
+            f"blocks (nor {depth + 2} with embedding and head); choose another virtual."
+        )
+
+
+@_rule("layout")
+def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`ep` divides the model's experts."""
+    if plan.ep == 1:
+        return
+    experts = max(stack.experts for stack in stacks(model))
+    if not experts:
+        yield f"plan.ep={plan.ep} splits experts, but the model has none; use ep=1."
+    elif experts % plan.ep:
+        yield (
+            f"plan.ep={plan.ep} cannot split the model's {experts} experts evenly; use an ep of "
+            f"{_divisors(experts)}."
+        )
+
+
+@_rule("types")
+def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Flash attention takes heads of at most 256 features."""
+    widest = max(stack.head_width for stack in stacks(model))
+    if plan.attention == "flash" and widest > FLASH_HEAD_WIDTH:
+        yield (
+            f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "
+            f"{widest}; use more model.heads, or attention=math."
+        )
+
+
+# What the machine does not have.
+
+
+@_rule("types")
+def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
+    """The machine has units for the types that the Plan computes in."""
+    if plan.precision != "O0" and plan.dtype not in machine.peak_flops:
+        able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
+        remedy = f"use dtype={able[0]}" if able else "use precision=O0"
+        yield f"plan.dtype={plan.dtype} cannot be computed on machine {machine.name}; {remedy}."
+    if plan.fp8 and "fp8" not in machine.peak_flops:
+        yield (
+            f"plan.fp8={word(plan.fp8)} needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
+            f"{machine.name} has none; leave it out."
+        )
+    if plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
+        yield (
+            f"plan.matmul={plan.matmul} asks for TF32, which machine {machine.name} does not have; "
+            "use matmul=highest."
+        )
+
+
+@_rule("types")
+def _host_memory_matters_on_cpus(plan: Plan, machine: Machine) -> Iterator[str]:
+    """`host_memory` changes the step of a CPU only."""
+    if plan.host_memory != "release" and machine.device == "cuda":
+        yield (
+            f"plan.host_memory={plan.host_memory} has no effect on a GPU's step, and machine {machine.name} is "
+            "one; leave it out."
+        )
+
+
+@_rule("types")
+def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
+    """The attention backend exists on the machine, in the type that the Plan computes in."""
+    if machine.device == "cpu" and plan.attention not in CPU_ATTENTION:
+        yield (
+            f"plan.attention={plan.attention} exists on GPUs only, and machine {machine.name} is a CPU; "
+            f"use one of {', '.join(CPU_ATTENTION)}."
+        )
+    if machine.device == "cuda" and plan.attention in HALF_ONLY_ATTENTION:
+        if plan.precision == "O0":
+            yield (
+                f"plan.attention={plan.attention} computes in half precision only, but plan.precision=O0 is "
+                "fp32; use precision=O1, O2 or O3, or attention=efficient."
+            )
+        if "bf16" not in machine.peak_flops:
+            yield (
+                f"plan.attention={plan.attention} needs a GPU of compute capability 8.0, which machine "
+                f"{machine.name} is not; use attention=efficient or math."
+            )
+
+
+# What can be predicted and not run yet.
+
+
+@_rule("run")
+def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
+    """Training runs every setting of the Plan."""
+    for name, value in _RUNS_ONLY.items():
+        if getattr(plan, name) != value:
+            yield (
+                f"plan.{name}={word(getattr(plan, name))} can be predicted by `penstock plan`, but training "
+                f"cannot run it yet; use {name}={word(value)}."
+            )
+    for name, value in _RUNS_NOT.items():
+        if getattr(plan, name) == value:
+            yield (
+                f"plan.{name}={value} can be predicted by `penstock plan`, but training cannot run it yet; use "
+                f"another {name}."
+            )
+
+
+@_rule("run")
+def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
+    """The optimizer is offloaded where its states are sharded."""
+    if plan.offload == "optimizer" and (plan.sharding == "ddp" or plan.dp == 1):
+        yield (
+            "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
+            "plan.sharding=fsdp with plan.dp of 2 or more, or offload=none."
+        )
+
+
+@_rule("run")
+def _family_can_be_trained(model: ModelConfig) -> Iterator[str]:
+    """The model is of a family that can be built."""
+    try:
+        require_trainable(model)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _divisors(number: int) -> str:
+    found = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

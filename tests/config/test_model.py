@@ -1,0 +1,93 @@
+"""One union of model configurations: how a layer chooses the family, and what each family refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.config.load import from_dict, load, to_dict
+from penstock.config.model import (
+    PRESETS,
+    DecoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    Stack,
+    ViTConfig,
+    preset,
+    sequences,
+    stacks,
+)
+from penstock.config.rules import require_trainable
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_a_file_and_back(name: str) -> None:
+    model = preset(name)
+    assert from_dict(ModelConfig, to_dict(model)) == model
+    assert model.short_form() == name
+    assert len(stacks(model)) == len(sequences(model))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"model": "gpt2"}, PRESETS["gpt2"]),
+        ({"model": "gpt2", "model.depth": "3"}, replace(PRESETS["gpt2"], depth=3)),
+        ({"model.family": "decoder", "model.vocabulary": "64"}, DecoderConfig(vocabulary=64)),
+        ({"model.vocabulary": "64", "model.family": "decoder"}, DecoderConfig(vocabulary=64)),
+        (
+            {"model": "t5-small", "model.decoder.depth": "2"},
+            replace(PRESETS["t5-small"], decoder=replace(stacks(PRESETS["t5-small"])[1], depth=2)),
+        ),
+        ({"model": "vit-s16", "model.activation": "gelu_tanh"}, replace(PRESETS["vit-s16"], mlp="gelu_tanh")),
+    ],
+)
+def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConfig) -> None:
+    assert load(RunConfig, overrides=overrides).model == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model": "gpt2", "model.image_size": "32"}, "It is one of the family vit, and this is decoder."),
+        ({"model": "vit-s16", "model.vocabulary": "5"}, "one of the family decoder or encoder or seq2seq"),
+        (
+            {"model.family": "gpt"},
+            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq.",
+        ),
+        ({"model": "gpt-2"}, "Did you mean 'gpt2'?"),
+        ({"model": "t5-small", "model.encoder.heads": "0"}, "model.encoder.heads is 0"),
+        ({"model": "t5-small", "model.encoder.width": "256"}, "make them equal"),
+        ({"model": "llama3-8b", "model.kv_heads": "5"}, "must divide model.heads 32"),
+        ({"model": "gpt2", "model.width": "770"}, "model.width 770 cannot be split over model.heads 12"),
+        ({"model": "gpt2", "model.sequence": "0"}, "model.sequence is 0"),
+        ({"model": "mixtral-8x7b", "model.experts_per_token": "9"}, "only 8 model.experts"),
+        ({"model": "gpt2", "model.window": "0"}, "model.window is 0"),
+        ({"model": "gpt2", "model.norm_eps": "0"}, "model.norm_eps is 0.0"),
+    ],
+)
+def test_what_no_model_can_be_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, overrides=overrides)
+    assert message in str(caught.value)
+
+
+def test_a_stack_of_an_encoder_decoder_is_checked_when_it_is_made_in_python() -> None:
+    with pytest.raises(ConfigError, match=r"model\.decoder\.depth is 0"):
+        Seq2SeqConfig(decoder=Stack(depth=0))
+
+
+def test_what_can_be_planned_only_is_refused_by_name() -> None:
+    assert require_trainable(PRESETS["vit-s16"]) == PRESETS["vit-s16"]
+    with pytest.raises(ConfigError, match="family=decoder can be predicted"):
+        require_trainable(PRESETS["gpt2"])
+    with pytest.raises(ConfigError) as caught:
+        require_trainable(ViTConfig(norm="rms", mlp="swiglu"))
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        "model.norm=rms",
+        "model.mlp=swiglu",
+    ]

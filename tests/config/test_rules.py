@@ -1,0 +1,69 @@
+"""Every rule has a Plan that breaks it and says why, and all are asked at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.machine import load_machine
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.rules import RULES, problems, require
+from penstock.errors import ConfigError
+
+BROKEN = {
+    "dtype_has_an_effect": ("dtype=fp16", "vit-s16", "h100", "dtype=fp16 has no effect"),
+    "fp16_skips_overflowed_steps": (
+        "precision=O1 dtype=fp16",
+        "vit-s16",
+        "h100",
+        "cannot skip an overflowed step",
+    ),
+    "remainder_completes_bf16_weights": ("master=remainder", "vit-s16", "h100", "master=remainder completes"),
+    "fp8_stands_on_bf16": ("fp8=true", "vit-s16", "h100", "multiplies in fp8"),
+    "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 is of plan.sharding=hsdp only"),
+    "sequence_parallel_needs_tensor_parallel": ("sp=true", "gpt2", "h100", "but plan.tp=1"),
+    "virtual_stages_interleave": ("virtual=2", "gpt2", "h100", "needs plan.schedule=interleaved"),
+    "experts_are_split_over_replicas": ("ep=2", "mixtral-8x7b", "h100", "must divide plan.dp=1"),
+    "heads_split_over_tensor_parallel": ("tp=5", "gpt2", "h100", "12 attention heads"),
+    "tokens_split_over_devices": ("cp=3", "gpt2", "h100", "1024 tokens"),
+    "every_stage_has_a_block": ("pp=13", "gpt2", "h100", "leaves stages without a block"),
+    "experts_split_evenly": ("ep=2 dp=2", "gpt2", "h100", "the model has none"),
+    "flash_takes_narrow_heads": (
+        "precision=O1 attention=flash",
+        None,
+        "h100",
+        "heads of at most 256 features",
+    ),
+    "machine_computes_the_types": ("precision=O1", "vit-s16", "v100", "dtype=bf16 cannot be computed"),
+    "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
+    "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
+    "runtime_has_the_setting": ("tp=2", "vit-s16", "h100", "training cannot run it yet"),
+    "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
+    "family_can_be_trained": ("baseline", "gpt2", "h100", "cannot be built and trained yet"),
+}
+
+
+def test_every_rule_is_broken_by_an_example() -> None:
+    assert set(BROKEN) == {rule.name for rule in RULES}
+    assert all(rule.text.endswith(".") for rule in RULES)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_says_why(name: str) -> None:
+    line, model, machine, words = BROKEN[name]
+    config = PRESETS[model] if model else type(PRESETS["vit-s16"])(width=1024, heads=2)
+    rule = next(rule for rule in RULES if rule.name == name)
+    found = problems(Plan.parse(line), config, load_machine(machine), run=True)
+    assert any(words in problem for problem in found), found
+    if rule.kind == "run":
+        assert not any(
+            words in problem for problem in problems(Plan.parse(line), config, load_machine(machine))
+        )
+    if rule.kind == "layout":
+        assert not any(words in problem for problem in problems(Plan.parse(line), config, layout=False))
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require(Plan.parse("fp8=true sp=true attention=cudnn"), PRESETS["gpt2"], load_machine("v100"))
+    assert len(caught.value.problems) == 5

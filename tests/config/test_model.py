@@ -15,9 +15,11 @@ from penstock.config.model import (
     Seq2SeqConfig,
     Stack,
     ViTConfig,
+    option_words,
     preset,
     sequences,
     stacks,
+    title,
 )
 from penstock.config.rules import require_trainable
 from penstock.config.run import RunConfig
@@ -91,3 +93,16 @@ def test_what_can_be_planned_only_is_refused_by_name() -> None:
         "model.norm=rms",
         "model.mlp=swiglu",
     ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_name(name: str) -> None:
+    assert option_words(PRESETS[name]) == [name]
+
+
+def test_what_differs_from_a_preset_is_said() -> None:
+    pooled = replace(PRESETS["vit-s16"], classifier="pooled")
+    assert option_words(pooled) == ["vit-s16", "--model.classifier pooled"]
+    assert title(pooled) == "vit-s16 (classifier pooled)"
+    small = replace(PRESETS["t5-small"], encoder=replace(stacks(PRESETS["t5-small"])[0], bias=True))
+    assert option_words(small) == ["t5-small", "--model.encoder.bias true"]

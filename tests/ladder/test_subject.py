@@ -18,9 +18,8 @@ from penstock.errors import ConfigError
 from penstock.ladder.factory import load_factory
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.subject import Configured, Own, preset_name
+from penstock.ladder.subject import Configured, Own
 
-VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 CPU = Machine(
     name="toy",
     device="cpu",
@@ -42,17 +41,6 @@ def _perceptron() -> tuple[nn.Module, Any, Any]:
 
 def _own(factory: Any = _perceptron) -> Own:
     return Own(factory, "mine", LadderConfig(), DEVICE, CPU)
-
-
-@pytest.mark.parametrize("name", VITS)
-def test_a_preset_is_its_name(name: str) -> None:
-    assert PRESETS[preset_name(PRESETS[name])] == PRESETS[name]
-
-
-def test_what_differs_from_a_preset_is_said() -> None:
-    assert (
-        preset_name(replace(PRESETS["vit-s16"], classifier="pooled")) == "vit-s16 --model.classifier pooled"
-    )
 
 
 def test_the_train_command_is_one_that_train_takes() -> None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.cli._app import configured
 from penstock.cli.plan_file import check_writable, plan_file, write
 from penstock.cli.plan_inputs import (
     check_base,
     check_line,
     check_numbers,
-    named_model,
+    model_to_plan,
     only,
     samples_of_run,
     whole,
 )
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig, ViTConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ExitCode, OutOfMemory
 
@@ -32,9 +34,17 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What is planned."""
+
+    model: ModelConfig | None = None
+    """Preset, such as gpt-175b, llama3-8b or vit-l16; its fields can be changed one by one beside it."""
+
+
+@configured(PlanConfig, positional="model")
 def plan(
-    model: Annotated[str | None, Parameter(help="Preset, such as gpt-175b, llama3-8b or vit-l16.")] = None,
-    /,
+    asked: PlanConfig,
     *,
     machine: Annotated[
         str, Parameter(help="Name of a known machine, or file of one that probe stored.")
@@ -44,11 +54,7 @@ def plan(
         int | None, Parameter(converter=whole, help="Samples of one optimizer step, over all devices.")
     ] = None,
     sequence: Annotated[
-        int | None,
-        Parameter(
-            converter=whole,
-            help="Tokens of a sample in place of the preset's; of its encoder, where there is a decoder too.",
-        ),
+        int | None, Parameter(converter=whole, help="The same as --model.sequence: tokens of a sample.")
     ] = None,
     tokens: Annotated[
         float | None, Parameter(help="Tokens to train on: gives days and device hours.")
@@ -80,6 +86,8 @@ def plan(
 ) -> int:
     """Find the fastest layout of MODEL on a cluster, with memory, time and what makes the others lose.
 
+    MODEL is a preset of any family, such as gpt-175b or vit-l16.
+
     With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
     """
     check_numbers(
@@ -96,18 +104,18 @@ def plan(
         run: dict[str, Any] = {"--tokens": tokens, "--images": images, "--base": base, "--price": price}
         only(
             option,
-            {"a model": model, "--explain": explain, "--toml": toml, "--top": top, **sought, **run}
+            {"a model": asked.model, "--explain": explain, "--toml": toml, "--top": top, **sought, **run}
             | {"--sensitivity": sensitivity or None, "--epochs": None if epochs == 1.0 else epochs},
         )
         return _scaling(
             load_machine(machine), compute, budget_gpu_hours, served_tokens, as_json=json, html=html
         )
-    config = named_model(model, sequence)
+    config = model_to_plan(asked.model, sequence)
     only("A model", {"--served-tokens": served_tokens or None})
     device = load_machine(machine)
     samples = samples_of_run(config, tokens=tokens, images=images, epochs=epochs, price=price)
     question = {
-        "model": model,
+        "model": title(config),
         "machine": device.name,
         "gpus": 8 if gpus is None else gpus,
         "samples": samples,
@@ -136,8 +144,7 @@ def plan(
         raise OutOfMemory(nothing_fits(config, device, gpus, found))
     levers = _levers(config, device, gpus, found, given, fixed) if sensitivity or html else []
     if toml is not None:
-        assert model is not None
-        write(toml, plan_file(model, config, found.predictions[0]))
+        write(toml, plan_file(config, found.predictions[0]))
     if html is not None:
         from penstock.cli.plan_page import plan_page
 
@@ -317,7 +324,7 @@ def _show(
     best = found.predictions[0]
     console = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
     console.print(
-        f"{config.short_form()} ({best.parameters / 1e9:.3g} billion parameters) on {gpus} {machine.name}, "
+        f"{title(config)} ({best.parameters / 1e9:.3g} billion parameters) on {gpus} {machine.name}, "
         f"{best.global_batch} samples a step: {found.tried:,} layouts, {len(found.predictions):,} fit."
     )
     table = Table(box=None, pad_edge=False)

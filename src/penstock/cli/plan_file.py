@@ -8,29 +8,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config.load import dump_toml
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, title
 from penstock.errors import EnvironmentProblem
 from penstock.planner.outcome import Prediction
 
 
-def plan_file(name: str, config: ModelConfig, best: Prediction) -> str:
-    """The best Plan of the preset `name` as TOML.
+def plan_file(config: ModelConfig, best: Prediction) -> str:
+    """The best Plan of a model as TOML.
 
     A vision model's file is one for `penstock train --config`. There is no such model for the others, so theirs holds
     the Plan alone, for `Plan.from_toml`, and says in comments what it was found for.
     """
     table = "[plan]\n" + dump_toml(best.plan)
     if isinstance(config, ViTConfig):
-        return f'model = "{name}"\n\n{table}'
-    return "".join(f"# {line}\n" for line in _told(name, config, best)) + "\n" + table
+        name = config.short_form()
+        model = f"[model]\n{dump_toml(config)}" if name == "custom" else f'model = "{name}"\n'
+        return f"{model}\n{table}"
+    return "".join(f"# {line}\n" for line in _told(config, best)) + "\n" + table
 
 
-def _told(name: str, config: DecoderConfig | EncoderConfig | Seq2SeqConfig, best: Prediction) -> list[str]:
+def _told(config: DecoderConfig | EncoderConfig | Seq2SeqConfig, best: Prediction) -> list[str]:
     tokens = f"{config.sequence} tokens"
     if isinstance(config, Seq2SeqConfig):
         tokens += f" ({config.decoder_sequence} in the decoder)"
     lines = [
-        f"The fastest layout of {name} with samples of {tokens} on {best.gpus} {best.machine},",
+        f"The fastest layout of {title(config)} with samples of {tokens} on {best.gpus} {best.machine},",
         f"{best.global_batch} samples a step. `penstock train` trains no language models: Plan.from_toml reads this.",
     ]
     if best.plan.runnable:

@@ -9,8 +9,8 @@ from typing import Any
 
 from cyclopts import Token
 
-from penstock.config.convert import BadValue, convert, nearest
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig
+from penstock.config.convert import BadValue, convert
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.shapes import shape_of
@@ -67,23 +67,17 @@ def only(option: str, others: Mapping[str, Any]) -> None:
         )
 
 
-def named_model(name: str | None, sequence: int | None = None) -> ModelConfig:
-    """The preset called `name`, of either family, with another length of sample if asked. Raises ConfigError."""
-    presets: dict[str, ModelConfig] = {**PRESETS, **PRESETS}
-    if name is None:
+def model_to_plan(model: ModelConfig | None, sequence: int | None = None) -> ModelConfig:
+    """The model that was asked for, with another length of sample if that was asked too. Raises ConfigError."""
+    if model is None:
         raise ConfigError(
             "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
         )
-    if name not in presets:
-        raise ConfigError(
-            f"There is no model preset {name!r}.{nearest(name, presets)} Presets are {', '.join(presets)}."
-        )
-    config = presets[name]
     if sequence is None:
-        return config
-    if isinstance(config, ViTConfig):
+        return model
+    if isinstance(model, ViTConfig):
         raise ConfigError("--sequence is for language models; a vision model's tokens follow from its image.")
-    return replace(config, sequence=sequence)
+    return replace(model, sequence=sequence)
 
 
 def samples_of_run(

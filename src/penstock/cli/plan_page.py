@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.cli.plan import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
@@ -61,7 +61,7 @@ def plan_page(
             )
         )
     return page(
-        f"{model.short_form()} on {gpus} {machine.name}",
+        f"{title(model)} on {gpus} {machine.name}",
         f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "
         f"tried, {found.too_large:,} do not fit.",
         _tiles(best, machine, samples, price),

@@ -108,12 +108,13 @@ class _Subject:
 
 def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
     from penstock.build import build
+    from penstock.config.model import title
     from penstock.config.plan import Plan
     from penstock.config.rules import require_trainable
     from penstock.config.run import Recipe
     from penstock.data import Loader, open_source
     from penstock.ladder.factory import load_factory, made_by, samples_of
-    from penstock.ladder.subject import BATCH, preset_name
+    from penstock.ladder.subject import BATCH
     from penstock.models.convert import load_weights
     from penstock.precision.inspect.undisturbed import moved
 
@@ -138,7 +139,7 @@ def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
     return _Subject(
         built=built,
         batches=iter(loader),
-        title=preset_name(config.model),
+        title=title(config.model),
         data=config.data.source,
         samples=samples,
     )

@@ -178,6 +178,11 @@ def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
     return int(value)
 
 
+def word(value: Any) -> str:
+    """A value of a setting as it is written on a command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def plain(value: Any) -> Any:
     """`value` as dicts, lists and scalars, the form that JSON, YAML and TOML share."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -76,7 +76,7 @@ def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Setting
 
 def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Setting]:
     """The settings of a union: those of the default's family first, then what each further one adds."""
-    own = type(default)
+    own = arms[0] if default is None else type(default)
     words = tuple(family_of(arm) for arm in arms)
     seen = {f"{path}family"}
     yield Setting(f"{path}family", Literal[words], family_of(own), "Which family of models this is.")
@@ -95,7 +95,7 @@ def type_word(kind: Any) -> str:
     """The type as short words for a help page: `a|b`, `INT`, `FLOAT|none`."""
     if is_union(kind):
         arms = [type_word(arm) for arm in typing.get_args(kind) if arm is not type(None)]
-        return "|".join([*arms, "none"] if accepts_none(kind) else arms)
+        return "|".join(dict.fromkeys([*arms, "none"] if accepts_none(kind) else arms))
     if typing.get_origin(kind) is Literal:
         return "|".join(str(option) for option in typing.get_args(kind))
     if dataclasses.is_dataclass(kind):

@@ -7,10 +7,10 @@ of blocks, so whoever needs no more than these asks `stacks(config)` and need no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from penstock.config.convert import check_fields, nearest
+from penstock.config.convert import check_fields, nearest, word
 from penstock.errors import ConfigError
 
 Mlp = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"]
@@ -302,6 +302,32 @@ def preset(name: str) -> ModelConfig:
             f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
         )
     return PRESETS[name]
+
+
+def option_words(config: ModelConfig) -> list[str]:
+    """The words that `penstock` takes for a model: the nearest preset of its family, and an option for each change."""
+    near = (
+        [name, *_changes(found, config, "model")]
+        for name, found in PRESETS.items()
+        if type(found) is type(config)
+    )
+    return min(near, key=len)
+
+
+def title(config: ModelConfig) -> str:
+    """A model in words for a headline: `vit-s16 (classifier pooled)`."""
+    name, *changes = option_words(config)
+    told = ", ".join(change.removeprefix("--model.") for change in changes)
+    return f"{name} ({told})" if told else name
+
+
+def _changes(before: Any, after: Any, path: str) -> Iterator[str]:
+    for one in fields(after):
+        old, new = getattr(before, one.name), getattr(after, one.name)
+        if is_dataclass(new):
+            yield from _changes(old, new, f"{path}.{one.name}")
+        elif new != old:
+            yield f"--{path}.{one.name} {word(new)}"
 
 
 def _below_one(config: Any, where: str, names: list[str] | tuple[str, ...]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from penstock.config import rules
-from penstock.config.convert import BadValue, check_fields, convert, field_types, nearest
+from penstock.config.convert import BadValue, check_fields, convert, field_types, nearest, word
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.errors import ConfigError
@@ -136,13 +136,13 @@ class Plan:
         kinds = field_types(cls)
         values: dict[str, Any] = {}
         problems = []
-        for word in line.split():
-            if word == BASELINE:
+        for part in line.split():
+            if part == BASELINE:
                 continue
-            name, equals, text = word.partition("=")
+            name, equals, text = part.partition("=")
             if not equals:
                 problems.append(
-                    f"The plan's word {word!r} is no setting; write key=value, or {BASELINE} for the defaults."
+                    f"The plan's word {part!r} is no setting; write key=value, or {BASELINE} for the defaults."
                 )
             elif name not in kinds:
                 problems.append(
@@ -165,7 +165,7 @@ class Plan:
         `Plan.parse` gives an equal Plan back.
         """
         words = [
-            f"{f.name}={rules.word(getattr(self, f.name))}"
+            f"{f.name}={word(getattr(self, f.name))}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.config.convert import word
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks
 from penstock.errors import ConfigError
@@ -125,11 +126,6 @@ def require_trainable(model: ModelConfig) -> ViTConfig:
     if found:
         raise ConfigError(found)
     return model
-
-
-def word(value: Any) -> str:
-    """A value of a setting as it is written in a line."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 # What contradicts itself in the Plan alone.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig
+from penstock.config.model import ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.config.rules import require_trainable, word
+from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
 from penstock.data import Loader, open_source
 from penstock.errors import ConfigError
@@ -100,9 +100,7 @@ class Configured(Subject):
     unit = "images"
 
     def __init__(self, config: LadderConfig, device: torch.device, machine: Machine) -> None:
-        name, *changes = model_words(config.model)
-        changed = ", ".join(change.removeprefix("--model.") for change in changes)
-        self.title = f"{name} ({changed})" if changes else name
+        self.title = title(config.model)
         self.device, self.machine = device, machine
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
@@ -163,7 +161,7 @@ class Configured(Subject):
         assert setting.model is not None
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
-        words = [verb, *model_words(setting.model), f'--plan "{setting.plan.line()}"']
+        words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
         if self._data != "digits":
             words.append(f"--data {self._data}")
         return " ".join(words)
@@ -286,30 +284,6 @@ def subject_of(
     if config.factory is not None:
         return Own(load_factory(config.factory), config.factory, config, device, machine)
     return Configured(config, device, machine)
-
-
-def preset_name(model: ModelConfig) -> str:
-    """The words that `penstock` takes for a model: a preset and what differs from it."""
-    return " ".join(model_words(model))
-
-
-def model_words(model: ModelConfig) -> list[str]:
-    """As `preset_name`, word by word: the preset that the fewest fields differ from, and those fields as options."""
-    options = [
-        [name, *_changes(preset, model, "model")]
-        for name, preset in PRESETS.items()
-        if type(preset) is type(model)
-    ]
-    return min(options, key=len)
-
-
-def _changes(preset: Any, model: Any, path: str) -> Iterator[str]:
-    for field in fields(model):
-        before, value = getattr(preset, field.name), getattr(model, field.name)
-        if is_dataclass(value):
-            yield from _changes(before, value, f"{path}.{field.name}")
-        elif value != before:
-            yield f"--{path}.{field.name} {word(value)}"
 
 
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, option_words
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.subject import preset_name
 
 
 def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[
 def command_of(config: LadderConfig) -> str:
     """The command that climbs again with these settings, wherever the call came from."""
     words = ["penstock ladder"]
-    words.append(f"--model {config.factory}" if config.factory else preset_name(config.model))
+    words.append(f"--model {config.factory}" if config.factory else " ".join(option_words(config.model)))
     plain = LadderConfig()
     for name in (
         "batch", "procs", "rungs", "skip", "alone", "quick", "rounds", "round_seconds", "loss_steps", "seeds", "lr",

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig, ViTConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
@@ -347,7 +347,7 @@ def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
 def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
     shape = shape_of(model)
-    name = model.short_form()
+    name = title(model)
     limit = machine.memory_bytes * MARGIN
     assert found.nearest is not None
     plan, needed = found.nearest

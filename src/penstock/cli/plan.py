@@ -21,6 +21,7 @@ from penstock.cli.plan_inputs import (
     samples_of_run,
     whole,
 )
+from penstock.cli.plan_table import COLUMNS, LEGEND, TOTALS, best_runnable, grouped, row, totals
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, ViTConfig, title
@@ -30,8 +31,6 @@ from penstock.errors import ExitCode, OutOfMemory
 if TYPE_CHECKING:
     from penstock.planner.outcome import Prediction
     from penstock.planner.search import Found
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +221,6 @@ def _levers(
     return sensitivity(config, machine, gpus, found.predictions[0], base=base, fixed=fixed)
 
 
-def best_runnable(found: Found) -> Prediction | None:
-    """The fastest layout that training can run today: of a vision model by itself, of a model handed in otherwise."""
-    return next((one for one in found.predictions if one.plan.runnable), None)
-
-
 def as_data(
     question: dict[str, Any], found: Found, top: int, levers: list[Any], machine: Machine
 ) -> dict[str, Any]:
@@ -250,66 +244,6 @@ def _layout(one: Prediction, question: dict[str, Any], machine: Machine) -> dict
     entry["plan"] = one.plan.line()
     entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
     return entry | totals(one, question["samples"], machine, question["price"])
-
-
-def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
-    """Days, device hours, energy of the devices at their rated power, and cost of seeing so many samples."""
-    if samples is None:
-        return {}
-    hours = one.gpu_hours(samples)
-    found = {"days": one.days(samples), "gpu_hours": hours}
-    if machine.power_watts:
-        found["energy_megawatt_hours"] = hours * machine.power_watts / 1e6
-    if price is not None:
-        found["cost"] = hours * price
-    return found
-
-
-TOTALS = {
-    "days": "days",
-    "gpu_hours": "GPU hours",
-    "energy_megawatt_hours": "MWh at rated power",
-    "cost": "to pay",
-}
-
-
-def grouped(value: float) -> str:
-    """Four digits, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-COLUMNS = (
-    "tp",
-    "pp",
-    "dp",
-    "micro",
-    "virtual",
-    "sharding",
-    "recompute",
-    "s/step",
-    "MFU",
-    "GiB",
-    "bubble",
-    "tokens/s/GPU",
-)
-
-
-LEGEND = (
-    "tp, pp, dp (cp, ep): devices that share a layer, pipeline stages, replicas (that share a sample, experts). "
-    "micro: samples at once × times a step. virtual: chunks of blocks per stage. "
-    "GiB: on the fullest device. bubble: idle time over busy time."
-)
-
-
-def row(one: Prediction) -> list[str]:
-    """One layout as words under `COLUMNS`."""
-    p = one.plan
-    extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
-    return [
-        f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
-        p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
-        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{one.tokens_per_second_per_gpu:,.0f}",
-    ]  # fmt: skip
 
 
 def _show(

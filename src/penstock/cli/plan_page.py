@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.plan import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
+from penstock.cli.plan_table import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan

@@ -22,7 +22,7 @@ from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.parallel import DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
-from penstock.parallel.unmade import Drawing, drawing_of, make, shares
+from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.remainders import complete

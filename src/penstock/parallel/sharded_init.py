@@ -1,10 +1,9 @@
-"""Making a model that no process could hold: weights are drawn whole, one at a time, and each rank keeps its rows.
+"""Initialising a model that no process could hold: weights are drawn whole, one at a time, and each rank keeps its rows.
 
-Inside `Drawing` torch's empty tensors come out on the meta device, without memory. Whatever is then done to one of them
-(drawing, filling, scaling, through views or `.data` too) is done to a real tensor of its size, of which the rank's
-share of rows is kept when another takes its place. Random numbers are drawn from the same generator, for the same sizes
-and in the same order as without, so the weights are those that a single process with the same seed would have: for
-every model, whatever way it has of initialising itself.
+Inside `Drawing`, torch's empty tensors have no memory (they are on the meta device). Whatever is then done to one of
+them, through views or `.data` too, is done to a real tensor of its size; when the next one takes its place, the rank
+keeps its share of the rows. Random numbers come from the same generator, for the same sizes and in the same order. So
+the weights are those of a single process with the same seed, for every model, however it initialises itself.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- afterwards
 
     def finish(self) -> None:
-        """Cut what is still whole into rows."""
+        """Keep the rows of what is still whole."""
         while self._whole:
             self._keep(*self._whole.popitem(last=False))
 
@@ -223,15 +222,15 @@ def _key(tensor: Tensor) -> int:
 
 def make(factory: Callable[[], nn.Module], drawing: Drawing) -> nn.Module:
     """`factory()`, its large parameters without memory. Raises ConfigError where a buffer was made so: buffers are
-    nobody's shards, so they must be small or filled by an operator that makes its own result.
+    not sharded, so they must be small or filled by an operator that makes its own result.
     """
     with drawing:
         model = factory()
         drawing.finish()
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if lost:
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
         raise ConfigError(
-            f"The buffer {lost[0]} of {type(model).__name__} was made with torch.empty and is too large to be drawn "
+            f"The buffer {empty[0]} of {type(model).__name__} was made with torch.empty and is too large to be drawn "
             "at once; make it with torch.zeros, or hand in the finished module instead of its factory."
         )
     return model
@@ -246,6 +245,6 @@ def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
 
 
 def drawing_of(dims: ParallelDims) -> Drawing:
-    """The `Drawing` of this rank's share, of the group that it shares weights out with."""
+    """The `Drawing` of this rank's share, of the group that shards weights with it."""
     assert dims.mesh is not None
     return Drawing(dims.place()["dp_shard"], dims.dp_shard, dims.mesh.get_group("dp_shard"))

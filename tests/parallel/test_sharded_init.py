@@ -20,7 +20,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.parallel import dims_of, shard, unmade
-from penstock.parallel.unmade import Drawing, drawing_of, make, shares
+from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 
 MODEL = ViTConfig(
     image_size=32, patch_size=4, channels=3, width=96, depth=2, heads=2, mlp_width=130, classes=10, drop_path=0.1

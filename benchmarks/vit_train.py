@@ -36,7 +36,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.rules import require_trainable
 from penstock.config.run import Augment, DataConfig, Recipe
-from penstock.data import Loader, open_source
+from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm
 from penstock.models.convert.hf import hf_config
@@ -277,7 +277,7 @@ def learn(entry: Contestant, seed: int, steps: int, batch: int, device: torch.de
     source = open_source(DataConfig(source="digits"), split="train", channels=entry.config.channels)
     gentle = Augment(flip=0.0, crop_scale_min=1.0)
     step = entry.make(seed)
-    with Loader(
+    with image_loader(
         source,
         batch=batch,
         image_size=entry.config.image_size,

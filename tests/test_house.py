@@ -38,11 +38,12 @@ ALLOWED: dict[str, set[str]] = {
     "launch": BASE,
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels"},
+    "tasks": BASE | {"data", "models"},
     "optim": BASE | ASKED | {"kernels", "models"},
     "precision": BASE | ASKED | {"kernels", "models", "optim"},
     "parallel": BASE | ASKED | {"kernels", "models", "optim", "precision"},
-    "step": BASE | ASKED | {"host_memory", "kernels", "models", "optim", "parallel", "precision"},
-    "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "probe", "step"},
+    "step": BASE | ASKED | {"host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
+    "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "step", "tasks"},
     "checkpoint": BASE | ASKED | {"kernels", "models"},
 }
 _BUILT = set(ALLOWED) | {"build"}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.build import Built as Built
-    from penstock.build import classification_loss as classification_loss
     from penstock.config.load import load as load
     from penstock.config.machine import Machine as Machine
     from penstock.config.machine import known_machines as known_machines
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.config.run import RunConfig as RunConfig
     from penstock.data import Batch as Batch
     from penstock.data import Loader as Loader
+    from penstock.data import image_loader as image_loader
     from penstock.data import open_source as open_source
     from penstock.doctor import Finding as Finding
     from penstock.doctor import examine as examine
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from penstock.probe import machine_for as machine_for
     from penstock.step import StepResult as StepResult
     from penstock.step import TrainStep as TrainStep
+    from penstock.tasks import ImageClassification as ImageClassification
+    from penstock.tasks import Task as Task
+    from penstock.tasks import classification_loss as classification_loss
     from penstock.train import TrainResult as TrainResult
 
 __version__ = "0.1.0"
@@ -75,6 +78,7 @@ _HOME = {
     "DataConfig": "penstock.config.run",
     "EMA": "penstock.optim",
     "Finding": "penstock.doctor",
+    "ImageClassification": "penstock.tasks",
     "LadderConfig": "penstock.ladder",
     "LadderReport": "penstock.ladder",
     "Loader": "penstock.data",
@@ -92,19 +96,21 @@ _HOME = {
     "Seq2SeqConfig": "penstock.config.model",
     "Stack": "penstock.config.model",
     "StepResult": "penstock.step",
+    "Task": "penstock.tasks",
     "TrainResult": "penstock.train",
     "TrainStep": "penstock.step",
     "ViT": "penstock.models.vit",
     "ViTConfig": "penstock.config.model",
     "accelerate": "penstock.precision",
     "anatomy_of": "penstock.models.anatomy",
-    "classification_loss": "penstock.build",
+    "classification_loss": "penstock.tasks",
     "clip_grad_norm_": "penstock.precision",
     "contiguous": "penstock.optim",
     "create": "penstock.models",
     "enrol": "penstock.models.anatomy",
     "examine": "penstock.doctor",
     "from_pretrained": "penstock.models.convert",
+    "image_loader": "penstock.data",
     "known_machines": "penstock.config.machine",
     "load": "penstock.config.load",
     "load_machine": "penstock.config.machine",

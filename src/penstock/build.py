@@ -26,9 +26,10 @@ from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.remainders import complete
-from penstock.step import Loss, TrainStep, classification_loss
+from penstock.step import TrainStep
+from penstock.tasks import Loss, classification_loss, task_of
 
-__all__ = ["Built", "Loss", "build", "classification_loss", "compile_model"]
+__all__ = ["Built", "Loss", "build", "compile_model"]
 
 
 _log = logging.getLogger(__name__)
@@ -83,10 +84,11 @@ def build(
     function that makes one, which spares the memory of the whole where a Plan shards it.
 
     `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
-    every Plan; the global generator is left untouched. `loss(model, batch)` defaults to classification. Names in the
-    state dict are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for
-    several ranks is built on each of them, in the process group that stands; `dims` says who they are where that is
-    known. Raises ConfigError when the Plan contradicts model, machine or ranks.
+    every Plan; the global generator is left untouched. `loss` is a Task or any function
+    `loss(model, batch)`; it defaults to the task of the configuration's family, for a module to image classification.
+    Names in the state dict are the same under every Plan. With a `machine`, the Plan is validated against it first. A
+    Plan for several ranks is built on each of them, in the process group that stands; `dims` says who they are where
+    that is known. Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
     device = torch.device(device)
@@ -158,7 +160,7 @@ def build(
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
     scaler = _scaler(plan, recipe, device, replicas)
-    loss = loss or classification_loss
+    loss = loss or (classification_loss if config is None else task_of(config))
     step = TrainStep(
         module,
         optimizer,

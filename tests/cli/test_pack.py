@@ -7,7 +7,7 @@ import pytest
 from helpers.images import write_folder
 from penstock.cli import main
 from penstock.config.run import DataConfig
-from penstock.data.source import open_source
+from penstock.data import open_source
 
 
 def test_packing_and_verifying_from_the_command_line(

@@ -5,7 +5,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from penstock.config.run import DataConfig
-from penstock.data.source import open_source
+from penstock.data import open_source
 
 
 def test_they_are_scikit_learns() -> None:

@@ -9,8 +9,8 @@ from PIL import Image
 
 from helpers.images import encoded, photo, write_folder
 from penstock.config.run import DataConfig
+from penstock.data import Source, open_source
 from penstock.data.imagefolder import ImageFolder, list_classes
-from penstock.data.source import Source, open_source
 from penstock.errors import DataError
 
 

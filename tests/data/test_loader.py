@@ -14,7 +14,7 @@ import torch
 
 from helpers.images import write_folder
 from penstock.config.run import Augment, DataConfig
-from penstock.data import Batch, Loader, Source, open_source
+from penstock.data import Batch, Loader, Source, image_loader, open_source
 from penstock.data.source import BadImage, Pixels
 from penstock.errors import ConfigError, DataError
 
@@ -27,7 +27,7 @@ def digits(split: str = "train", channels: int = 1) -> Source:
 
 def loader(source: Source | None = None, **options: object) -> Loader:
     settings: dict = {"batch": 16, "image_size": 8, "classes": 10, "augment": STRONG, "seed": 3, **options}
-    return Loader(source or digits(), **settings)
+    return image_loader(source or digits(), **settings)
 
 
 def take(batches: Loader, count: int) -> list[Batch]:
@@ -192,7 +192,7 @@ def test_skipped_images_are_logged_until_there_are_too_many(caplog: pytest.LogCa
     source.bad_images = "skip"
     with loader(source, batch=50) as batches:
         next(batches)
-        assert "Skipped the bad image broken/" in caplog.text
+        assert "Skipped the bad sample broken/" in caplog.text
         with pytest.raises(DataError, match="More than 1% of the images are bad"):
             list(islice(batches, 20))
 

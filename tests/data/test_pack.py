@@ -10,9 +10,9 @@ import pytest
 
 from helpers.images import write_folder
 from penstock.config.run import DataConfig
+from penstock.data import Source, open_source
 from penstock.data.pack import INDEX, Pack, sha256, verify
 from penstock.data.packing import Packing, pack_source
-from penstock.data.source import Source, open_source
 from penstock.errors import DataError
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from helpers.images import encoded, smooth, write_folder, write_tar
 from penstock.config.run import DataConfig
-from penstock.data import packing
+from penstock.data import open_source, packing
 from penstock.data.pack import read_manifest, verify
 from penstock.data.packing import Packing, pack_source
-from penstock.data.source import open_source
 from penstock.errors import ConfigError, DataError
 
 SMALL = Packing(size=16, records="raw")

@@ -14,9 +14,9 @@ import pytest
 
 from helpers.sources import Imports, Raises, Sleeps
 from penstock.config.run import DataConfig
+from penstock.data import image_loader, open_source
 from penstock.data.loader import Loader
 from penstock.data.pool import Pool
-from penstock.data.source import open_source
 from penstock.errors import DataError
 
 
@@ -28,7 +28,7 @@ def pool_of(batches: Loader) -> Pool:
 
 def digits_in(workers: int, batch: int = 8) -> Loader:
     source = open_source(DataConfig(), split="train", channels=1)
-    return Loader(source, batch=batch, image_size=8, classes=10, workers=workers)
+    return image_loader(source, batch=batch, image_size=8, classes=10, workers=workers)
 
 
 def test_requests_come_back_in_order_and_whole() -> None:
@@ -90,7 +90,7 @@ def test_a_worker_killed_while_reading_is_named() -> None:
 
 
 def test_closing_does_not_wait_for_slow_workers() -> None:
-    batches = Loader(Sleeps(), batch=30, image_size=8, classes=1, workers=1)
+    batches = image_loader(Sleeps(), batch=30, image_size=8, classes=1, workers=1)
     batches._start()
     time.sleep(0.1)
     start = time.monotonic()
@@ -99,13 +99,13 @@ def test_closing_does_not_wait_for_slow_workers() -> None:
 
 
 def test_workers_import_no_torch() -> None:
-    with Loader(Imports(), batch=4, image_size=8, classes=1, workers=1, augment=None) as batches:
+    with image_loader(Imports(), batch=4, image_size=8, classes=1, workers=1, augment=None) as batches:
         assert next(batches).images.max() == -1  # black: no torch
 
 
 def test_other_errors_keep_their_name() -> None:
     with (
-        Loader(Raises(), batch=4, image_size=8, classes=1, workers=2) as batches,
+        image_loader(Raises(), batch=4, image_size=8, classes=1, workers=2) as batches,
         pytest.raises(DataError, match=r"data worker 0 .* failed on raises: ZeroDivisionError: by zero"),
     ):
         next(batches)
@@ -120,9 +120,9 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_needs_no_main_guard() -> None:
     done = run_script("""
         from penstock.config.run import DataConfig
-        from penstock.data import Loader, open_source
+        from penstock.data import image_loader, open_source
         source = open_source(DataConfig(), split="train")
-        batches = Loader(source, batch=4, image_size=8, classes=10, workers=1)
+        batches = image_loader(source, batch=4, image_size=8, classes=10, workers=1)
         print(tuple(next(batches).images.shape))
     """)
     assert done.stdout == "(4, 3, 8, 8)\n", done.stderr
@@ -133,12 +133,12 @@ def test_a_script_needs_no_main_guard() -> None:
 def test_a_source_defined_in_the_script_is_explained() -> None:
     done = run_script("""
         import numpy as np
-        from penstock.data import Loader, Source
+        from penstock.data import Source, image_loader
         class Mine(Source):
             name, classes, size, channels, labels = "mine", ("a",), 8, 1, np.zeros(5, np.int64)
             def load(self, index, out):
                 out[...] = 0
-        Loader(Mine(), batch=4, image_size=8, classes=1, workers=1)
+        image_loader(Mine(), batch=4, image_size=8, classes=1, workers=1)
     """)
     assert "class Mine is defined in the script itself" in done.stderr
     assert done.returncode == 1
@@ -148,9 +148,9 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     script = """
         import sys, time
         from penstock.config.run import DataConfig
-        from penstock.data import Loader, open_source
+        from penstock.data import image_loader, open_source
         source = open_source(DataConfig(), split="train")
-        batches = Loader(source, batch=4, image_size=8, classes=10, workers=2)
+        batches = image_loader(source, batch=4, image_size=8, classes=10, workers=2)
         next(batches)
         print(*batches._reader.pids, flush=True)
         time.sleep(60)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.config.run import DataConfig
-from penstock.data.source import BadImage, Pixels, Source, Tally, is_val, open_source, stored_size
+from penstock.data import open_source
+from penstock.data.source import BadImage, Pixels, Source, Tally, is_val, stored_size
 from penstock.errors import ConfigError, DataError, ExitCode
 
 

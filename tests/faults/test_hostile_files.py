@@ -27,9 +27,9 @@ from penstock import checkpoint
 from penstock.checkpoint.disk import Written, digest_file
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from penstock.config.run import DataConfig
+from penstock.data import open_source
 from penstock.data.pack import sha256
 from penstock.data.packing import Packing, pack_source
-from penstock.data.source import open_source
 from penstock.data.tar import read_tar
 from penstock.errors import CheckpointError, ConfigError, DataError, PenstockError
 from penstock.models.convert.files import read_state_dict

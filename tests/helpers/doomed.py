@@ -107,13 +107,13 @@ def poison(first: int, count: int, value: float) -> None:
 
 def poison_when(due: Callable[[int], bool], value: float) -> None:
     """Make this rank's gradients `value` in every step (from 1) that is `due`, before they are averaged."""
-    from penstock import step
+    from penstock.step.accumulate import Accumulate
     from penstock.train import loop
 
     run: Any = loop._Run
-    steps: Any = step.TrainStep
+    runner: Any = Accumulate
     taken: list[int] = []
-    original_step, original_loss = run._train_step, steps._accumulate
+    original_step, original_loss = run._train_step, runner._one
 
     def train_step(self: Any) -> None:
         taken[:] = [self.step + 1]
@@ -137,7 +137,7 @@ def poison_when(due: Callable[[int], bool], value: float) -> None:
             self.loss = plain
 
     run._train_step = train_step
-    steps._accumulate = accumulate
+    runner._one = accumulate
 
 
 def _heed(order: Path) -> None:

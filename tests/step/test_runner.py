@@ -17,7 +17,8 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.step import TrainStep, classification_loss
+from penstock.step import TrainStep
+from penstock.tasks import classification_loss
 
 TINY = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=4, drop_path=0.1

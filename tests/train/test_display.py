@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from penstock.tasks import classification_loss
 from penstock.train.display import PlainDisplay, RichDisplay, describe, display_for, scaled
 
 STEPS: dict[str, Any] = {
@@ -38,8 +39,8 @@ def test_lines_say_what_matters() -> None:
         "step 20/40  epoch 1.50  loss 1.2500  1,234 samples/s  3.1 GFLOP/s  MFU 12.3%  "
         "waiting for data 30%  lr 1.00e-03"
     )
-    assert describe(EVALUATION, 40) == (
-        "step 20/40  evaluation of 359 samples: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
+    assert describe(EVALUATION, 40, classification_loss) == (
+        "step 20/40  evaluation of 359 images: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
     )
     assert describe({"event": "unheard-of", "step": 0}, 40) == ""
     assert "loss not finite" in describe(STEPS | {"loss": None}, 40)
@@ -51,7 +52,8 @@ def test_the_first_lines_name_plan_and_places() -> None:
         "step": 20,
         "plan": "precision=O1",
         "parameters": 5018,
-        "classes": 10,
+        "model": "10 classes",
+        "unit": "images",
         "data": "digits",
         "samples": 1442,
         "batch": 128,
@@ -63,7 +65,7 @@ def test_the_first_lines_name_plan_and_places() -> None:
     assert describe(record, 40).splitlines() == [
         "plan    precision=O1",
         "model   5,018 parameters, 10 classes",
-        "data    digits, 1,442 samples, 128 a step",
+        "data    digits, 1,442 images, 128 a step",
         "device  cpu; utilisation is of the peak of desk bf16, measured",
         "output  runs/a",
         "resumed after step 20 of 40",
@@ -92,7 +94,7 @@ def test_plain_lines_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None
     display = PlainDisplay(stream, seconds=10)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    display.begin(total=60, step=0)
+    display.begin(total=60, step=0, task=classification_loss)
     for step in range(1, 61):
         now += 1
         display.show(STEPS | {"step": step})
@@ -114,7 +116,7 @@ def test_plain_lines_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
     stream = io.StringIO()
     display = RichDisplay(Console(file=stream, force_terminal=True, width=200))
-    display.begin(total=40, step=0)
+    display.begin(total=40, step=0, task=classification_loss)
     display.show(STEPS)
     display.show(EVALUATION)
     display.end()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.data import Batch
+from penstock.tasks import ImageClassification
 from penstock.train.evaluate import evaluate
 
+TASK = ImageClassification()
 
-def batches(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[SimpleNamespace]:
+
+def batches(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[Batch]:
     return [
-        SimpleNamespace(images=i, targets=t)
-        for i, t in zip(images.split(size), targets.split(size), strict=True)
+        Batch(i, t, np.arange(len(t))) for i, t in zip(images.split(size), targets.split(size), strict=True)
     ]
 
 
@@ -23,7 +25,7 @@ def test_the_last_short_batch_counts_by_its_samples() -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5))
     images, targets = torch.randn(23, 6), torch.randint(9, (23,))
     state = torch.get_rng_state()
-    found = evaluate(model, batches(images, targets, 10))
+    found = evaluate(TASK, model, batches(images, targets, 10))
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     logits = model[0](images)
@@ -36,16 +38,16 @@ def test_the_last_short_batch_counts_by_its_samples() -> None:
 
 
 def test_fewer_than_five_classes() -> None:
-    found = evaluate(nn.Identity(), batches(torch.eye(3), torch.tensor([0, 1, 0]), 2))
+    found = evaluate(TASK, nn.Identity(), batches(torch.eye(3), torch.tensor([0, 1, 0]), 2))
     assert (found.top1, found.top5) == (pytest.approx(2 / 3), 1.0)
 
 
 def test_a_model_in_evaluation_mode_stays_there() -> None:
     model = nn.Linear(2, 2).eval()
-    evaluate(model, batches(torch.randn(2, 2), torch.tensor([0, 1]), 2))
+    evaluate(TASK, model, batches(torch.randn(2, 2), torch.tensor([0, 1]), 2))
     assert not model.training
 
 
 def test_nothing_to_evaluate_is_said() -> None:
     with pytest.raises(ValueError, match="nothing to evaluate"):
-        evaluate(nn.Identity(), [])
+        evaluate(TASK, nn.Identity(), [])

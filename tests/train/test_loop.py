@@ -21,7 +21,7 @@ from penstock.config.machine import Machine, load_machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
-from penstock.data import Loader, open_source
+from penstock.data import image_loader, open_source
 from penstock.errors import (
     CheckpointError,
     ConfigError,
@@ -33,6 +33,7 @@ from penstock.errors import (
 )
 from penstock.models.convert import from_pretrained
 from penstock.planner import predict
+from penstock.tasks import ImageClassification
 from penstock.train import loop, train
 from penstock.train.display import Silent
 from penstock.train.evaluate import evaluate
@@ -207,7 +208,9 @@ def test_the_exported_model_is_the_one_that_was_evaluated(config: RunConfig) -> 
     result = train(averaged)
     model = from_pretrained(result.export)
     source = open_source(config.data, split="val", channels=1, image_size=8)
-    found = evaluate(model, Loader(source, batch=16, image_size=8, classes=10, endless=False))
+    found = evaluate(
+        ImageClassification(), model, image_loader(source, batch=16, image_size=8, classes=10, endless=False)
+    )
     assert (found.samples, found.top1, found.top5) == (
         result.evaluation.samples,
         result.evaluation.top1,

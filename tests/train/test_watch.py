@@ -44,10 +44,11 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], floa
         original, weights = loop._Run._train_step, []
 
         def step(run: Any) -> None:
-            by, plain = factor(run.step + 1), run.built.step.loss
-            run.built.step.loss = lambda model, batch: plain(model, batch) * by
+            runner = run.built.step.runner
+            by, plain = factor(run.step + 1), runner.loss
+            runner.loss = lambda model, batch: plain(model, batch) * by
             original(run)
-            run.built.step.loss = plain
+            runner.loss = plain
             flat = torch.cat([p.detach().flatten() for p in run.built.model.parameters()])
             weights.append(flat.tolist())
 

@@ -110,13 +110,13 @@ def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
     from penstock.build import build
     from penstock.config.model import title
     from penstock.config.plan import Plan
-    from penstock.config.rules import require_trainable
     from penstock.config.run import Recipe
-    from penstock.data import Loader, open_source
+    from penstock.data import Loader
     from penstock.ladder.factory import load_factory, made_by, samples_of
     from penstock.ladder.subject import BATCH
     from penstock.models.convert import load_weights
     from penstock.precision.inspect.undisturbed import moved
+    from penstock.tasks import task_of
 
     recipe = Recipe(lr=config.lr) if config.lr else Recipe()
     if config.factory is not None:
@@ -126,16 +126,14 @@ def _subject(config: ScaleConfig, device: torch.device) -> _Subject:
             built=built, batches=itertools.repeat(moved(batch, device)), title=config.factory,
             data="the factory's batch", samples=samples_of(batch),
         )  # fmt: skip
-    model = require_trainable(config.model)
-    source = open_source(config.data, split="train", channels=model.channels)
+    task = task_of(config.model)
+    source = task.open(config.data, config.model, "train")
     samples = config.batch if config.batch is not None else BATCH["cpu" if device.type == "cpu" else "cuda"]
     built = build(config.model, Plan(micro_batch=samples), device=device, recipe=recipe, seed=config.seed)
     if config.init_from is not None:
         load_weights(built.model, config.init_from, new_head=True)
-    loader = Loader(
-        source, batch=samples, image_size=model.image_size, classes=model.classes,
-        seed=config.seed, device=device,
-    )  # fmt: skip
+    prepare = task.prepare(source, config.model, seed=config.seed)
+    loader = Loader(source, prepare, batch=samples, seed=config.seed, device=device)
     return _Subject(
         built=built,
         batches=iter(loader),

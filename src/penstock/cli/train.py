@@ -25,6 +25,7 @@ def train(
     The settings of a preset's own recipe come first, then those of --config, then those given here. The resolved
     settings are kept in OUTPUT/run.toml, which runs the same again with --config.
     """
+    from penstock.tasks import task_of
     from penstock.train import train as run
     from penstock.train.display import display_for
 
@@ -32,5 +33,6 @@ def train(
     if int(os.environ.get("RANK", "0")):
         return  # all ranks of a run return the same
     found = result.evaluation
-    print(f"done: top-1 {found.top1:.2%}, top-5 {found.top5:.2%} of {found.samples:,} validation samples")
+    task = task_of(config.model)
+    print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")
     print(f"weights in {result.export}, metrics in {result.metrics}")

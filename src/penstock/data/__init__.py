@@ -10,20 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.data.augment import augment_batch, center_batch
-    from penstock.data.loader import Batch, Loader
+    from penstock.data.images import Batch, image_loader
+    from penstock.data.loader import Loader
+    from penstock.data.open import open_source
     from penstock.data.sampler import Stream
-    from penstock.data.source import Source, open_source
+    from penstock.data.source import Source
 
-__all__ = ["Batch", "Loader", "Source", "Stream", "augment_batch", "center_batch", "open_source"]
+__all__ = [
+    "Batch",
+    "Loader",
+    "Source",
+    "Stream",
+    "augment_batch",
+    "center_batch",
+    "image_loader",
+    "open_source",
+]
 
 _HOME = {
-    "Batch": "loader",
+    "Batch": "images",
     "Loader": "loader",
     "Source": "source",
     "Stream": "sampler",
     "augment_batch": "augment",
     "center_batch": "augment",
-    "open_source": "source",
+    "image_loader": "images",
+    "open_source": "open",
 }
 
 

@@ -1,8 +1,8 @@
 """The Loader: batches on the device, in the stream's order, read ahead in the background.
 
-Host work (reading, decoding) runs in a thread or in processes; what needs the device (copy, augmentation) is
-done on it: on a GPU one batch ahead on a stream of its own, so that it overlaps the training step; on a CPU,
-where it would only take threads from the step, when the batch is asked for.
+Host work (reading, decoding) runs in a thread or in processes. What needs the device (the copy, augmentation) is done
+on it: on a GPU one batch ahead on a stream of its own, so that it overlaps the training step; on a CPU, where it would
+only take threads from the step, when the batch is asked for. What a batch looks like, the caller decides.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from penstock.config.run import Augment
-from penstock.data.augment import augment_batch, center_batch
 from penstock.data.pump import HostBatch, InProcess, Pump, Reader, Request
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Tally
@@ -32,29 +30,12 @@ DEPTH = 3
 """Batches read ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a training step takes.
-
-    images (B, C, H, W) float32 on the device, in [-1, 1]; targets (B,) int64, or (B, classes) float32 where
-    labels are mixed or smoothed; ids (B,) sample numbers on the host.
-    """
-
-    images: Tensor
-    targets: Tensor
-    ids: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
 class Loader:
-    """Iterates batches of `batch` samples for rank `rank` of `world`.
+    """Iterates batches of `batch` samples for rank `rank` of `world`, as `prepare` makes them of what was read.
 
     With `endless` (training) it follows the shuffled stream from `position` and never stops. Without
     (evaluation) each `for` loop over it is one pass in order, in which the last batch may be short and a rank
-    may get one batch less. `augment` none means: centre crop only. Close it, or use it in a `with`, to end
-    its threads and processes early.
+    may get one batch less. Close it, or use it in a `with`, to end its threads and processes early.
 
     Raises DataError for unreadable samples, when more than 1 % are bad, and when a reading process dies.
     """
@@ -62,11 +43,9 @@ class Loader:
     def __init__(
         self,
         source: Source,
+        prepare: Callable[[HostBatch, torch.device], Any],
         *,
         batch: int,
-        image_size: int,
-        classes: int,
-        augment: Augment | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         workers: int = 0,
@@ -75,19 +54,9 @@ class Loader:
         position: int = 0,
         endless: bool = True,
     ) -> None:
-        _check(source, batch, classes, workers, rank, world)
-        if source.size < image_size and not source.scalable:
-            log.warning(
-                "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged.",
-                source.name,
-                source.size,
-                image_size,
-            )
+        _check(source, batch, workers, rank, world)
         self.source = source
         self.batch = batch
-        self.image_size = image_size
-        self.classes = classes
-        self.augment = augment
         self.seed = seed
         self.device = torch.device(device)
         self.rank, self.world = rank, world
@@ -95,8 +64,9 @@ class Loader:
         self.position = position
         """Samples of the stream consumed so far, over all ranks."""
         self.wait_seconds = 0.0
-        """Time the consumer has spent in `next` in total: waiting for data, and on a CPU augmenting it."""
+        """Time the consumer has spent in `next` in total: waiting for data, and on a CPU preparing it."""
         self.tally = Tally(len(source))
+        self._prepare = prepare
         self._stream = Stream(len(source), seed)
         self._reader = _open_reader(source, batch, workers)
         self._pump: Pump | None = None
@@ -110,12 +80,12 @@ class Loader:
         whole, rest = divmod(len(self.source), self.batch * self.world)
         return whole + (rest > self.rank * self.batch)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         if not self.endless:
             self._restart(0)
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         start = time.perf_counter()
         try:
             return self._next()
@@ -158,14 +128,14 @@ class Loader:
         self.position = position
         self._ended = False
 
-    def _next(self) -> Batch:
+    def _next(self) -> Any:
         if self._ended:
             raise StopIteration
         if self._pump is None:
             self._start()
         if self._side is None:
             host = self._take()
-            batch = None if host is None else self._stage(host)
+            batch = None if host is None else self._prepare(host, self.device)
         else:
             batch = self._next_from_side_stream(self._side)
         if batch is None:
@@ -189,44 +159,26 @@ class Loader:
         host = self._pump.get()
         if host is not None:
             for path, why in host.bad:
-                log.warning("Skipped the bad image %s: %s.", path, why)
+                log.warning("Skipped the bad sample %s: %s.", path, why)
             self.tally.add(len(host.ids), len(host.bad), host.bad[-1][0] if host.bad else "")
         return host
-
-    def _stage(self, host: HostBatch) -> Batch:
-        """Copy to the device and augment there, on the current stream, waiting for nothing."""
-        images = host.images.to(self.device, non_blocking=True)
-        labels = host.labels.to(self.device, non_blocking=True)
-        if self.augment is None:
-            images = center_batch(images, image_size=self.image_size, crop_share=self.source.crop_share)
-            return Batch(images, labels, host.ids)
-        images, targets = augment_batch(
-            images,
-            labels,
-            self.augment,
-            image_size=self.image_size,
-            classes=self.classes,
-            seed=self.seed,
-            positions=host.positions,
-        )
-        return Batch(images, targets, host.ids)
 
     def _stage_aside(self, side: torch.cuda.Stream) -> _Staged | None:
         host = self._take()
         if host is None:
             return None
         with torch.cuda.stream(side):
-            batch = self._stage(host)
+            batch = self._prepare(host, self.device)
             return _Staged(batch, side.record_event())
 
-    def _next_from_side_stream(self, side: torch.cuda.Stream) -> Batch | None:
+    def _next_from_side_stream(self, side: torch.cuda.Stream) -> Any:
         """Hand out the batch that was prepared ahead, and begin the next one beside the coming step."""
         staged = self._ahead or self._stage_aside(side)
         if staged is None:
             return None
         current = torch.cuda.current_stream(self.device)
         current.wait_event(staged.ready)
-        for tensor in (staged.batch.images, staged.batch.targets):
+        for tensor in tensors_in(staged.batch):
             tensor.record_stream(current)
         self._ahead = self._stage_aside(side)
         return staged.batch
@@ -234,7 +186,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    batch: Batch
+    batch: Any
     ready: torch.cuda.Event
 
 
@@ -270,7 +222,7 @@ def _requests(
         position += batch * world
 
 
-def _check(source: Source, batch: int, classes: int, workers: int, rank: int, world: int) -> None:
+def _check(source: Source, batch: int, workers: int, rank: int, world: int) -> None:
     problems = []
     if batch < 1:
         problems.append(f"A Loader's batch is {batch}, but must be at least 1.")
@@ -278,12 +230,14 @@ def _check(source: Source, batch: int, classes: int, workers: int, rank: int, wo
         problems.append(f"data.workers is {workers}, but must be 0 (read in this process) or more.")
     if not 0 <= rank < world:
         problems.append(f"Rank {rank} is not one of a world of {world}.")
-    if len(source.classes) > classes:
-        problems.append(
-            f"{source.name} has {len(source.classes)} classes, but the model tells only {classes} apart; "
-            f"set model.classes to {len(source.classes)}."
-        )
     if problems:
         raise ConfigError(problems)
     if not len(source):
         raise DataError(f"{source.name} holds no samples. Check its path.")
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch: of a pytree, or of a dataclass's fields."""
+    if is_dataclass(batch):
+        batch = [getattr(batch, field.name) for field in fields(batch)]
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""What a source of images is, how bad images are met, and how a source is opened by its name.
+"""What a source of images is, and how bad images are met.
 
 Free of torch: reading processes import this and start in a fraction of a second.
 """
@@ -12,9 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.run import DataConfig
 from penstock.data.hashing import REPLACE, words
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 
 Pixels = NDArray[np.uint8]
 Split = Literal["train", "val"]
@@ -147,32 +146,3 @@ def is_val(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
 def stored_size(image_size: int) -> int:
     """Side that images are decoded to for a model of `image_size`: 256 for 224, so that crops have room."""
     return round(image_size * 8 / 7)
-
-
-def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> Source:
-    """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
-
-    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
-    of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
-    """
-    kind, _, path = config.source.partition(":")
-    problems = []
-    if channels not in (1, 3):
-        problems.append(
-            f"Images have 1 or 3 channels, but {channels} were asked for; set model.channels to 1 or 3."
-        )
-    if split not in ("train", "val"):
-        problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
-    if problems:
-        raise ConfigError(problems)
-    if kind == "digits":
-        from penstock.data.digits import Digits
-
-        return Digits(split, channels)
-    if kind == "imagefolder":
-        from penstock.data.imagefolder import ImageFolder
-
-        return ImageFolder(path, split, channels, stored_size(image_size), config)
-    from penstock.data.pack import Pack
-
-    return Pack(path, split, channels, config)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.errors import ConfigError
+from penstock.tasks import Loss
 
-Loss = Callable[[nn.Module, Any], Tensor]
 Factory = Callable[[], tuple[nn.Module, Any, Loss]]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from penstock.build import Built
+from penstock.data.loader import tensors_in
 from penstock.host_memory import settle
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
@@ -195,7 +196,7 @@ def _between_steps(contender: Contender) -> int:
     optimizer.zero_grad(set_to_none=True)
     tensors += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
     tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors += [leaf for batch in contender.micro_batches for leaf in _tensors(batch)]
+    tensors += [leaf for batch in contender.micro_batches for leaf in tensors_in(batch)]
     with torch.no_grad():
         storages = [local(tensor).untyped_storage() for tensor in tensors]
     storages += [storage for reference in gradients if (storage := reference()) is not None]
@@ -257,16 +258,6 @@ def _allocated_by(contender: Contender) -> int:
         held += change
         peak = max(peak, held)
     return peak
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """Tensors of a batch: of a pytree, or of an object's attributes (our own Batch is a dataclass)."""
-    leaves = tree_leaves(batch)
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not found:
-        names = getattr(type(batch), "__dataclass_fields__", {})
-        found = [value for name in names if isinstance(value := getattr(batch, name), Tensor)]
-    return found
 
 
 def _close(batches: Any) -> None:

@@ -1,4 +1,4 @@
-"""What climbs the ladder: a Penstock model on real images, or anybody's own model with its own batch and loss.
+"""What climbs the ladder: a Penstock model on real data, or anybody's own model with its own batch and loss.
 
 A subject builds itself under any Setting, always from the same weights for the same seed, and feeds itself the same
 samples in the same order.
@@ -22,9 +22,9 @@ from penstock.config.model import ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
-from penstock.data import Loader, open_source
+from penstock.data import Loader
 from penstock.errors import ConfigError
-from penstock.ladder.factory import Factory, Loss, drawn_anew, load_factory, made_by, path_of, samples_of
+from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.trace import trace
@@ -33,6 +33,7 @@ from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.parallel import ParallelDims
 from penstock.planner.prediction import workload
 from penstock.planner.time import Workload
+from penstock.tasks import Loss, task_of
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Samples per step of the baseline, where nobody says."""
@@ -95,9 +96,7 @@ class Subject(ABC):
 
 
 class Configured(Subject):
-    """A Penstock model, on images of a data source."""
-
-    unit = "images"
+    """A Penstock model, at its family's task on a data source."""
 
     def __init__(self, config: LadderConfig, device: torch.device, machine: Machine) -> None:
         self.title = title(config.model)
@@ -107,7 +106,9 @@ class Configured(Subject):
         batch = config.batch if config.batch is not None else BATCH[machine.device]
         self._model = require_trainable(config.model)
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
-        self._source = open_source(config.data, split="train", channels=self._model.channels)
+        self._task = task_of(config.model)
+        self.unit = self._task.unit
+        self._source = self._task.open(config.data, config.model, "train")
         self._data = config.data.source
         self._starts: dict[int, dict[str, Tensor]] = {}
 
@@ -143,9 +144,8 @@ class Configured(Subject):
         return iter(
             Loader(
                 self._source,
+                self._task.prepare(self._source, setting.model, seed=seed),
                 batch=setting.plan.micro_batch,
-                image_size=setting.model.image_size,
-                classes=setting.model.classes,
                 seed=seed,
                 device=self.device,
                 rank=dims.data_rank,
@@ -287,7 +287,7 @@ def subject_of(
 
 
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
-    """Load weights of the same name and shape; positions may have lost the class token's row."""
+    """Load weights of the same name and shape; a table of positions may have lost its first row, the class token's."""
     fitting = {}
     for name, parameter in model.named_parameters():
         value = start.get(name)

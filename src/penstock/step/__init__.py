@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.step.runner import Loss, StepResult, TrainStep, classification_loss
+from penstock.step.accumulate import Accumulate, Runner
+from penstock.step.runner import StepResult, TrainStep
 
-__all__ = ["Loss", "StepResult", "TrainStep", "classification_loss"]
+__all__ = ["Accumulate", "Runner", "StepResult", "TrainStep"]

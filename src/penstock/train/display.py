@@ -13,14 +13,16 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from penstock.tasks import Task
+
 Record = Mapping[str, Any]
 
 
 class Display(Protocol):
     """What the loop calls. `total` and `step` count optimizer steps."""
 
-    def begin(self, total: int, step: int) -> None:
-        """The run starts, or goes on, at `step` of `total`."""
+    def begin(self, total: int, step: int, task: Task) -> None:
+        """The run starts, or goes on, at `step` of `total`. The task says what its metrics mean."""
 
     def show(self, record: Record) -> None:
         """A record has been written."""
@@ -32,7 +34,7 @@ class Display(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def begin(self, total: int, step: int) -> None:
+    def begin(self, total: int, step: int, task: Task) -> None:
         """Nothing."""
 
     def show(self, record: Record) -> None:
@@ -50,10 +52,11 @@ class PlainDisplay:
         self._seconds = seconds
         self._last = -float("inf")
         self._total = 0
+        self._task: Task | None = None
 
-    def begin(self, total: int, step: int) -> None:
+    def begin(self, total: int, step: int, task: Task) -> None:
         """Remember the total that lines are counted against."""
-        self._total = total
+        self._total, self._task = total, task
 
     def show(self, record: Record) -> None:
         """Print the record's line; lines of steps that come too fast are left to the metrics file."""
@@ -62,7 +65,7 @@ class PlainDisplay:
             if now - self._last < self._seconds and record["step"] < self._total:
                 return
             self._last = now
-        if line := describe(record, self._total):
+        if line := describe(record, self._total, self._task):
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
@@ -82,22 +85,23 @@ class RichDisplay:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task: TaskID | None = None
+        self._bar: TaskID | None = None
         self._total = 0
+        self._task: Task | None = None
 
-    def begin(self, total: int, step: int) -> None:
+    def begin(self, total: int, step: int, task: Task) -> None:
         """Draw the bar."""
-        self._total = total
-        self._task = self._progress.add_task("train", total=total, completed=step, numbers="")
+        self._total, self._task = total, task
+        self._bar = self._progress.add_task("train", total=total, completed=step, numbers="")
         self._progress.start()
 
     def show(self, record: Record) -> None:
         """Advance the bar, or print a line above it."""
         if record["event"] != "steps":
-            if line := describe(record, self._total):
+            if line := describe(record, self._total, self._task):
                 self._progress.console.print(line, highlight=False, markup=False)
-        elif self._task is not None:
-            self._progress.update(self._task, completed=record["step"], numbers=_numbers(record))
+        elif self._bar is not None:
+            self._progress.update(self._bar, completed=record["step"], numbers=_numbers(record))
 
     def end(self) -> None:
         """Leave the terminal as it was found."""
@@ -111,10 +115,12 @@ def display_for(stream: TextIO) -> Display:
     return RichDisplay(console) if live else PlainDisplay(stream)
 
 
-def describe(record: Record, total: int) -> str:
+def describe(record: Record, total: int, task: Task | None = None) -> str:
     """A record as one line for people; empty where there is nothing to say."""
     if record["event"] in ("start", "resume"):
         return _header(record)
+    if record["event"] == "evaluation":
+        return f"step {record['step']}/{total}  {_evaluation(record, task)}"
     line = _DESCRIBE.get(record["event"])
     return f"step {record['step']}/{total}  {line(record)}" if line else ""
 
@@ -122,8 +128,8 @@ def describe(record: Record, total: int) -> str:
 def _header(record: Record) -> str:
     rows = {
         "plan": record["plan"],
-        "model": f"{record['parameters']:,} parameters, {record['classes']} classes",
-        "data": f"{record['data']}, {record['samples']:,} samples, {record['batch']} a step",
+        "model": f"{record['parameters']:,} parameters, {record['model']}",
+        "data": f"{record['data']}, {record['samples']:,} {record['unit']}, {record['batch']} a step",
         "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
         "output": record["output"],
     }
@@ -148,12 +154,10 @@ def _steps(record: Record) -> str:
     return f"epoch {record['epoch']:.2f}  {_numbers(record)}  lr {record['lr']:.2e}"
 
 
-def _evaluation(record: Record) -> str:
-    return (
-        f"evaluation of {record['samples']:,} samples: top-1 {record['top1']:.2%}  "
-        f"top-5 {record['top5']:.2%}  loss {_plain(record['loss'], '.4f')}"
-        + ("  (EMA weights)" if record["ema"] else "")
-    )
+def _evaluation(record: Record, task: Task | None) -> str:
+    assert task is not None  # a run begins before it evaluates
+    averaged = "  (EMA weights)" if record["ema"] else ""
+    return f"evaluation of {record['samples']:,} {task.unit}: {task.describe(record)}{averaged}"
 
 
 def _prediction(record: Record) -> str:
@@ -180,7 +184,6 @@ def _summary(record: Record) -> str:
 
 _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "steps": _steps,
-    "evaluation": _evaluation,
     "prediction": _prediction,
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "summary": _summary,

@@ -1,54 +1,56 @@
-"""Top-1, top-5 and loss over a whole split, with one wait for the device at the end."""
+"""The metrics of a whole split, with one wait for the device at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.agree import add_up
-
-
-class Labelled(Protocol):
-    """What evaluation needs of a batch."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
+from penstock.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Shares in [0, 1] of samples whose class is the best, or among the five best; mean cross-entropy in
-    nats."""
+    """The task's metrics over a split, which are attributes too: `evaluation.top1`."""
 
     samples: int
-    top1: float
-    top5: float
-    loss: float
+    metrics: Mapping[str, float]
+
+    def __getattr__(self, name: str) -> float:
+        if name not in Evaluation.__slots__ and name in self.metrics:
+            return self.metrics[name]
+        raise AttributeError(f"This evaluation has no {name!r}. It has samples, {', '.join(self.metrics)}.")
+
+    def record(self) -> dict[str, Any]:
+        """All numbers by name, as they are logged and stored."""
+        return {"samples": self.samples, **self.metrics}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Evaluation:
+        """What `record` gave."""
+        return cls(record["samples"], {name: value for name, value in record.items() if name != "samples"})
 
 
 @torch.no_grad()
 def evaluate(
+    task: Task,
     model: nn.Module,
-    batches: Iterable[Labelled],
+    batches: Iterable[Any],
     *,
     dims: ParallelDims = ALONE,
     rounds: int = 0,
-    blank: Tensor | None = None,
+    blank: tuple[Any, ...] | None = None,
 ) -> Evaluation:
     """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
 
-    Targets are class numbers, (B,) int64. Draws no random number, so training goes on as if nothing had been.
-    With fewer than five classes, top-5 counts as many as there are. The ranks of `dims` evaluate each their batches,
+    Draws no random number, so training goes on as if nothing had been. Each rank of `dims` evaluates its own batches,
     and all get the result of all. A sharded model can only run on all ranks at once: a rank whose batches end before
-    `rounds` runs it on `blank`, one image, and throws the output away.
+    `rounds` runs it on `blank`, arguments for one sample of nothing, and throws the outputs away.
     """
     training = model.training
     model.eval()
@@ -57,23 +59,19 @@ def evaluate(
     try:
         for batch in batches:
             seen += 1
-            logits = model(batch.images).float()  # (B, classes)
-            best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
-            hits = best == batch.targets[:, None]
-            loss = F.cross_entropy(logits, batch.targets, reduction="sum")
-            sums = torch.stack([hits[:, 0].sum(), hits.sum()]).double()
-            sums = torch.cat([sums, loss.double()[None]])
+            sums = task.tally(model(*task.inputs(batch)), batch)
             totals = sums if totals is None else totals + sums
-            samples += len(batch.targets)
+            samples += len(batch)
         for _ in range(rounds - seen):
-            model(blank)
+            assert blank is not None
+            model(*blank)
     finally:
         model.train(training)
-    device = totals.device if totals is not None else blank.device if blank is not None else "cpu"
-    counted = torch.tensor([samples], dtype=torch.float64, device=device)  # exact to 2^53
-    own = torch.zeros(3, dtype=torch.float64, device=device) if totals is None else totals
-    top1, top5, loss_sum, every = add_up(torch.cat([own, counted]), dims).tolist()
+    own = torch.zeros(len(task.sums), dtype=torch.float64) if totals is None else totals
+    counted = own.new_tensor([samples])  # exact to 2^53
+    device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own.device)
+    *found, every = add_up(torch.cat([own, counted]).to(device), dims).tolist()
     samples = int(every)
     if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")
-    return Evaluation(samples, top1 / samples, top5 / samples, loss_sum / samples)
+    return Evaluation(samples, task.metrics(samples, dict(zip(task.sums, found, strict=True))))

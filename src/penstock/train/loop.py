@@ -7,7 +7,6 @@ it, step times in events, and one transfer reads them all.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import shutil
@@ -16,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ from penstock.build import build
 from penstock.checkpoint import BackgroundSaver, Snapshot, Stored
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
-from penstock.config.rules import require_trainable
-from penstock.config.run import RunConfig
-from penstock.data import Loader
+from penstock.config.run import Augment, RunConfig
+from penstock.data import Loader, Source
 from penstock.errors import PenstockError, SavedRequeue
 from penstock.launch.heartbeat import beat, beating
 from penstock.models import ViT
@@ -38,8 +36,8 @@ from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device, whole_state
 from penstock.parallel.agree import Ballot, average, main_first, together
 from penstock.planner import Prediction, predict
-from penstock.planner.counts import parameters
 from penstock.probe import resolve_device
+from penstock.tasks import task_of
 from penstock.train.display import Display, Silent
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
@@ -57,10 +55,7 @@ from penstock.train.metrics import (
 from penstock.train.prepare import (
     as_many_ranks_as_there_are,
     machine_of,
-    open_sources,
-    reading,
     set_aside,
-    with_classes,
 )
 from penstock.train.schedule import Schedule
 from penstock.train.signals import StopRequest
@@ -108,7 +103,7 @@ def train(
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
     config.plan.refuse_unrunnable()
-    require_trainable(config.model)
+    task_of(config.model)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
@@ -163,8 +158,10 @@ class _Run:
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
         machine = main_first(lambda: to_dict(machine_of(config, device)), dims)
         self.machine = from_dict(Machine, machine, origin="the machine of rank 0")
-        train_source, self.val_source = open_sources(config)
-        self.config = config = with_classes(config, train_source)
+        self.task = task_of(config.model)
+        train_source = self.task.open(config.data, config.model, "train")
+        self.val_source = self.task.open(config.data, config.model, "val")
+        self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         config.plan.validate(config.model, self.machine)
         self.schedule = Schedule.of(config, len(train_source))
         learning_rate(0, config.recipe, self.schedule.total)  # refuses a warm-up that does not fit
@@ -191,18 +188,13 @@ class _Run:
             seed=config.seed,
             machine=self.machine,
             dims=dims,
+            loss=self.task,
         )
-        self.loader = Loader(
-            train_source,
-            augment=config.recipe.augment,
-            seed=config.seed,
-            rank=dims.data_rank,
-            world=dims.data_world,
-            **reading(config, device),
-        )
+        self.loader = self._loader(train_source, augment=config.recipe.augment)
         shared = None if dims.alone else lambda value: average(value, dims)
         self.watch = Watch(config.recipe, self.built.optimizer, device, average=shared, told=dims.main)
-        self.built.step.guard = self.watch.guard
+        if self.watch.guard is not None:
+            self.built.step.skips = self.watch.guard.judge
         if snapshot:
             self._restore(snapshot)
         elif config.init_from:
@@ -279,6 +271,21 @@ class _Run:
         if self.board:
             self.board.close()
 
+    def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
+        """This rank's batches of a split: endless for training, else one pass."""
+        seed = self.config.seed if endless else 0
+        return Loader(
+            source,
+            self.task.prepare(source, self.config.model, augment=augment, seed=seed),
+            batch=self.config.plan.micro_batch,
+            seed=seed,
+            device=self.device,
+            workers=self.config.data.workers,
+            rank=self.dims.data_rank,
+            world=self.dims.data_world,
+            endless=endless,
+        )
+
     def _open_window(self) -> None:
         self.waited = self.loader.wait_seconds
         self.timer.start()
@@ -345,15 +352,16 @@ class _Run:
 
     def _announce(self) -> None:
         """Say what runs and what was predicted of it, before the first step."""
-        self.display.begin(self.schedule.total, self.step)
+        self.display.begin(self.schedule.total, self.step, self.task)
         self._record(
             "resume" if self.resumed_at else "start",
             plan=self.config.plan.line(),
             machine=self.machine.name,
             device=str(self.device),
             peak=self.meter.peak,
-            parameters=parameters(require_trainable(self.config.model)),
-            classes=require_trainable(self.config.model).classes,
+            parameters=sum(parameter.numel() for parameter in self.built.model.parameters()),
+            model=self.task.describe_model(self.config.model),
+            unit=self.task.unit,
             data=self.config.data.source,
             samples=self.schedule.samples,
             batch=self.schedule.batch,
@@ -365,19 +373,18 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
         started = time.perf_counter()
-        dims, model = self.dims, require_trainable(self.config.model)
-        given = reading(self.config, self.device)
-        loader = Loader(self.val_source, endless=False, rank=dims.data_rank, world=dims.data_world, **given)
-        blank = torch.zeros(1, model.channels, model.image_size, model.image_size, device=self.device)
+        task, model, dims = self.task, self.built.model, self.dims
+        loader = self._loader(self.val_source, endless=False)
         rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
+        blank = task.blank(self.config.model, self.device)
         with loader, self._final_weights():
             batches = beating(loader, self.step)
-            self.evaluation = evaluate(self.built.model, batches, dims=dims, rounds=rounds, blank=blank)
+            self.evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
         self.evaluated_at = self.step
         self._record(
             "evaluation",
             epoch=self.schedule.epoch(self.step),
-            **dataclasses.asdict(self.evaluation),
+            **self.evaluation.record(),
             ema=self.config.recipe.ema_decay is not None,
             seconds=time.perf_counter() - started,
         )
@@ -448,7 +455,7 @@ class _Run:
                 "progress": {
                     "loss": self.loss,
                     "evaluated_at": self.evaluated_at,
-                    "evaluation": dataclasses.asdict(self.evaluation) if self.evaluation else None,
+                    "evaluation": self.evaluation.record() if self.evaluation else None,
                 },
             },
             config=to_dict(self.config),
@@ -487,7 +494,7 @@ class _Run:
         progress = snapshot.state["progress"]
         self.loss = progress["loss"]
         self.evaluated_at = progress["evaluated_at"]
-        self.evaluation = Evaluation(**progress["evaluation"]) if progress["evaluation"] else None
+        self.evaluation = Evaluation.of_record(progress["evaluation"]) if progress["evaluation"] else None
         restore_random(
             snapshot.state["random"], self.device, self.dims, seed=self.config.seed, step=self.step
         )

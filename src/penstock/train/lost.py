@@ -38,7 +38,7 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
     try:
         yield
     except NumericError as error:
-        if step.scaler is None and step.guard is None:
+        if step.scaler is None and step.skips is None:
             raise
         first = step.first_overflow(micro_batches)
         dims = step.replicas.dims if step.replicas else ALONE

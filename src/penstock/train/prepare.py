@@ -6,15 +6,11 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import ViTConfig
-from penstock.config.rules import require_trainable
 from penstock.config.run import RunConfig
-from penstock.data import Source, open_source
 from penstock.errors import ConfigError
 from penstock.launch import ELASTIC
 from penstock.parallel import fit_to_ranks, launched
@@ -52,46 +48,6 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
             f"Name one of its kind, or leave machine out."
         )
     return machine
-
-
-def open_sources(config: RunConfig) -> tuple[Source, Source]:
-    """Training and validation split."""
-    model = require_trainable(config.model)
-    train, val = (
-        open_source(config.data, split=split, channels=model.channels, image_size=model.image_size)
-        for split in ("train", "val")
-    )
-    return train, val
-
-
-def reading(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What Loaders of both splits have in common."""
-    model = require_trainable(config.model)
-    return {
-        "batch": config.plan.micro_batch,
-        "image_size": model.image_size,
-        "classes": model.classes,
-        "device": device,
-        "workers": config.data.workers,
-    }
-
-
-def with_classes(config: RunConfig, source: Source) -> RunConfig:
-    """`config` with as many classes as the data has.
-
-    A model that was left at the default of 1000 classes follows the data, and that is said. Raises ConfigError where
-    another number was chosen and is not that of the data.
-    """
-    model = require_trainable(config.model)
-    found, wanted = len(source.classes), model.classes
-    if found == wanted:
-        return config
-    if wanted != ViTConfig().classes:
-        raise ConfigError(
-            f"model.classes is {wanted}, but {source.name} has {found} classes. Set model.classes to {found}."
-        )
-    _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
-    return replace(config, model=replace(model, classes=found))
 
 
 def set_aside(path: Path) -> None:

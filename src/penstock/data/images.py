@@ -1,0 +1,103 @@
+"""Images as a model takes them: batches on the device, resized or cropped, augmented and normalised there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.run import Augment
+from penstock.data.augment import augment_batch, center_batch
+from penstock.data.loader import Loader
+from penstock.data.pump import HostBatch
+from penstock.data.source import Source
+from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a training step takes.
+
+    images (B, C, H, W) float32 on the device, in [-1, 1]; targets (B,) int64, or (B, classes) float32 where
+    labels are mixed or smoothed; ids (B,) sample numbers on the host.
+    """
+
+    images: Tensor
+    targets: Tensor
+    ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class PrepareImages:
+    """Makes batches of what a source has read, for models that take square images and tell classes apart.
+
+    `augment` none means: centre crop only. Raises ConfigError where the source has more classes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        image_size: int,
+        classes: int,
+        augment: Augment | None = None,
+        seed: int = 0,
+    ) -> None:
+        if len(source.classes) > classes:
+            raise ConfigError(
+                f"{source.name} has {len(source.classes)} classes, but the model tells only {classes} apart; "
+                f"set model.classes to {len(source.classes)}."
+            )
+        if source.size < image_size and not source.scalable:
+            log.warning(
+                "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged.",
+                source.name,
+                source.size,
+                image_size,
+            )
+        self.image_size = image_size
+        self.classes = classes
+        self.augment = augment
+        self.seed = seed
+        self._crop_share = source.crop_share
+
+    def __call__(self, host: HostBatch, device: torch.device) -> Batch:
+        """Copy to the device and augment there, on the current stream, waiting for nothing."""
+        images = host.images.to(device, non_blocking=True)
+        targets = host.labels.to(device, non_blocking=True)
+        if self.augment is None:
+            images = center_batch(images, image_size=self.image_size, crop_share=self._crop_share)
+        else:
+            images, targets = augment_batch(
+                images,
+                targets,
+                self.augment,
+                image_size=self.image_size,
+                classes=self.classes,
+                seed=self.seed,
+                positions=host.positions,
+            )
+        return Batch(images, targets, host.ids)
+
+
+def image_loader(
+    source: Source,
+    *,
+    image_size: int,
+    classes: int,
+    augment: Augment | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Loader:
+    """A Loader of images: `PrepareImages` decides how they look, `options` are those of `Loader`."""
+    prepare = PrepareImages(source, image_size=image_size, classes=classes, augment=augment, seed=seed)
+    return Loader(source, prepare, seed=seed, **options)

@@ -1,0 +1,37 @@
+"""Opening a source by its name."""
+
+from __future__ import annotations
+
+from penstock.config.run import DataConfig
+from penstock.data.source import Source, Split, stored_size
+from penstock.errors import ConfigError
+
+
+def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> Source:
+    """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
+
+    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
+    of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
+    """
+    kind, _, path = config.source.partition(":")
+    problems = []
+    if channels not in (1, 3):
+        problems.append(
+            f"Images have 1 or 3 channels, but {channels} were asked for; set model.channels to 1 or 3."
+        )
+    if split not in ("train", "val"):
+        problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
+    if problems:
+        raise ConfigError(problems)
+    # Late: each kind of source brings the libraries that it reads with.
+    if kind == "digits":
+        from penstock.data.digits import Digits
+
+        return Digits(split, channels)
+    if kind == "imagefolder":
+        from penstock.data.imagefolder import ImageFolder
+
+        return ImageFolder(path, split, channels, stored_size(image_size), config)
+    from penstock.data.pack import Pack
+
+    return Pack(path, split, channels, config)

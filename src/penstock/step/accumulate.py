@@ -1,0 +1,67 @@
+"""Who runs the forward and backward passes of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.plan import Plan
+from penstock.parallel import DataParallel
+from penstock.precision import LossScaler, MasterWeights, autocast
+from penstock.tasks import Loss
+
+
+class Runner(Protocol):
+    """Runs the micro-batches of one optimizer step, in whatever order it has them meet the parts of the model."""
+
+    loss: Loss
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        """Leave the gradients of the mean loss where the optimizer takes them, with the loss scale in them if there is
+        one. Returns the mean loss over this rank's micro-batches: 0-d, detached, without loss scale.
+        """
+
+
+class Accumulate:
+    """One micro-batch after the other through the whole model: gradients add up (Ott et al., WMT 2018, section 2.3)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        plan: Plan,
+        device: torch.device,
+        scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None,
+        replicas: DataParallel | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.plan = plan
+        self.device = device
+        self.scaler = scaler
+        self.masters = masters
+        self.replicas = replicas
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        parts = len(micro_batches)
+        losses = [self._one(batch, index, parts) for index, batch in enumerate(micro_batches)]
+        if self.replicas is not None:
+            self.replicas.end()
+        return losses[0] if parts == 1 else torch.stack(losses).mean()
+
+    def _one(self, batch: Any, index: int, parts: int) -> Tensor:
+        """Forward and backward of micro-batch `index` of `parts`; returns its loss."""
+        if self.replicas is not None:
+            self.replicas.begin(index, parts)
+        with autocast(self.plan, self.device):
+            loss = self.loss(self.model, batch)
+        share = loss if parts == 1 else loss / parts
+        (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
+        if self.masters is not None:
+            self.masters.collect()  # micro-batches add up in fp32
+        return loss.detach()

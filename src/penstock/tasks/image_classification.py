@@ -1,0 +1,113 @@
+"""Image classification: one class for each image."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.rules import require_trainable
+from penstock.config.run import Augment, DataConfig
+from penstock.data.images import PrepareImages
+from penstock.data.open import open_source
+from penstock.data.source import Source, Split
+from penstock.errors import ConfigError
+from penstock.tasks.task import Prepare, Task
+
+_log = logging.getLogger(__name__)
+
+
+class ImageClassification(Task):
+    """Mean cross entropy of `model(images)`, (B, classes), against targets: (B,) int64 classes or (B, classes) shares.
+
+    A batch has attributes `images` and `targets`, or is a pair of them, or a mapping with transformers' names
+    `pixel_values` and `labels`. The model may return logits or an object with `logits`. The logarithm of the softmax
+    is taken in fp32 under every Plan: over so few numbers half precision saves nothing.
+
+    Metrics: `top1` and `top5` are the shares in [0, 1] of samples whose class is the best, or among the five best (or
+    as many as there are); `loss` is the mean cross entropy in nats. Their targets are class numbers.
+    """
+
+    unit = "images"
+    sums = ("top1", "top5", "loss")
+
+    def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
+        model = require_trainable(model)
+        return open_source(data, split=split, channels=model.channels, image_size=model.image_size)
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """As many classes as the data has, where the model was left at its default number; that is said."""
+        model = require_trainable(model)
+        found = len(source.classes)
+        if found == model.classes:
+            return model
+        if model.classes != ViTConfig().classes:
+            raise ConfigError(
+                f"model.classes is {model.classes}, but {source.name} has {found} classes. Set model.classes to "
+                f"{found}."
+            )
+        _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
+        return replace(model, classes=found)
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        model = require_trainable(model)
+        return PrepareImages(
+            source, image_size=model.image_size, classes=model.classes, augment=augment, seed=seed
+        )
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        model = require_trainable(model)
+        return (torch.zeros(1, model.channels, model.image_size, model.image_size, device=device),)
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (_split(batch)[0],)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        targets = _split(batch)[1]
+        if targets.is_floating_point():
+            targets = targets.float()
+        return F.cross_entropy(_logits(outputs), targets)
+
+    def tally(self, outputs: Any, batch: Any) -> Tensor:
+        logits, targets = _logits(outputs), _split(batch)[1]
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
+        hits = best == targets[:, None]
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        return torch.cat([torch.stack([hits[:, 0].sum(), hits.sum()]).double(), loss.double()[None]])
+
+    def metrics(self, samples: int, sums: Mapping[str, float]) -> dict[str, float]:
+        return {name: total / samples for name, total in sums.items()}
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        loss = metrics["loss"]
+        said = "not finite" if loss is None else f"{loss:.4f}"
+        return f"top-1 {metrics['top1']:.2%}  top-5 {metrics['top5']:.2%}  loss {said}"
+
+    def describe_model(self, model: ModelConfig) -> str:
+        return f"{require_trainable(model).classes} classes"
+
+
+def _split(batch: Any) -> tuple[Tensor, Tensor]:
+    """Images and targets of a batch in any of its forms."""
+    if isinstance(batch, Mapping):
+        return batch["pixel_values"], batch["labels"]
+    if isinstance(batch, Sequence):
+        images, targets = batch
+        return images, targets
+    return batch.images, batch.targets
+
+
+def _logits(outputs: Any) -> Tensor:
+    return (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
+
+
+classification_loss = ImageClassification()
+"""The loss of image classification: `classification_loss(model, batch)`."""

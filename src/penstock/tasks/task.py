@@ -1,0 +1,87 @@
+"""What a model is trained for: one protocol, which the training loop, evaluation and the ladder know instead of images.
+
+A new task is one file beside this one and a line in `task_of`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.source import Source, Split
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d. A `Task`
+is one; so is a function of the user's own."""
+Prepare = Callable[[Any, torch.device], Any]
+"""Makes of what a source has read (`penstock.data.pump.HostBatch`) the batch on the device. Waits for nothing."""
+
+
+class Task(ABC):
+    """How a batch looks, the loss of a model's outputs for it, and how a model is evaluated.
+
+    Batches have a length, in samples. A forward pass and the loss are apart, so that they can run on different ranks.
+    """
+
+    unit: str
+    """What a sample is called, in the plural."""
+    sums: tuple[str, ...]
+    """What `tally` adds up, by name."""
+
+    # -- data
+
+    @abstractmethod
+    def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
+        """The samples of a split, as the model takes them. Raises ConfigError and DataError."""
+
+    @abstractmethod
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """The model, with what follows from the data. Raises ConfigError where it contradicts the data."""
+
+    @abstractmethod
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        """How a Loader makes batches: without `augment` as evaluation takes them."""
+
+    @abstractmethod
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        """Arguments of the model for one sample of nothing, for a rank that must take part without samples."""
+
+    # -- training
+
+    @abstractmethod
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """The model's arguments for a batch."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Mean loss of the model's outputs over the samples of the batch, 0-d."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Forward pass and loss in one."""
+        return self.loss(model(*self.inputs(batch)), batch)
+
+    # -- evaluation
+
+    @abstractmethod
+    def tally(self, outputs: Any, batch: Any) -> Tensor:
+        """What the batch adds to `sums`, in their order: (len(sums),) float64, on the device."""
+
+    @abstractmethod
+    def metrics(self, samples: int, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by name, of so many samples with these sums."""
+
+    @abstractmethod
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        """Metrics as people read them. None stands for a number that is not finite."""
+
+    @abstractmethod
+    def describe_model(self, model: ModelConfig) -> str:
+        """What the model's outputs tell, in a few words."""

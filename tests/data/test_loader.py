@@ -207,8 +207,10 @@ def test_other_data_cannot_be_resumed() -> None:
 
 def test_bad_settings_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        loader(batch=0, workers=-1, rank=2, world=2, classes=9)
-    assert len(caught.value.problems) == 4
+        loader(batch=0, workers=-1, rank=2, world=2)
+    assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match="10 classes, but the model tells only 9 apart"):
+        loader(classes=9)
 
 
 def test_enlarging_is_said_but_not_of_digits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

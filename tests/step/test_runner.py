@@ -239,21 +239,6 @@ def test_switches_are_on_inside_and_off_outside() -> None:
     assert not built.model.blocks[0].training  # type: ignore[index, union-attr]
 
 
-def test_the_loss_takes_what_loaders_and_libraries_give() -> None:
-    @dataclass
-    class Output:
-        logits: Tensor
-
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
-    wrapped = lambda images: Output(model(images))  # noqa: E731
-    (hard,), (soft,) = batches(), batches(soft=True)
-    expected = classification_loss(model, hard)
-    torch.testing.assert_close(classification_loss(model, soft), expected)
-    torch.testing.assert_close(classification_loss(model, (hard.images, hard.targets)), expected)
-    mapping = {"pixel_values": hard.images, "labels": hard.targets}
-    torch.testing.assert_close(classification_loss(wrapped, mapping), expected)  # type: ignore[arg-type]
-
-
 def test_mistakes_are_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

@@ -93,5 +93,7 @@ def test_metrics_are_told_in_words() -> None:
     assert TASK.describe_model(TINY) == "10 classes"
 
 
-def test_every_preset_has_a_task() -> None:
-    assert all(task_of(model).unit == "images" for model in PRESETS.values())
+def test_a_family_has_a_task_or_is_refused_by_name() -> None:
+    assert task_of(PRESETS["vit-s16"]).unit == "images"
+    with pytest.raises(ConfigError, match=r"model\.family=decoder .* cannot be built and trained yet"):
+        task_of(PRESETS["gpt2"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels import attention as kernels
-from penstock.kernels.attention import attention, plain_attention, resolve, self_attention, split_heads
+from penstock.kernels.attention import attend, attention, plain_attention, resolve, split_heads
 
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "flash", "math", "auto")
 
@@ -52,19 +52,19 @@ def test_backends_agree_forward_and_backward(backend: AttentionBackend, dtype: t
 def test_the_packed_form_in_both_orders(backend: AttentionBackend) -> None:
     batch, tokens, heads, width = 2, 7, 3, 8
     packed = torch.randn(batch, tokens, 3 * heads * width, dtype=torch.float64, requires_grad=True)
-    q, k, v = (t.transpose(1, 2) for t in split_heads(packed, heads))
+    q, k, v = (t.transpose(1, 2) for t in split_heads(packed, width))
     # Row (head, kind, feature), as documented.
     assert torch.equal(k[0, 2], packed[0, :, 2 * 3 * width + width : 2 * 3 * width + 2 * width])
     expected = plain_attention(q, k, v).transpose(1, 2).flatten(2)
     gradient = torch.randn_like(expected)
     (wanted,) = torch.autograd.grad(expected, packed, gradient)
 
-    first = self_attention(packed, heads, backend, sequence_first=False)
+    first = attend(*split_heads(packed, width), backend, sequence_first=False)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(torch.autograd.grad(first, packed, gradient)[0], wanted)
 
     turned = packed.detach().transpose(0, 1).contiguous().requires_grad_()
-    second = self_attention(turned, heads, backend, sequence_first=True)
+    second = attend(*split_heads(turned, width), backend, sequence_first=True)
     torch.testing.assert_close(second, expected.transpose(0, 1))
     (got,) = torch.autograd.grad(second, turned, gradient.transpose(0, 1))
     torch.testing.assert_close(got, wanted.transpose(0, 1))
@@ -74,7 +74,7 @@ def test_the_packed_form_in_both_orders(backend: AttentionBackend) -> None:
 def test_sequence_first_writes_its_output_in_place(backend: AttentionBackend) -> None:
     """The fused kernel's own output is what is returned: no copy puts its heads in order."""
     packed = torch.randn(7, 2, 3 * 24)
-    q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in split_heads(packed, 3))
+    q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in split_heads(packed, 24))
     out = attention(q, k, v, backend)
     assert out.squeeze(0).transpose(0, 1).is_contiguous()
 

@@ -108,14 +108,14 @@ def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         ) from error
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k, v of a packed projection: (·, ·, 3·D) → three of (·, ·, H, K).
+def split_heads(qkv: Tensor, head_width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k, v of a packed projection of any number of heads: (·, ·, H·3·K) → three of (·, ·, H, K).
 
     `unbind` rather than three slices: its backward stacks once, where each slice would fill a tensor of
     zeros.
     """
     first, second, packed = qkv.shape
-    q, k, v = qkv.view(first, second, heads, 3, packed // (3 * heads)).unbind(dim=3)
+    q, k, v = qkv.view(first, second, packed // (3 * head_width), 3, head_width).unbind(dim=3)
     return q, k, v
 
 
@@ -133,10 +133,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequen
     out = attention(q, k, v, backend)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)
 
-
-def self_attention(qkv: Tensor, heads: int, backend: AttentionBackend, *, sequence_first: bool) -> Tensor:
-    """Attention from a packed projection: (B, N, 3·D) → (B, N, D), or (N, B, 3·D) → (N, B, D) sequence
-    first.
-    """
-    q, k, v = split_heads(qkv, heads)
-    return attend(q, k, v, backend, sequence_first=sequence_first)

@@ -11,23 +11,25 @@ from torch import Tensor, nn
 
 from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import attend, self_attention, split_heads
+from penstock.kernels.activation import activate
+from penstock.kernels.attention import attend, split_heads
 from penstock.kernels.drop_path import drop_path
-from penstock.kernels.mlp import activate, mlp
 
 _RATE_UNIT = 2.0**-24
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; `backend` and `sequence_first` change how it is computed and never its
-    result.
+    """Multi-head self-attention; `backend` and `sequence_first` change how it is computed and never its result.
+
+    The number of heads is read from what the projection returns, so a projection that holds some of the heads computes
+    these.
     """
 
     def __init__(
         self, config: ViTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.head_width
         self.backend: AttentionBackend = "sdpa"
         self.sequence_first = False
         # Rows are ordered (head, {q, k, v}, K); kernels/attention.py says why.
@@ -40,15 +42,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x)
-        if self.q_norm is None or self.k_norm is None:
-            mixed = self_attention(qkv, self.heads, self.backend, sequence_first=self.sequence_first)
-        else:
-            q, k, v = split_heads(qkv, self.heads)
+        q, k, v = split_heads(self.qkv(x), self.head_width)
+        if self.q_norm is not None and self.k_norm is not None:
             # Autocast widens norms to fp32, but attention runs in the type of v.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-            mixed = attend(q, k, v, self.backend, sequence_first=self.sequence_first)
-        return self.out(mixed)  # type: ignore[no-any-return]
+        return self.out(attend(q, k, v, self.backend, sequence_first=self.sequence_first))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -64,10 +62,6 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_width, config.width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The weights may be taken out of plain linears only: others compute in their own way.
-        if self.dropout is None and type(self.up) is type(self.down) is nn.Linear:
-            up, down = (self.up.weight, self.up.bias), (self.down.weight, self.down.bias)
-            return mlp(x, up, down, self.activation)
         hidden = activate(self.up(x), self.activation)
         return self.down(hidden if self.dropout is None else self.dropout(hidden))  # type: ignore[no-any-return]
 

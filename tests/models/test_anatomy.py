@@ -1,8 +1,7 @@
-"""Anatomies name what is there, and models nobody enrolled are searched."""
+"""How a model is known: enrolled families, models nobody enrolled, and the switches of attention and layout."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +13,19 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.models import ViT
 from penstock.models import anatomy as anatomies
-from penstock.models.anatomy import Anatomy, Family, anatomy_of, enrol, set_attention, set_layout
+from penstock.models.anatomy import (
+    Anatomy,
+    Block,
+    Family,
+    Stack,
+    anatomy_of,
+    enrol,
+    set_attention,
+    set_layout,
+)
+from penstock.models.roles import Norm
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"classifier": "pooled", "stem": "conv"},
-    {"qk_norm": True, "layer_scale": 0.1, "drop_path": 0.1, "dropout": 0.1},
-]
 
 
 def _hf(cls: str) -> nn.Module:
@@ -32,71 +36,6 @@ def _hf(cls: str) -> nn.Module:
     )  # fmt: skip
     model: nn.Module = getattr(transformers, cls)(config)
     return model.eval()
-
-
-def _check(model: nn.Module) -> Anatomy:
-    """Every named part exists, and together they hold every parameter, each at its depth."""
-    anatomy = anatomy_of(model)
-    outer = anatomy.stem + anatomy.embeddings + anatomy.final_norms + anatomy.head
-    for name, _ in model.named_parameters():
-        owners = [part for part in anatomy.blocks + outer if name == part or name.startswith(f"{part}.")]
-        assert len(owners) == 1, name
-        depth = anatomy.depth_of(name)
-        if owners[0] in anatomy.blocks:
-            assert depth == 1 + anatomy.blocks.index(owners[0])
-        else:
-            after = owners[0] in anatomy.final_norms + anatomy.head
-            assert depth == (len(anatomy.blocks) + 1 if after else 0), name
-    for name in anatomy.stem + anatomy.final_norms + anatomy.head:
-        model.get_submodule(name)
-    for name in anatomy.embeddings:
-        model.get_parameter(name)
-    for name in anatomy.within(anatomy.norms):
-        assert isinstance(model.get_submodule(name), nn.LayerNorm)
-    for name in anatomy.within(anatomy.attention + anatomy.mlp + anatomy.dropouts):
-        model.get_submodule(name)
-    linears = set(anatomy.within(anatomy.column_parallel + anatomy.row_parallel))
-    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert linears == {name for name in found if name.startswith(anatomy.blocks)}
-    return anatomy
-
-
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_our_vit_is_named_whole(changes: dict[str, Any]) -> None:
-    model = ViT(replace(TINY, **changes))
-    anatomy = _check(model)
-    assert anatomy.family == "vit"
-    assert anatomy.block_modules(model) == list(model.blocks)
-
-
-@pytest.mark.parametrize("cls", ["ViTForImageClassification", "ViTModel"])
-def test_transformers_vit_is_named_whole(cls: str) -> None:
-    anatomy = _check(_hf(cls))
-    assert anatomy.family == "hf_vit"
-    assert len(anatomy.blocks) == 3
-
-
-def test_a_slice_of_our_qkv_is_whole_heads() -> None:
-    model = ViT(TINY)
-    assert anatomy_of(model).qkv_by_head
-    attention = model.blocks[0].attention
-    assert isinstance(attention, nn.Module)
-    x = torch.randn(2, 5, 48)
-    expected = model.get_submodule("blocks.0.attention")(x)
-    # Two devices with two heads each, whose outputs are summed.
-    total = torch.zeros_like(expected)
-    for part in range(2):
-        half = ViT(replace(TINY, heads=2, width=24)).get_submodule("blocks.0.attention")
-        qkv: Any = half.get_submodule("qkv")
-        whole: Any = model.get_submodule("blocks.0.attention.qkv")
-        out: Any = model.get_submodule("blocks.0.attention.out")
-        qkv.weight = nn.Parameter(whole.weight.chunk(2)[part])
-        qkv.bias = nn.Parameter(whole.bias.chunk(2)[part])
-        inner: Any = half
-        inner.out = nn.Linear(24, 48, bias=False)
-        inner.out.weight = nn.Parameter(out.weight.chunk(2, dim=1)[part])
-        total = total + half(x)
-    torch.testing.assert_close(total + model.get_submodule("blocks.0.attention").out.bias, expected)  # type: ignore[union-attr, operator]
 
 
 def test_a_compiled_model_is_seen_through() -> None:
@@ -121,7 +60,7 @@ def test_repeated_blocks_are_found() -> None:
     anatomy = anatomy_of(_Foreign())
     assert anatomy.family == "unknown"
     assert anatomy.blocks == ("towers.0", "towers.1", "towers.2")
-    assert anatomy.head == ("leave",)
+    assert [part.name for part in anatomy.stacks[0].after] == ["leave"]
     assert [anatomy.depth_of(n) for n in ("enter.0.weight", "towers.1.0.bias", "leave.weight")] == [0, 2, 4]
 
 
@@ -141,7 +80,7 @@ class _Mine(_Foreign):
 def test_a_user_enrols_a_class_and_its_subclasses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anatomies, "_FAMILIES", dict(anatomies._FAMILIES))
     chosen: list[str] = []
-    mine = Anatomy(family="mine", blocks=("towers.0",))
+    mine = Anatomy(family="mine", stacks=(Stack(blocks=(Block("towers.0", (Norm("towers.0.0"),)),)),))
     path = f"{__name__}._Foreign"
     enrol(path, Family(anatomy=lambda _: mine, set_attention=lambda _, backend: chosen.append(backend)))
     assert anatomy_of(_Mine()) == mine

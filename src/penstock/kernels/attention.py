@@ -132,4 +132,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequen
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     out = attention(q, k, v, backend)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)
-

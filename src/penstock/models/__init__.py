@@ -6,6 +6,7 @@ import torch
 
 from penstock.config.model import ModelConfig
 from penstock.config.rules import require_trainable
+from penstock.models import families as families  # enrols them
 from penstock.models.vit import ViT
 
 __all__ = ["ViT", "create"]

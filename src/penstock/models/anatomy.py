@@ -1,95 +1,114 @@
-"""What the parts of a model are, as data: every optimisation reads this one table instead of patching models.
+"""What a model consists of, as data: stacks of blocks whose parts have roles.
 
-A family is enrolled with `enrol`, by the class path of its module, so that foreign libraries are never
-imported. A module that nobody enrolled is searched for its repeated blocks, which is all that most
-optimisations need.
+A family is enrolled with `enrol`, by the class path of its module, so that foreign libraries are never imported. A
+module that nobody enrolled is searched for its repeated blocks, which is all that most optimisations need; whatever
+needs roles refuses it with the words that enrol it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from penstock.config.plan import AttentionBackend, Layout
 from penstock.errors import ConfigError
+from penstock.models.roles import Role, owned, walk
+
+R = TypeVar("R", bound=Role)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of the repeated blocks, with its parts in the order in which they run."""
+
+    name: str
+    parts: tuple[Role, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anatomy:
-    """Qualified names of a model's parts. Names under "within a block" are relative to each block.
+class Stack:
+    """Blocks that run one after the other, and what runs before and after them."""
 
-    Together `stem`, `embeddings`, `blocks`, `final_norms` and `head` hold every parameter of an enrolled
-    family.
-    """
+    blocks: tuple[Block, ...]
+    before: tuple[Role, ...] = ()
+    after: tuple[Role, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """A model's parts by role. Every parameter of an enrolled family belongs to exactly one role."""
 
     family: str
-    blocks: tuple[str, ...]
-    """The repeated blocks, in the order in which they run."""
-    stem: tuple[str, ...] = ()
-    """Modules that turn the input into tokens."""
-    embeddings: tuple[str, ...] = ()
-    """Parameters that are added to or put among the tokens: positions, class tokens."""
-    final_norms: tuple[str, ...] = ()
-    """Norms after the blocks."""
-    head: tuple[str, ...] = ()
-    """Modules that turn features into the output."""
-    norms: tuple[str, ...] = ()
-    """Within a block: its norms."""
-    attention: tuple[str, ...] = ()
-    """Within a block: its attention modules."""
-    mlp: tuple[str, ...] = ()
-    """Within a block: its perceptrons; may be the block itself where they have no module of their own."""
-    column_parallel: tuple[str, ...] = ()
-    """Within a block: linears whose output features can be split over devices. A fused qkv is among them."""
-    row_parallel: tuple[str, ...] = ()
-    """Within a block: linears whose input features are then split alike, and whose output is summed."""
-    qkv_by_head: bool = False
-    """Whether a slice of the fused qkv's rows is a whole number of heads; if not, split q, k and v each."""
-    dropouts: tuple[str, ...] = ()
-    """Within a block: modules that draw random numbers while training."""
+    stacks: tuple[Stack, ...]
+    """In the order in which they run: one, or an encoder and a decoder."""
+    unknown: str = ""
+    """Class path of a model that nobody enrolled: its blocks are known, and their parts are not."""
 
-    def depth_of(self, parameter: str) -> int:
-        """How deep a parameter lies: 0 before the blocks, i + 1 in block i, and `len(blocks) + 1` after
-        them.
-        """
-        for index, block in enumerate(self.blocks):
-            if parameter.startswith(f"{block}."):
-                return index + 1
-        after = any(
-            parameter == name or parameter.startswith(f"{name}.") for name in self.final_norms + self.head
-        )
-        return len(self.blocks) + 1 if after else 0
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks of all stacks, in the order in which they run."""
+        return tuple(block.name for stack in self.stacks for block in stack.blocks)
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of `model`, in order."""
+        """The blocks of `model`, in the order in which they run."""
         return [model.get_submodule(name) for name in self.blocks]
 
-    def within(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Qualified names, in every block, of parts named relative to a block."""
-        return tuple(f"{block}.{name}" if name else block for block in self.blocks for name in names)
+    def parts(self, kind: type[R]) -> Iterator[R]:
+        """All parts of one role, such as `roles.Attention`. Raises ConfigError where no parts are known."""
+        if self.unknown:
+            raise ConfigError(
+                f"Penstock does not know which parts of {self.unknown} are of the role {kind.__name__}. "
+                f"{_how_to_enrol(self.unknown)}"
+            )
+        return (role for role in walk(self.stacks) if isinstance(role, kind))
 
-    def prefixed(self, prefix: str) -> Anatomy:
-        """The anatomy of a model that holds this one under `prefix`, itself ending in a dot or empty."""
+    def role_of(self, parameter: str) -> Role | None:
+        """The role that a parameter belongs to; none where nobody enrolled the model, or a part was added to it."""
+        return _nearest(self._owners, parameter)
 
-        def add(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(prefix + name for name in names)
+    def depth_of(self, parameter: str) -> int:
+        """How many blocks run up to the one that holds a parameter: 0 before the first block, i + 1 in block i, and
+        one more than all blocks for what follows the last.
+        """
+        found = _nearest(self._depths, parameter)
+        return 0 if found is None else found
 
-        return replace(
-            self,
-            blocks=add(self.blocks),
-            stem=add(self.stem),
-            embeddings=add(self.embeddings),
-            final_norms=add(self.final_norms),
-            head=add(self.head),
-        )
+    @functools.cached_property
+    def _owners(self) -> dict[str, Role]:
+        return {name: role for role in walk(self.stacks) for name in owned(role)}
+
+    @functools.cached_property
+    def _depths(self) -> dict[str, int]:
+        depths: dict[str, int] = {}
+        so_far = 0
+        for stack in self.stacks:
+            depths |= {name: so_far for role in walk(stack.before) for name in owned(role)}
+            for block in stack.blocks:
+                so_far += 1
+                depths[block.name] = so_far
+            after = so_far + 1 if stack is self.stacks[-1] else so_far
+            depths |= {name: after for role in walk(stack.after) for name in owned(role)}
+        return depths
+
+
+def _nearest(table: dict[str, V], parameter: str) -> V | None:
+    """The entry of the parameter itself or of the closest module around it."""
+    while parameter not in table:
+        parameter, dot, _ = parameter.rpartition(".")
+        if not dot:
+            return None
+    return table[parameter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is taken: its anatomy, and how it switches attention and layout, if it can."""
+    """How one family of models is treated: its anatomy, and how it switches attention and layout, if it can."""
 
     anatomy: Callable[[nn.Module], Anatomy]
     set_attention: Callable[[nn.Module, AttentionBackend], None] | None = None
@@ -100,9 +119,7 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def enrol(class_path: str, family: Family) -> None:
-    """Make a model class known by its path, for example `mypackage.models.MyViT`; its subclasses are known
-    with it.
-    """
+    """Make a model class known by its path, for example `mypackage.models.MyViT`, and its subclasses with it."""
     _FAMILIES[class_path] = family
 
 
@@ -117,17 +134,15 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 def set_layout(model: nn.Module, layout: Layout) -> None:
-    """Choose the order of the token tensor inside the blocks. Raises ConfigError where the family has one
-    only.
-    """
+    """Choose the order of the token tensor inside the blocks. Raises ConfigError where the family has one only."""
     model = _unwrap(model)
     family = _family_of(model)
     if family is not None and family.set_layout is not None:
         family.set_layout(model, layout)
     elif layout != "batch_first":
         raise ConfigError(
-            f"{_path(type(model))} knows no layout but batch_first, so plan.layout {layout!r} cannot be "
-            f"applied to it; leave plan.layout at batch_first, or use Penstock's own model of this family."
+            f"{_path(model)} has no layout but batch_first, so plan.layout {layout!r} cannot be applied to it; "
+            f"leave plan.layout at batch_first, or use Penstock's own model of this family."
         )
 
 
@@ -139,10 +154,9 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         family.set_attention(model, backend)
     elif backend != "sdpa":
         raise ConfigError(
-            f"Penstock does not know how {_path(type(model))} computes attention, so plan.attention "
-            f"{backend!r} cannot be applied to it; leave plan.attention at sdpa, which changes nothing, or "
-            f"enrol the model: penstock.models.anatomy.enrol({_path(type(model))!r}, Family(anatomy=…, "
-            f"set_attention=…))."
+            f"Penstock does not know how {_path(model)} computes attention, so plan.attention {backend!r} cannot be "
+            f"applied to it; leave plan.attention at sdpa, which changes nothing. "
+            f"{_how_to_enrol(_path(model), 'set_attention=…')}"
         )
 
 
@@ -152,39 +166,46 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _path(cls: type) -> str:
+def _path(model: nn.Module) -> str:
+    return _path_of(type(model))
+
+
+def _path_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _family_of(model: nn.Module) -> Family | None:
-    from penstock.models import families  # enrols the families that ship with Penstock
+def _how_to_enrol(path: str, more: str = "") -> str:
+    """The words that make a model's parts known."""
+    also = f", {more}" if more else ""
+    return (
+        f"Enrol it: penstock.models.anatomy.enrol({path!r}, Family(anatomy=lambda model: Anatomy(family='mine', "
+        f"stacks=(Stack(blocks=(Block('layers.0', (roles.Norm('layers.0.norm'), …)), …)),)){also}))."
+    )
 
-    families.load()
-    return next((_FAMILIES[path] for cls in type(model).__mro__ if (path := _path(cls)) in _FAMILIES), None)
+
+def _family_of(model: nn.Module) -> Family | None:
+    paths = (_path_of(cls) for cls in type(model).__mro__)
+    return next((_FAMILIES[path] for path in paths if path in _FAMILIES), None)
 
 
 def _search(model: nn.Module) -> Anatomy:
-    """Take the container of alike modules that holds the most parameters for the blocks."""
+    """Take the container of modules of one class and shape that holds the most parameters for the blocks."""
     best, most = "", 0
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and _alike(module):
             held = sum(p.numel() for p in module.parameters())
             if held > most:
                 best, most = name, held
+    path = _path(model)
     if not most:
-        path = _path(type(model))
         raise ConfigError(
-            f"No repeated blocks were found in {path}: it has no ModuleList or Sequential of two or more "
-            f"modules of one class and shape. Enrol it: penstock.models.anatomy.enrol({path!r}, "
-            f"Family(anatomy=lambda model: Anatomy(family='mine', blocks=('layers.0', …))))."
+            f"No repeated blocks were found in {path}: it has no ModuleList or Sequential of two or more modules of "
+            f"one class and shape. {_how_to_enrol(path)}"
         )
-    container = model.get_submodule(best)
     prefix = f"{best}." if best else ""
-    return Anatomy(
-        family="unknown",
-        blocks=tuple(prefix + child for child, _ in container.named_children()),
-        head=tuple(_trailing_linears(model, prefix)),
-    )
+    blocks = tuple(Block(prefix + child) for child, _ in model.get_submodule(best).named_children())
+    after = tuple(Role(name) for name in _trailing(model, prefix))
+    return Anatomy(family="unknown", stacks=(Stack(blocks=blocks, after=after),), unknown=path)
 
 
 def _alike(container: nn.Module) -> bool:
@@ -195,8 +216,8 @@ def _alike(container: nn.Module) -> bool:
     return len(shapes) == 1 and shapes != {()}
 
 
-def _trailing_linears(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Modules declared after the blocks that hold parameters: taken for what comes after them."""
+def _trailing(model: nn.Module, blocks: str) -> Iterator[str]:
+    """Modules with parameters of their own that are declared after the blocks: taken for what runs after them."""
     seen = False
     for name, module in model.named_modules():
         if blocks and name.startswith(blocks):
@@ -205,11 +226,25 @@ def _trailing_linears(model: nn.Module, blocks: str) -> Iterator[str]:
             yield name
 
 
-def numbered(model: nn.Module, pattern: str) -> tuple[str, ...]:
-    """Names of modules that match `pattern` (a regular expression with one group, the number), in that
-    order.
+def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
+    """The distinct prefixes of `names` that match `pattern`, a regular expression with one group, the number, by
+    number.
     """
-    found = [
-        (int(m.group(1)), name) for name, _ in model.named_modules() if (m := re.fullmatch(pattern, name))
-    ]
+    found = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
     return tuple(name for _, name in sorted(found))
+
+
+def present(names: Collection[str], roles: tuple[R, ...]) -> tuple[R, ...]:
+    """Those of some roles that are among the `names` of parameters and modules."""
+    around = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."} | set(names)
+
+    def there(role: Role) -> bool:
+        held = [name for part in walk(role) for name in owned(part)]
+        return not around.isdisjoint(held or (role.name,))
+
+    return tuple(role for role in roles if there(role))
+
+
+def below(names: Iterable[str], prefix: str) -> set[str]:
+    """Those of some names that start with `prefix`, without it."""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

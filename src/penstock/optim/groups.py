@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of
-
-# Positions and tokens under the names that Penstock, timm and transformers give them. They are no maps from features
-# to features, so pulling them to zero is not the regularisation that weight decay is meant to be.
-_EMBEDDINGS = frozenset({
-    "positions", "pos_embed", "position_embedding", "position_embeddings", "class_token", "cls_token", "dist_token",
-    "distillation_token", "mask_token", "reg_token", "register_tokens", "relative_position_bias_table",
-})  # fmt: skip
+from penstock.models.roles import Embedding, Role
 
 
 def parameter_groups(
@@ -22,9 +17,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: at most two per depth, with and without decay.
 
-    Not decayed are tensors of fewer than two dimensions (biases, norms, scales), position embeddings, class and
-    similar tokens, the embeddings that the model's Anatomy names, and what `model.no_weight_decay()` lists where there
-    is one (timm's convention). Frozen parameters are left out.
+    Decayed are maps from features to features and tables of tokens. Not decayed are tensors of fewer than two
+    dimensions (biases, norms, scales), all other embeddings (positions, segments, class tokens), and what
+    `model.no_weight_decay()` lists where there is one (timm's convention). Frozen parameters are left out.
 
     With `layer_decay` below 1 block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
     rate and what comes before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
@@ -35,19 +30,17 @@ def parameter_groups(
     if not 0.0 < layer_decay <= 1.0:
         raise ConfigError(f"recipe.layer_decay is {layer_decay}, but must be above 0 and at most 1 (off).")
     anatomy = _anatomy(model, required=layer_decay != 1.0)
-    undecayed = set(anatomy.embeddings) if anatomy else set()
     listed = getattr(model, "no_weight_decay", None)
-    if callable(listed):
-        undecayed |= set(listed())
+    undecayed = set(listed()) if callable(listed) else set()
     last = len(anatomy.blocks) + 1 if anatomy else 0
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decayed = (
-            parameter.ndim >= 2 and name not in undecayed and not _EMBEDDINGS.intersection(name.split("."))
-        )
-        depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
+        plain = name.removeprefix("_orig_mod.")  # what torch.compile puts before every name
+        role = anatomy.role_of(plain) if anatomy else None
+        decayed = name not in undecayed and _maps_features(parameter, role)
+        depth = anatomy.depth_of(plain) if anatomy and layer_decay != 1.0 else last
         group = groups.setdefault(
             (depth, decayed),
             {
@@ -65,6 +58,15 @@ def parameter_groups(
             f"call requires_grad_(True) on the parts that shall learn."
         )
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+
+
+def _maps_features(parameter: nn.Parameter, role: Role | None) -> bool:
+    """Whether pulling a parameter to zero is the regularisation that weight decay is meant to be."""
+    if isinstance(role, Embedding):
+        return role.kind == "token"
+    if parameter.ndim == 3 and parameter.shape[0] == 1 and type(role) in (NoneType, Role):
+        return False  # of no known role: positions or tokens that are broadcast over the samples of a batch
+    return parameter.ndim >= 2
 
 
 def _anatomy(model: nn.Module, *, required: bool) -> Anatomy | None:

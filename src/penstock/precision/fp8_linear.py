@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import Anatomy, anatomy_of
+from penstock.models.roles import Experts
 from penstock.precision.fp8 import MULTIPLE, SCALINGS, Scaling, fp8_linear
 
 _log = logging.getLogger(__name__)
@@ -114,8 +115,8 @@ def convert_to_fp8(
         problems += sorted({problem for device in devices if (problem := fp8_problem(device, scaling))})
     if problems:
         raise ConfigError(problems)
-    blocks = tuple(f"{block}." for block in anatomy_of(model).blocks)
-    kept = dict(_kept(linears, blocks, skip))
+    anatomy = anatomy_of(model)
+    kept = dict(_kept(linears, anatomy, skip))
     chosen = [name for name in linears if name not in kept]
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
@@ -132,14 +133,16 @@ def convert_to_fp8(
     return Conversion(tuple(chosen), kept)
 
 
-def _kept(
-    linears: dict[str, nn.Linear], blocks: tuple[str, ...], skip: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def _kept(linears: dict[str, nn.Linear], anatomy: Anatomy, skip: Sequence[str]) -> Iterator[tuple[str, str]]:
+    blocks = tuple(f"{block}." for block in anatomy.blocks)
+    routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
     for name, module in linears.items():
         if not name.startswith(blocks):
             yield name, "outside the blocks"
         elif any(fnmatchcase(name, pattern) for pattern in skip):
             yield name, "skipped by name"
+        elif name in routers:
+            yield name, "a router, whose choice of experts rounding would change"
         elif type(module) not in (nn.Linear, Fp8Linear):
             yield (
                 name,

@@ -159,11 +159,6 @@ def test_timms_model_is_enrolled(timm: Any) -> None:
     anatomy = anatomy_of(model)
     assert anatomy.family == "timm_vit"
     assert anatomy.blocks == ("blocks.0", "blocks.1")
-    named = anatomy.blocks + anatomy.stem + anatomy.embeddings + anatomy.final_norms + anatomy.head
-    assert all(name.startswith(named) for name, _ in model.named_parameters())
-    parts = anatomy.norms + anatomy.attention + anatomy.mlp + anatomy.column_parallel + anatomy.row_parallel
-    for name in anatomy.within(parts + anatomy.dropouts):
-        model.get_submodule(name)
     images = torch.randn(1, 3, 224, 224)
     expected = model(images)
     set_attention(model, "plain")

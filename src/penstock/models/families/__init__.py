@@ -1,17 +1,10 @@
-"""One file per enrolled family: its anatomy, and how it switches attention and layout."""
+"""The families that Penstock knows: one file per library, each with anatomies and how to switch attention.
+
+Importing this enrols them. None of them imports a foreign library; a user's enrolment takes the place of ours.
+"""
 
 from __future__ import annotations
 
-import functools
+from penstock.models.families import ours, timm, transformers
 
-
-@functools.cache
-def load() -> None:
-    """Enrol the families that ship with Penstock, once. None of them imports a foreign library."""
-    from penstock.models import anatomy
-    from penstock.models.families import hf_vit, timm_vit, vit
-
-    for module in (vit, timm_vit, hf_vit):
-        for class_path, family in module.FAMILIES.items():
-            # One that a user enrolled earlier under the same path stays.
-            anatomy._FAMILIES.setdefault(class_path, family)
+__all__ = ["ours", "timm", "transformers"]

@@ -1,0 +1,80 @@
+"""Penstock's own Vision Transformer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from penstock.config.model import ViTConfig
+from penstock.config.plan import AttentionBackend, Layout
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, enrol
+from penstock.models.roles import (
+    Attention,
+    Dropout,
+    Embedding,
+    Head,
+    Linear,
+    Norm,
+    Perceptron,
+    Role,
+    Scale,
+    Stem,
+    placed,
+)
+from penstock.models.vit import ViT
+
+
+def vit_anatomy(config: ViTConfig) -> Anatomy:
+    """The parts of `ViT(config)`."""
+    norms = (Norm("attention.q_norm"), Norm("attention.k_norm")) if config.qk_norm else ()
+    parts: tuple[Role, ...] = (
+        Norm("norm1"),
+        Attention(
+            "attention",
+            # Its rows are ordered by head, so it is one matrix for whoever splits it.
+            projections=(Linear("attention.qkv", "column"),),
+            out=Linear("attention.out", "row"),
+            heads=config.heads,
+            kv_heads=config.heads,
+            norms=norms,
+        ),
+        *_branch(config, "branch1"),
+        Norm("norm2"),
+        Perceptron("mlp", up=Linear("mlp.up", "column"), down=Linear("mlp.down", "row")),
+        *((Dropout("mlp.dropout"),) if config.dropout else ()),
+        *_branch(config, "branch2"),
+    )
+    token = (Embedding("class_token", "class"),) if config.classifier == "token" else ()
+    stack = Stack(
+        before=(Stem("stem"), Embedding("positions", "position"), *token),
+        blocks=tuple(Block(f"blocks.{i}", placed(parts, f"blocks.{i}.")) for i in range(config.depth)),
+        after=(Norm("norm"), Head("head")),
+    )
+    return Anatomy(family="vit", stacks=(stack,))
+
+
+def _branch(config: ViTConfig, name: str) -> tuple[Role, ...]:
+    scale = (Scale(f"{name}.scale"),) if config.layer_scale is not None else ()
+    return (*scale, Dropout(name)) if config.dropout or config.drop_path else scale
+
+
+def _vit(model: nn.Module) -> ViT:
+    assert isinstance(model, ViT)
+    return model
+
+
+def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
+    _vit(model).set_attention(backend)
+
+
+def _set_layout(model: nn.Module, layout: Layout) -> None:
+    _vit(model).set_layout(layout)
+
+
+enrol(
+    "penstock.models.vit.ViT",
+    Family(
+        anatomy=lambda model: vit_anatomy(_vit(model).config),
+        set_attention=_set_attention,
+        set_layout=_set_layout,
+    ),
+)

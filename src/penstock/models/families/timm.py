@@ -1,0 +1,110 @@
+"""timm's VisionTransformer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from penstock.config.plan import AttentionBackend
+from penstock.errors import ConfigError
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, below, enrol, numbered, present
+from penstock.models.roles import (
+    Attention,
+    Dropout,
+    Embedding,
+    Head,
+    Linear,
+    Norm,
+    Perceptron,
+    Pooler,
+    Role,
+    Scale,
+    Stem,
+    placed,
+)
+
+
+def vit_anatomy(names: Collection[str], heads: int, *, gated: bool = False) -> Anatomy:
+    """The parts of a VisionTransformer whose parameters, and modules if they are known, have these names. `gated`: its
+    perceptrons have a gate, fused with the other linear of its size.
+    """
+    before = (
+        Stem("patch_embed"),
+        Embedding("cls_token", "class"),
+        Embedding("reg_token", "class"),
+        Embedding("pos_embed", "position"),
+        Norm("norm_pre"),
+    )
+    after = (Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head"))
+    stack = Stack(
+        before=present(names, before),
+        blocks=tuple(
+            Block(block, placed(_parts(below(names, f"{block}."), heads, gated), f"{block}."))
+            for block in numbered(names, r"blocks\.(\d+)")
+        ),
+        after=present(names, after),
+    )
+    return Anatomy(family="timm_vit", stacks=(stack,))
+
+
+def _parts(names: Collection[str], heads: int, gated: bool) -> tuple[Role, ...]:
+    """The parts of one block, whose names are relative to it."""
+    # A norm over the features of all heads, or over the hidden ones, keeps the linears around it from being split.
+    joined, hidden = present(names, (Norm("attn.norm"),)), present(names, (Norm("mlp.norm"),))
+    attention = Attention(
+        "attn",
+        projections=(Linear("attn.qkv", "none" if joined else "column", fused=(1, 1, 1)),),
+        out=Linear("attn.proj", "none" if joined else "row"),
+        heads=heads,
+        kv_heads=heads,
+        norms=present(names, (Norm("attn.q_norm"), Norm("attn.k_norm"), *joined)),
+        counts=("num_heads", "attn_dim"),
+    )
+    perceptron = Perceptron(
+        "mlp",
+        up=Linear("mlp.fc1", "none" if hidden else "column", fused=(1, 1) if gated else (1,)),
+        down=Linear("mlp.fc2", "none" if hidden else "row"),
+    )
+    parts = (
+        Norm("norm1"), attention, Dropout("attn.attn_drop"), Dropout("attn.proj_drop"),
+        Scale("ls1.gamma"), Dropout("drop_path1"),
+        Norm("norm2"), perceptron, *hidden, Dropout("mlp.drop1"), Dropout("mlp.drop2"),
+        Scale("ls2.gamma"), Dropout("drop_path2"),
+    )  # fmt: skip
+    return present(names, parts)
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    blocks: Any = model.get_submodule("blocks")
+    names = {name for name, _ in model.named_parameters()}
+    # Of modules without parameters only those that draw random numbers have a role.
+    names |= {name for name, _ in model.named_modules() if "drop" in name}
+    mlp = blocks[0].mlp
+    gated = mlp.fc1.out_features == 2 * mlp.fc2.in_features
+    return vit_anatomy(names, blocks[0].attn.num_heads, gated=gated)
+
+
+def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
+    """timm knows two forms, chosen by `fused_attn` in each attention module."""
+    if backend not in ("plain", "sdpa"):
+        raise ConfigError(
+            f"timm's VisionTransformer computes attention plainly or through torch's SDPA, so plan.attention "
+            f"{backend!r} cannot be applied to it; use plain or sdpa, or load its weights into Penstock's ViT."
+        )
+    for part in _anatomy(model).parts(Attention):
+        attention = model.get_submodule(part.name)
+        if not hasattr(attention, "fused_attn"):
+            raise ConfigError(
+                f"{part.name} is a {type(attention).__qualname__} without `fused_attn`, so plan.attention "
+                f"{backend!r} cannot be applied to this version of timm's VisionTransformer; leave "
+                f"plan.attention at sdpa."
+            )
+        setattr(attention, "fused_attn", backend == "sdpa")  # noqa: B010 (a plain assignment does not type-check)
+
+
+enrol(
+    "timm.models.vision_transformer.VisionTransformer",
+    Family(anatomy=_anatomy, set_attention=_set_attention),
+)

@@ -1,0 +1,341 @@
+"""Models of Hugging Face transformers: ViT, GPT-2, Llama, BERT, T5, Mixtral, with whatever head a task gives them.
+
+A base class is enrolled with each, so that all models of the family are known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.config.plan import AttentionBackend
+from penstock.errors import ConfigError
+from penstock.kernels.attention import BACKENDS, attention
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, below, enrol, numbered, present
+from penstock.models.roles import (
+    Attention,
+    Dropout,
+    Embedding,
+    Experts,
+    Head,
+    Linear,
+    Norm,
+    Perceptron,
+    Pooler,
+    Role,
+    Stem,
+    placed,
+)
+
+Parts = tuple[Role, ...]
+
+
+def _stack(
+    names: Collection[str],
+    pattern: str,
+    parts: Callable[[Collection[str]], Parts],
+    before: Parts,
+    after: Parts,
+) -> Stack:
+    """Blocks whose names match `pattern`, with the parts that `parts` makes of the names inside each."""
+    return Stack(
+        before=present(names, before),
+        blocks=tuple(
+            Block(block, placed(present(inside, parts(inside)), f"{block}."))
+            for block in numbered(names, pattern)
+            if (inside := below(names, f"{block}."))
+        ),
+        after=present(names, after),
+    )
+
+
+def _separate(*names: str) -> tuple[Linear, ...]:
+    """Queries, keys and values as linears of their own."""
+    return tuple(Linear(name, "column") for name in names)
+
+
+def vit_stacks(names: Collection[str], heads: int) -> tuple[Stack, ...]:
+    """ViTModel in the names of transformers 5, or in those of version 4, which its files still carry."""
+
+    def parts(inside: Collection[str]) -> Parts:
+        if "mlp.fc1.weight" in inside:
+            projections = _separate("attention.q_proj", "attention.k_proj", "attention.v_proj")
+            out = Linear("attention.o_proj", "row")
+            perceptron = Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row"))
+        else:
+            inner = "attention.attention."
+            projections = _separate(f"{inner}query", f"{inner}key", f"{inner}value")
+            out = Linear("attention.output.dense", "row")
+            perceptron = _bert_perceptron()
+        return (
+            Norm("layernorm_before"),
+            Attention("attention", projections=projections, out=out, heads=heads, kv_heads=heads),
+            Norm("layernorm_after"),
+            perceptron,
+            Dropout("dropout"),
+            Dropout("attention.output.dropout"),
+            Dropout("output.dropout"),
+        )
+
+    before = (
+        Stem("embeddings.patch_embeddings"),
+        Embedding("embeddings.cls_token", "class"),
+        Embedding("embeddings.mask_token", "class"),
+        Embedding("embeddings.position_embeddings", "position"),
+        Dropout("embeddings.dropout"),
+    )
+    after = (Norm("layernorm"), Pooler("pooler"))
+    return (_stack(names, r"(?:encoder\.layer|layers)\.(\d+)", parts, before, after),)
+
+
+def _bert_perceptron() -> Perceptron:
+    return Perceptron("", up=Linear("intermediate.dense", "column"), down=Linear("output.dense", "row"))
+
+
+def _gpt2(names: Collection[str], config: Any) -> tuple[Stack, ...]:
+    def linear(name: str, split: Any, fused: tuple[int, ...] = (1,)) -> Linear:
+        return Linear(name, split, fused=fused, transposed=True, counts=("nf",))
+
+    def attend(name: str, projections: tuple[Linear, ...], *, cross: bool = False) -> Attention:
+        return Attention(
+            name, projections=projections, out=linear(f"{name}.c_proj", "row"), heads=config.n_head,
+            kv_heads=config.n_head, cross=cross, counts=("num_heads", "split_size"),
+        )  # fmt: skip
+
+    other = (
+        linear("crossattention.q_attn", "column"),
+        linear("crossattention.c_attn", "column", (1, 1)),
+    )
+    parts = (
+        Norm("ln_1"),
+        attend("attn", (linear("attn.c_attn", "column", (1, 1, 1)),)),
+        Dropout("attn.attn_dropout"),
+        Dropout("attn.resid_dropout"),
+        Norm("ln_cross_attn"),
+        attend("crossattention", other, cross=True),
+        Norm("ln_2"),
+        Perceptron("mlp", up=linear("mlp.c_fc", "column"), down=linear("mlp.c_proj", "row")),
+        Dropout("mlp.dropout"),
+    )
+    before = (Embedding("wte", "token"), Embedding("wpe", "position"), Dropout("drop"))
+    return (_stack(names, r"h\.(\d+)", lambda _: parts, before, (Norm("ln_f"),)),)
+
+
+def _llama(names: Collection[str], config: Any) -> tuple[Stack, ...]:
+    """Also Mixtral, whose blocks have experts in place of a perceptron."""
+    attend = Attention(
+        "self_attn",
+        projections=_separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out=Linear("self_attn.o_proj", "row"),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+    )
+    dense = Perceptron(
+        "mlp",
+        up=Linear("mlp.up_proj", "column"),
+        gate=Linear("mlp.gate_proj", "column"),
+        down=Linear("mlp.down_proj", "row"),
+    )
+
+    def parts(inside: Collection[str]) -> Parts:
+        if "mlp.experts.down_proj" not in inside:
+            return (Norm("input_layernorm"), attend, Norm("post_attention_layernorm"), dense)
+        mixture = Experts(
+            "mlp",
+            router=Linear("mlp.gate"),
+            up=Linear("mlp.experts.gate_up_proj", "column", fused=(1, 1)),
+            down=Linear("mlp.experts.down_proj", "row"),
+            count=config.num_local_experts,
+            per_token=config.num_experts_per_tok,
+        )
+        return (Norm("input_layernorm"), attend, Norm("post_attention_layernorm"), mixture)
+
+    return (_stack(names, r"layers\.(\d+)", parts, (Embedding("embed_tokens", "token"),), (Norm("norm"),)),)
+
+
+def _bert(names: Collection[str], config: Any) -> tuple[Stack, ...]:
+    def attend(name: str, *, cross: bool = False) -> Parts:
+        inner = f"{name}.self."
+        heads = config.num_attention_heads
+        whole = Attention(
+            f"{name}.self",
+            projections=_separate(f"{inner}query", f"{inner}key", f"{inner}value"),
+            out=Linear(f"{name}.output.dense", "row"),
+            heads=heads,
+            kv_heads=heads,
+            cross=cross,
+            counts=("num_attention_heads", "all_head_size"),
+        )
+        dropped = (Dropout(f"{inner}dropout"), Dropout(f"{name}.output.dropout"))
+        return (whole, *dropped, Norm(f"{name}.output.LayerNorm"))
+
+    parts = (
+        *attend("attention"),
+        *attend("crossattention", cross=True),
+        _bert_perceptron(),
+        Dropout("output.dropout"),
+        Norm("output.LayerNorm"),
+    )
+    before = (
+        Embedding("embeddings.word_embeddings", "token"),
+        Embedding("embeddings.token_type_embeddings", "segment"),
+        Embedding("embeddings.position_embeddings", "position"),
+        Norm("embeddings.LayerNorm"),
+        Dropout("embeddings.dropout"),
+    )
+    return (_stack(names, r"encoder\.layer\.(\d+)", lambda _: parts, before, (Pooler("pooler"),)),)
+
+
+def _t5(names: Collection[str], config: Any) -> tuple[Stack, ...]:
+    def parts(inside: Collection[str]) -> Parts:
+        found: list[Role] = []
+        for layer in numbered(inside, r"layer\.(\d+)"):
+            found += [Norm(f"{layer}.layer_norm")]
+            for kind in ("SelfAttention", "EncDecAttention"):
+                name = f"{layer}.{kind}"
+                bias = Embedding(f"{name}.relative_attention_bias", "relative")
+                found += [
+                    Attention(
+                        name,
+                        projections=_separate(f"{name}.q", f"{name}.k", f"{name}.v"),
+                        out=Linear(f"{name}.o", "row"),
+                        heads=config.num_heads,
+                        kv_heads=config.num_heads,
+                        relative=bias if f"{bias.name}.weight" in inside else None,
+                        cross=kind == "EncDecAttention",
+                        counts=("n_heads", "inner_dim"),
+                    )
+                ]
+            name = f"{layer}.DenseReluDense"
+            gated = f"{name}.wi_1.weight" in inside
+            found += [
+                Perceptron(
+                    name,
+                    up=Linear(f"{name}.wi_1" if gated else f"{name}.wi", "column"),
+                    gate=Linear(f"{name}.wi_0", "column") if gated else None,
+                    down=Linear(f"{name}.wo", "row"),
+                ),
+                Dropout(f"{name}.dropout"),
+                Dropout(f"{layer}.dropout"),
+            ]
+        return tuple(found)
+
+    def stack(side: str, before: Parts, after: Parts) -> Stack:
+        before = (*before, Embedding(f"{side}.embed_tokens", "token"), Dropout(f"{side}.dropout"))
+        after = (Norm(f"{side}.final_layer_norm"), *after)
+        return _stack(names, rf"{side}\.block\.(\d+)", parts, before, after)
+
+    encoder = stack("encoder", (Embedding("shared", "token"),), ())
+    decoder = stack("decoder", (), (Head("lm_head"),))
+    return (encoder, decoder) if decoder.blocks else (encoder,)
+
+
+# Linears of a task whose outputs are the model's.
+_HEADS = (
+    "lm_head",
+    "classifier",
+    "score",
+    "qa_outputs",
+    "predictions.decoder",
+    "seq_relationship",
+    "out_proj",
+)
+
+
+def _anatomy(family: str, stacks: Callable[[Collection[str], Any], tuple[Stack, ...]], model: Any) -> Anatomy:
+    """The stacks of the base model, and behind the last what a task puts around it."""
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    *others, last = placed(stacks(below(names, prefix), model.config), prefix)
+    inside = Anatomy(family=family, stacks=(*others, last))
+    last = replace(last, after=(*last.after, *_around(model, inside)))
+    return replace(inside, stacks=(*others, last))
+
+
+def _around(model: nn.Module, inside: Anatomy) -> Iterator[Role]:
+    """The parts outside the base model that hold parameters, in the order in which they are declared."""
+    blocks = tuple(f"{block}." for block in inside.blocks)
+    loose: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(name, recurse=False, remove_duplicate=False):
+            if own.startswith(blocks) or inside.role_of(own) is not None:
+                continue
+            if next(module.children(), None) is not None:
+                loose[id(parameter)] = own
+                continue
+            if isinstance(module, nn.Linear):
+                kind = Head if name.endswith(_HEADS) else Linear
+                yield kind(name, bias=loose.pop(id(module.bias), None))
+            else:
+                yield Norm(name) if isinstance(module, nn.LayerNorm) else Role(name)
+            break
+    yield from (Role(name) for name in loose.values())
+
+
+def _set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
+    """Through transformers' own registry of attention functions, in which Penstock's are entered."""
+    transformers: Any = sys.modules["transformers"]  # imported: the model is one of its classes
+    # By number: transformers takes any name with "flash" in it for a package of its own to import.
+    name = "sdpa" if backend == "sdpa" else f"penstock_{BACKENDS.index(backend)}"
+    if backend not in BACKENDS or not hasattr(transformers, "AttentionInterface"):
+        raise ConfigError(
+            f"plan.attention {backend!r} cannot be applied to {type(model).__qualname__}: transformers "
+            f"{transformers.__version__} has no registry of attention functions; install transformers>=4.56."
+        )
+    if backend != "sdpa":
+        transformers.AttentionInterface.register(name, _interface(backend))
+    model.set_attn_implementation(name)  # type: ignore[operator]
+
+
+def _interface(backend: AttentionBackend) -> Any:
+    """Penstock's attention as transformers calls it: out is (B, N, H, K), and no weights are returned."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None or dropout:
+            raise ConfigError(
+                f"plan.attention {backend!r} takes neither a mask nor dropout of attention weights; set "
+                f"attention_probs_dropout_prob to 0 and pass no attention_mask, or use plan.attention sdpa."
+            )
+        if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1.0) > 1e-6:
+            raise ConfigError(
+                f"plan.attention {backend!r} scales by 1/√{query.shape[-1]}, but got {scaling}."
+            )
+        return attention(query, key, value, backend).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+_BASES: dict[str, tuple[str, Callable[[Collection[str], Any], tuple[Stack, ...]]]] = {
+    "vit.modeling_vit.ViT": (
+        "hf_vit",
+        lambda names, config: vit_stacks(names, config.num_attention_heads),
+    ),
+    "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2),
+    "llama.modeling_llama.Llama": ("hf_llama", _llama),
+    "bert.modeling_bert.Bert": ("hf_bert", _bert),
+    "t5.modeling_t5.T5": ("hf_t5", _t5),
+    "mixtral.modeling_mixtral.Mixtral": ("hf_mixtral", _llama),
+}
+for _path, (_name, _stacks) in _BASES.items():
+    enrol(
+        f"transformers.models.{_path}PreTrainedModel",
+        Family(
+            anatomy=partial(_anatomy, _name, _stacks),
+            set_attention=_set_vit_attention if _name == "hf_vit" else None,
+        ),
+    )

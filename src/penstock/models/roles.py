@@ -1,0 +1,206 @@
+"""Roles: what each part of a model is for, as data.
+
+Whoever treats a part in its own way (weight decay, sharding, fp8, conversion) asks for its role, never for its name or
+class. A role names a module, or a parameter that no module of its own holds. Names are qualified: from the model's
+root in an `Anatomy`, and from wherever `placed` has not yet put a prefix in the declaration of a family.
+
+Shapes of weights: (out, in), as `nn.Linear` has them; experts put a dimension of experts first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+Split = Literal["column", "row", "none"]
+Kind = Literal["token", "position", "segment", "class", "relative"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A part of a model. The bare class is a part of which no more is known than where it stands."""
+
+    name: str
+    """Qualified name of the module, or of the parameter itself. Empty: the block itself, or the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Role):
+    """A product with a weight, and the axis along which it may be split over devices (Shoeybi et al., "Megatron-LM",
+    2019, section 3).
+
+    `column`: each device has some of the outputs. `row`: each has some of the inputs, and outputs are summed.
+    """
+
+    split: Split = "none"
+    fused: tuple[int, ...] = (1,)
+    """Relative sizes of the matrices that lie one after the other in the outputs; each is split by itself."""
+    transposed: bool = False
+    """Whether the weight is stored as (in, out)."""
+    bias: str | None = None
+    """Name of a bias that another module holds."""
+    counts: tuple[str, ...] = ()
+    """Attributes of the module that count its outputs: where these are split over n devices, each is divided by n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head(Linear):
+    """The linear that gives the outputs: logits over classes or over the vocabulary."""
+
+    split: Split = "column"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Role):
+    """A table of learned vectors.
+
+    `token`: one row per entry of the vocabulary, over which it can be split; `position`, `segment`: one row per
+    position or kind of segment; `class`: tokens put among the others; `relative`: biases of attention scores, one
+    column per head.
+    """
+
+    kind: Kind
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dimension that can be split: the vocabulary of tokens, the heads of relative biases."""
+        return {"token": 0, "relative": 1}.get(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Role):
+    """A normalisation, with its scale and shift."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Role):
+    """A learned factor per feature of a residual branch: LayerScale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout(Role):
+    """A module that draws random numbers while training. It holds no parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stem(Role):
+    """The module that turns inputs that are no tokens, such as images, into tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooler(Role):
+    """The module that turns all tokens of a sample into one vector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Role):
+    """Multi-head attention: the linears before and after it, and how many heads lie in them."""
+
+    projections: tuple[Linear, ...]
+    """Queries, keys and values in this order; what is fused is one linear."""
+    out: Linear
+    heads: int
+    kv_heads: int
+    """Heads of keys and values: as many as `heads`, or fewer that several queries share."""
+    norms: tuple[Norm, ...] = ()
+    """Norms of queries and keys, over the features of a head."""
+    relative: Embedding | None = None
+    cross: bool = False
+    """Whether keys and values come from another sequence."""
+    counts: tuple[str, ...] = ()
+    """Attributes of the module that count heads or their features: see `Linear.counts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perceptron(Role):
+    """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
+
+    up: Linear
+    """A gate that is fused with it comes first in its outputs."""
+    down: Linear
+    gate: Linear | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts(Role):
+    """A mixture of perceptrons: each token visits some of them (Shazeer et al., ICLR 2017).
+
+    `up`, `gate` and `down` name tensors with a first dimension of experts, along which they can be split too.
+    """
+
+    router: Linear
+    up: Linear
+    down: Linear
+    gate: Linear | None = None
+    count: int
+    per_token: int
+
+
+def walk(part: Any) -> Iterator[Role]:
+    """All roles in a tree of roles, blocks and stacks, each before those inside it."""
+    if isinstance(part, tuple):
+        for each in part:
+            yield from walk(each)
+    elif is_dataclass(part):
+        if isinstance(part, Role):
+            yield part
+        for field in fields(part):
+            yield from walk(getattr(part, field.name))
+
+
+def placed(part: T, prefix: str) -> T:
+    """A tree of roles with every name in it put behind `prefix`, itself ending in a dot or empty."""
+    if isinstance(part, tuple):
+        return tuple(placed(each, prefix) for each in part)  # type: ignore[return-value]
+    if not is_dataclass(part) or not prefix:
+        return part
+    changes: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name in ("name", "bias") and isinstance(value, str):
+            changes[field.name] = f"{prefix}{value}" if value else prefix[:-1]
+        else:
+            changes[field.name] = placed(value, prefix)
+    return replace(part, **changes)  # type: ignore[type-var]
+
+
+def owned(role: Role) -> tuple[str, ...]:
+    """Names under which the parameters of this role lie; empty where they belong to the roles inside it."""
+    if isinstance(role, Attention | Perceptron | Experts | Dropout):
+        return ()
+    loose = (role.bias,) if isinstance(role, Linear) and role.bias is not None else ()
+    return (role.name, *loose)
+
+
+def share(role: Role, tensor: Tensor, index: int, count: int) -> Tensor:
+    """What device `index` of `count` has of a parameter of this role, as a copy: some of its rows or columns, or all.
+
+    The bias of a row-split linear is added once: the first device has it, and the others have zeros. Of fused matrices
+    each device has a share of every one. Raises ValueError where the sizes do not divide.
+    """
+    if isinstance(role, Embedding) and role.split_dim is not None:
+        return _cut(tensor, role.split_dim, (1,), index, count)
+    if not isinstance(role, Linear) or role.split == "none":
+        return tensor.clone()
+    if tensor.ndim == 1 and role.split == "row":
+        return tensor.clone() if index == 0 else tensor.new_zeros(tensor.shape)
+    outputs = -1 if tensor.ndim == 1 or role.transposed else -2
+    if role.split == "column":
+        return _cut(tensor, outputs, role.fused, index, count)
+    return _cut(tensor, -2 if outputs == -1 else -1, (1,), index, count)
+
+
+def _cut(tensor: Tensor, dim: int, fused: tuple[int, ...], index: int, count: int) -> Tensor:
+    """Along `dim`, the share `index` of `count` of each of several matrices of the given relative sizes."""
+    unit = tensor.shape[dim] // (sum(fused) * count)
+    if unit * sum(fused) * count != tensor.shape[dim]:
+        raise ValueError(
+            f"{tensor.shape[dim]} rows or columns cannot be shared out over {count} devices as {fused}."
+        )
+    sizes = [unit * size for size in fused for _ in range(count)]
+    return torch.cat(torch.split(tensor, sizes, dim)[index::count], dim)

@@ -108,3 +108,12 @@ def test_timms_folders_and_newer_ones_are_told_apart(tmp_path: Path) -> None:
     config.write_text(json.dumps({"model_type": "penstock_vit", "penstock": {"width": 48, "wings": 2}}))
     with pytest.raises(ConfigError, match=r"does not know: wings"):
         from_pretrained(tmp_path)
+
+
+def test_the_names_of_older_versions_are_read(tmp_path: Path) -> None:
+    config = replace(TINY, stem="conv", mlp="gelu_tanh")
+    save_pretrained(ViT(config), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["penstock"] = {"activation": values["penstock"].pop("mlp"), **values["penstock"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert from_pretrained(tmp_path).config == config

@@ -69,7 +69,7 @@ def from_pretrained(
 
 
 def _own_config(values: Mapping[str, Any]) -> ViTConfig:
-    own = values.get("penstock", {})
+    own = {ViTConfig.RENAMED.get(name, name): value for name, value in values.get("penstock", {}).items()}
     unknown = sorted(set(own) - {field.name for field in fields(ViTConfig)})
     if unknown:
         raise ConfigError(

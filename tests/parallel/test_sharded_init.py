@@ -19,7 +19,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.parallel import dims_of, shard, unmade
+from penstock.parallel import dims_of, shard, sharded_init
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 
 MODEL = ViTConfig(
@@ -74,7 +74,7 @@ def factories() -> dict[str, Callable[[], nn.Module]]:
 
 def _made(names: list[str]) -> dict[str, int]:
     """How many parameters of each model were made without memory; all are held to those of one process."""
-    unmade._ROOM = 100_000  # so that whole tensors must go while others are worked on
+    sharded_init._ROOM = 100_000  # so that whole tensors must go while others are worked on
     rank, world = distributed.get_rank(), distributed.get_world_size()
     counts = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Initialising a model that no process could hold: weights are drawn whole, one at a time, and each rank keeps its rows.
+"""Initialising a model that no process could hold: weights are drawn whole, one by one, and a rank keeps its rows.
 
 Inside `Drawing`, torch's empty tensors have no memory (they are on the meta device). Whatever is then done to one of
 them, through views or `.data` too, is done to a real tensor of its size; when the next one takes its place, the rank

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.config.convert import word
@@ -85,15 +86,26 @@ def problems(
 
     With `run`, also why it cannot run; without `layout`, whatever its degrees are, for a search that chooses them.
     """
-    known = {"plan": plan, "model": model, "machine": machine}
     found: list[str] = []
-    for rule in RULES:
-        if (rule.kind == "run" and not run) or (rule.kind == "layout" and not layout):
-            continue
-        arguments = [known[name] for name in rule.takes]
-        if None not in arguments:
-            found += rule.check(*arguments)
-    return list(dict.fromkeys(found))
+    for check, takes_plan, takes_model, takes_machine in _asked(model is None, machine is None, run, layout):
+        arguments = (plan,) * takes_plan + (model,) * takes_model + (machine,) * takes_machine
+        found += check(*arguments)
+    return list(dict.fromkeys(found)) if found else found
+
+
+@cache
+def _asked(
+    no_model: bool, no_machine: bool, run: bool, layout: bool
+) -> tuple[tuple[Callable[..., Iterator[str]], bool, bool, bool], ...]:
+    """The checks that can be asked and are, each with which of plan, model and machine it takes."""
+    skipped = {kind for kind, asked in (("run", run), ("layout", layout)) if not asked}
+    return tuple(
+        (rule.check, "plan" in rule.takes, "model" in rule.takes, "machine" in rule.takes)
+        for rule in RULES
+        if rule.kind not in skipped
+        and not (no_model and "model" in rule.takes)
+        and not (no_machine and "machine" in rule.takes)
+    )
 
 
 def require(
@@ -254,6 +266,8 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
 @_rule("layout")
 def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`cp` divides the tokens of a sample, and with `sp` so does `tp` what is left."""
+    if plan.cp == 1 and not plan.sp:
+        return
     for tokens in sequences(model):
         if tokens % plan.cp:
             yield (
@@ -269,7 +283,10 @@ def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
 @_rule("layout")
 def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`pp` is at most the number of blocks, and `pp` times `virtual` divides it, with embedding and head or without."""
-    depth, chunks = sum(stack.depth for stack in stacks(model)), plan.pp * plan.virtual
+    chunks = plan.pp * plan.virtual
+    if chunks == 1:
+        return
+    depth = sum(stack.depth for stack in stacks(model))
     if plan.pp > depth:
         yield f"plan.pp={plan.pp} leaves stages without a block, for the model has {depth}; use at most that."
     elif plan.virtual > 1 and depth % chunks and (depth + 2) % chunks:
@@ -297,8 +314,10 @@ def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
 @_rule("types")
 def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """Flash attention takes heads of at most 256 features."""
+    if plan.attention != "flash":
+        return
     widest = max(stack.head_width for stack in stacks(model))
-    if plan.attention == "flash" and widest > FLASH_HEAD_WIDTH:
+    if widest > FLASH_HEAD_WIDTH:
         yield (
             f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "
             f"{widest}; use more model.heads, or attention=math."

@@ -31,7 +31,6 @@ from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
 from penstock.optim.layout import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
-from penstock.precision import autocast
 from penstock.report.record import environment
 
 SMALL = ViTConfig(
@@ -83,10 +82,7 @@ def held_bytes(built: Built, batch: Any) -> int:
         held.append(tensor)
         return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        autocast(built.plan, built.device),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = built.loss(built.model, batch)
     alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     loss.backward()

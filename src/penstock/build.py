@@ -23,7 +23,14 @@ from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.parallel import DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
-from penstock.precision import LossScaler, MasterWeights, cast_model, half_dtype, matmul_precision
+from penstock.precision import (
+    LossScaler,
+    MasterWeights,
+    Precision,
+    apply_precision,
+    matmul_precision,
+    precision_of,
+)
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.remainders import complete
 from penstock.step import TrainStep
@@ -112,10 +119,14 @@ def build(
     else:
         module = _created(model, seed)
 
-    # Cast on the way to the device, and before anything keeps a reference to a parameter.
-    module = cast_model(module, plan, device)
-    if plan.fp8:
-        convert_to_fp8(module, device=device)
+    # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
+    # weights are halved once the optimizer holds the fp32 ones.
+    precision = precision_of(plan)
+    if precision.weights == "half" and precision.master == "none":
+        module = module.to(precision.dtype)
+    if precision.fp8 != "none":
+        convert_to_fp8(module, precision.fp8, device=device)
+    apply_precision(module, precision, device)
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
 
@@ -149,8 +160,8 @@ def build(
 
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones; or
     # both share them, the model the upper 16 bits of each and the optimizer the others.
-    masters = None if sharded or plan.master == "remainder" else _masters(module, optimizer, plan)
-    if plan.master == "remainder":
+    masters = None if sharded else _masters(module, optimizer, precision)
+    if precision.master == "remainder":
         (optimizer,) = complete([optimizer], [module])
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
@@ -197,11 +208,10 @@ def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
     return module._apply(move)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _masters(module: nn.Module, optimizer: Optimizer, plan: Plan) -> MasterWeights | None:
-    dtype = half_dtype(plan)
-    if plan.precision != "O2" or dtype is None:
+def _masters(module: nn.Module, optimizer: Optimizer, precision: Precision) -> MasterWeights | None:
+    if precision.master != "copy" or precision.dtype is None:
         return None
-    return MasterWeights([module], [optimizer], dtype)
+    return MasterWeights([module], [optimizer], precision.dtype)
 
 
 def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: MasterWeights | None) -> EMA:

@@ -16,7 +16,6 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.parallel import dims_of
-from penstock.precision import autocast
 from penstock.precision.fp8 import Scaling, fp8_linear
 from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
 
@@ -191,7 +190,7 @@ def _kept(level: str) -> tuple[int, int]:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(plan, "cpu"):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = built.loss(built.model, images(0, 2))
     matrices = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
     assert loss.requires_grad

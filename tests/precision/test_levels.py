@@ -1,4 +1,4 @@
-"""Levels of precision, the matmul switch, and the loss scaler."""
+"""The properties of a Plan's level, and what they do to a model that `build` makes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.build import build
 from penstock.config.plan import Plan
-from penstock.precision import autocast, cast_model, half_dtype
+from penstock.precision import precision_of, resolve
 
 
 class Net(nn.Module):
@@ -21,47 +22,49 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None, index: Tensor | None = None) -> Tensor:
         assert index is None or index.dtype == torch.int64
-        y = self.norm(self.linear(x))
+        y: Tensor = self.linear(x)
+        self.product = y.dtype
+        y = self.norm(y)
         return y if scale is None else y * scale
 
 
-def test_half_dtype() -> None:
-    assert half_dtype(Plan()) is None
-    assert half_dtype(Plan(precision="O1")) == torch.bfloat16
-    assert half_dtype(Plan(precision="O3", dtype="fp16")) == torch.float16
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_plan_has_the_properties_of_its_level(level: str, dtype: str) -> None:
+    found = precision_of(Plan.parse(f"precision={level} dtype={dtype}"))
+    scale = {"loss_scale": "dynamic"} if dtype == "fp16" else {}
+    assert found == resolve(level, dtype=dtype, **scale)
+    assert precision_of(Plan()) == resolve("O0")
+    exact = precision_of(Plan.parse("precision=O2 optimizer=fused master=remainder"))
+    assert exact == resolve("O2", dtype="bf16", master="remainder")
 
 
-@pytest.mark.parametrize(
-    ("precision", "expected"), [("O0", torch.float32), ("O1", torch.bfloat16), ("O3", torch.float32)]
-)
-def test_only_o1_casts_op_by_op(precision: str, expected: torch.dtype) -> None:
-    linear = nn.Linear(4, 4)
-    with autocast(Plan.parse(f"precision={precision}"), "cpu"):
-        assert linear(torch.zeros(2, 4)).dtype == expected
-    assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("precision", ["O0", "O1"])
-def test_o0_and_o1_leave_the_model_alone(precision: str) -> None:
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_o0_and_o1_leave_the_weights_alone(level: str) -> None:
     net = Net()
     before = copy.deepcopy(net.state_dict())
-    assert cast_model(net, Plan.parse(f"precision={precision}")) is net
+    built = build(net, Plan.parse(f"precision={level}"))
+    assert built.model is net
     assert all(value.dtype == before[name].dtype for name, value in net.state_dict().items())
-    assert not net._forward_pre_hooks
+    out = net(torch.randn(3, 4))
+    assert net.product == (torch.float32 if level == "O0" else torch.bfloat16)
+    assert out.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_o3_is_half_throughout_and_takes_fp32_inputs() -> None:
     net = Net()
     names = list(net.state_dict())
-    cast_model(net, Plan(precision="O3"))
+    build(net, Plan(precision="O3"))
     assert list(net.state_dict()) == names
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     assert net.norm.running_mean is not None
     assert net.norm.running_mean.dtype == torch.bfloat16
     assert net.mask.dtype == torch.bool
     out = net(torch.randn(3, 4), scale=torch.ones(4), index=torch.zeros(1, dtype=torch.int64))
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
+    assert out.dtype == torch.float32
+    assert net.product == torch.bfloat16
+    out.sum().backward()
     assert net.linear.weight.grad is not None
     assert net.linear.weight.grad.dtype == torch.bfloat16
-    assert copy.deepcopy(net)(torch.randn(3, 4)).dtype == torch.bfloat16
+    assert torch.equal(copy.deepcopy(net)(torch.randn(3, 4)) * 0, torch.zeros(3, 4))

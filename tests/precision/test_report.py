@@ -222,8 +222,10 @@ def test_a_model_that_a_plan_has_built(plan: str, precision: str) -> None:
     assert found.precision.startswith(f"{precision} in bf16")
     assert {dtype for _, dtype in times(found, "addmm")} == {"bf16"}
     assert found.loss == pytest.approx(found.loss_fp32, rel=0.05)
+    assert report(built.model, given, loss=built.loss).precision == found.precision
+    cast = Net().bfloat16()
     with pytest.raises(ConfigError, match="has bfloat16 weights; say whether"):
-        report(built.model, given, loss=built.loss)
+        report(cast, batch())
 
 
 def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import folded, folds
 from penstock.optim.layout import local
+from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.shards import sharing, whole_norm
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Refuse = Callable[[Tensor | None], Tensor]
 """Given the norm of the gradients (None where a loss scaler judges it): 0-d fp32, 1 where the step is to be skipped."""
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
-_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that both give the same weights
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _ROW = 1024
 _LARGE = 64 * _ROW
 
@@ -88,19 +89,26 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
     """Scale gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     Give it the optimizer, and a contiguous one takes a single fused pass over each flat buffer; given parameters it
-    works tensor by tensor. The result equals `torch.nn.utils.clip_grad_norm_` and stays on the device: reading it is
-    what would wait. `clipped_step` spares the pass that scales.
+    works tensor by tensor. The result equals `torch.nn.utils.clip_grad_norm_` but for rounding, and stays on the
+    device: reading it is what would wait. `clipped_step` spares the pass that divides.
     """
     gradients = gradients_of(target)
     norm = grad_norm(gradients)
-    _scale(gradients, norm, max_norm)
+    divide_(gradients, clipping_divisor(norm, max_norm))
     return norm
 
 
-def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+def clipping_divisor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """What gradients are divided by, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is without the scale."""
+    # A norm that is not finite must not make the gaps of a flat buffer so, which nobody would write to again.
+    divisor = ((norm + _TINY) / max_norm).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
+    return divisor if scale is None else divisor * scale.to(norm.device, non_blocking=True)
+
+
+def divide_(gradients: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divide gradients in place, as fused kernels do: fp32 ones come out the same to the bit."""
     if gradients:
-        gradients = [local(gradient) for gradient in gradients]
-        torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
+        torch._foreach_div_([local(gradient) for gradient in gradients], divisor)
 
 
 def can_refuse(optimizer: Optimizer, device: torch.device) -> bool:
@@ -119,7 +127,7 @@ def clipped_step(
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
     Fused kernels divide each gradient by a tensor on its way into the update: loss scale and clipping become that one
-    divisor, scale · max(1, (norm + 1e-6) / max_norm), and cost no pass of their own. Other forms clip first. With a
+    divisor (see `clipping_divisor`), and cost no pass of their own. Other forms divide first. With a
     scaler, a gradient that is infinite or not a number makes the norm so, the kernel skips the step, and the scale
     falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. Raises
     ConfigError for a scaler with an optimizer that cannot skip by itself.
@@ -134,31 +142,38 @@ def clipped_step(
         return None
     gradients = gradients_of(optimizer)
     norm = grad_norm(gradients)
+    found: Tensor | None = None
+    divisor: Tensor | None = None
     if scaler is not None:
-        scale = scaler.scale.to(norm.device, non_blocking=True)
-        found_inf = (~norm.isfinite()).float()
-        if scaler.agree is not None:
-            scaler.agree(found_inf)
-        norm = norm.float() / scale
-        divisor = scale if max_norm is None else scale * ((norm + _TINY) / max_norm).clamp(min=1.0)
-        stops = found_inf if refuse is None else torch.maximum(found_inf, refuse(None).to(found_inf.device))
+        found = scaler.judge(norm)
+        divisor = scaler.scale.to(norm.device, non_blocking=True)
+        norm = norm.float() / divisor
+    stops = found
+    if refuse is not None:
+        refused = refuse(norm if found is None else None)
+        stops = refused if found is None else torch.maximum(found, refused.to(found.device))
+    if max_norm is not None:
+        divisor = clipping_divisor(norm, max_norm, divisor)
+    if folds(optimizer):
+        if divisor is not None and max_norm is not None and not kernel_clips(optimizer, gradients):
+            divide_(gradients, divisor)
+            divisor = None
         with folded(optimizer, grad_scale=divisor, found_inf=stops):
             optimizer.step()
-        scaler.update(found_inf)
-        return norm
-    refused = None if refuse is None else refuse(norm)
-    if folds(optimizer):
-        reduce: Tensor | None = None
-        if max_norm is not None and norm.dtype == torch.float32:  # the kernels take the divisor in fp32 only
-            reduce = ((norm + _TINY) / max_norm).clamp(min=1.0)
-        elif max_norm is not None:
-            _scale(gradients, norm, max_norm)
-        with folded(optimizer, grad_scale=reduce, found_inf=refused):
-            optimizer.step()
-        return norm
-    if refused is not None and refused.device.type == "cpu" and refused.item():
-        return norm  # there the host computes everything itself, so that reading waits for nothing
-    if max_norm is not None:
-        _scale(gradients, norm, max_norm)
-    optimizer.step()
+    # Where the host computes everything itself, reading waits for nothing.
+    elif stops is None or stops.device.type != "cpu" or not stops.item():
+        if divisor is not None:
+            divide_(gradients, divisor)
+        optimizer.step()
+    if scaler is not None and found is not None:
+        scaler.update(found)
     return norm
+
+
+def kernel_clips(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+    """Whether the optimizer's kernel may divide gradients on their way into the update, which spares a pass.
+
+    Of fp32 gradients this gives the same bits as dividing them first. Halves would be rounded once less, so that steps
+    would differ by who takes them; only RemainderAdamW, which never writes to gradients, always divides in its kernel.
+    """
+    return isinstance(optimizer, RemainderAdamW) or all(g.dtype == torch.float32 for g in gradients)

@@ -18,8 +18,8 @@ from torch import nn
 
 from penstock.config.plan import Plan
 from penstock.precision.fp8_linear import Fp8Linear
-from penstock.precision.levels import half_dtype
 from penstock.precision.master import is_norm
+from penstock.precision.settings import precision_of
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -46,7 +46,7 @@ def mixed_policy(plan: Plan) -> Any:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    half = half_dtype(plan) if plan.precision in ("O1", "O2") else None
+    half = precision_of(plan).dtype if plan.precision in ("O1", "O2") else None
     # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False

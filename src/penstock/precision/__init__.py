@@ -10,14 +10,14 @@ from penstock.precision.accelerate import (
     scalers_of,
     unscale_,
 )
+from penstock.precision.forward import apply_precision
 from penstock.precision.histogram import GradientHistogram, Histogram, Recommendation, recommend
 from penstock.precision.inspect import PrecisionReport, gradient_histogram, report
-from penstock.precision.levels import autocast, cast_model, half_dtype
 from penstock.precision.master import MasterWeights
 from penstock.precision.matmul import matmul_precision
 from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.scaler import Agree, LossScaler, agree_over
-from penstock.precision.settings import Precision, resolve
+from penstock.precision.settings import Precision, precision_of, resolve
 
 __all__ = [
     "Agree",
@@ -32,13 +32,12 @@ __all__ = [
     "Recommendation",
     "accelerate",
     "agree_over",
-    "autocast",
-    "cast_model",
+    "apply_precision",
     "clip_grad_norm_",
     "gradient_histogram",
-    "half_dtype",
     "master_parameters",
     "matmul_precision",
+    "precision_of",
     "recommend",
     "report",
     "resolve",

@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -25,9 +24,8 @@ from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.traps import loses_updates
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
-from penstock.precision.forward import unwrapped, wrap_forward
+from penstock.precision.forward import apply_precision, unwrapped
 from penstock.precision.fp8_linear import convert_to_fp8
-from penstock.precision.lists import apply_modules, default_lists
 from penstock.precision.master import MasterWeights
 from penstock.precision.remainders import complete
 from penstock.precision.scaler import Agree, LossScaler, agree_over
@@ -83,7 +81,8 @@ def accelerate(
     optimizers = _listed(optimizer)
     check_kinds(models, optimizers)
     check_options(scaler, agree, skip)
-    properties = resolve(precision, dtype=dtype, device=device_of(models), **overrides)
+    device = device_of(models)
+    properties = resolve(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
     check(properties, models, bare, optimizers, losses)
     if properties.fp8 != "none":
@@ -104,14 +103,8 @@ def accelerate(
     )
     if properties.weights == "half" and properties.master == "none":
         _cast_in_place(bare, optimizers, properties)
-    if properties.autocast and properties.dtype is not None:
-        lists = properties.lists or default_lists(properties.dtype, device_of(models).type)
-        properties = replace(properties, lists=lists)
-        for module in bare:
-            apply_modules(module, lists)
-    if properties.dtype is not None:
-        for module in bare:
-            wrap_forward(module, properties)
+    for module in bare:
+        apply_precision(module, properties, device)
     for own in session.gradients:
         own.optimizer.__dict__["_penstock"] = own
         if session.masters is not None or properties.scales:

@@ -6,19 +6,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.precision.lists import region
+from penstock.precision.lists import apply_modules, default_lists, region
 from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
 from penstock.precision.stored import adopt_weights, take_masters
 from penstock.precision.subclass import blank, stand_in
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def apply_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """From now on `model(…)` computes as `precision` says, in place: its modules follow the op lists, its inputs and
+    outputs are cast. Weights stay what they are; names in the state dict too.
+    """
+    if precision.dtype is None:
+        return
+    if precision.autocast:
+        precision = replace(precision, lists=precision.lists or default_lists(precision.dtype, device.type))
+        apply_modules(model, precision.lists)
+    wrap_forward(model, precision)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -93,6 +93,13 @@ class LossScaler:
         """The loss to call backward on: in fp32, since a scaled fp16 loss would itself overflow."""
         return loss.float() * self.scale
 
+    def judge(self, norm: Tensor) -> Tensor:
+        """Whether gradients of this norm overflowed, on any rank: 0-d fp32, 1 or 0."""
+        found_inf = (~norm.isfinite()).float()
+        if self.agree is not None:
+            self.agree(found_inf)
+        return found_inf
+
     @torch.no_grad()
     def update(self, found_inf: Tensor, *, stepped: bool = True) -> None:
         """Adapt the scale after a step; `found_inf` is a 0-d fp32 tensor, 1 after an overflow and 0 otherwise.

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.optim.clip import grad_norm, gradients_of
+from penstock.optim.clip import clipping_divisor, divide_, grad_norm, gradients_of
 from penstock.optim.fold import folded, folds
+from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
     from penstock.precision.session import Session
 
 Skip = Literal["auto", "device", "host"]
-_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +108,8 @@ class Gradients:
         if not self.session.precision.scales:
             if masters is not None:
                 masters.collect(self.optimizer)
-            result = update()
+            with folded(self.optimizer, grad_scale=self.scale):
+                result = update()
         else:
             result = self._scaled_step(update)
         if masters is not None:
@@ -267,30 +268,29 @@ def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
 def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     """Clip the gradients of some optimizers, taken as one vector, to `max_norm`; returns their 2-norm, 0-d fp32.
 
-    Unscaling and clipping are one pass where no gradient was unscaled before.
+    Unscaling and clipping are one pass where no gradient was unscaled before. RemainderAdamW divides in its step.
     """
     gradients: list[Tensor] = []
-    scales = {id(own.scale): own.scale for own in all_of}
-    fold = len(all_of) == 1 and not all_of[0].stash and all_of[0].scale is not None
+    alone = all_of[0] if len(all_of) == 1 and not all_of[0].stash else None
     for own in all_of:
         if own.session.masters is not None:
             own.session.masters.collect(own.optimizer)
-        if not fold:
+        if alone is None:
             own.unscale()
         gradients += gradients_of(own.optimizer)
     norm = grad_norm(gradients)
     if not gradients:
         return norm
-    if not fold:
-        torch._foreach_mul_(gradients, (max_norm / (norm + _TINY)).clamp(max=1.0))
+    scale = None if alone is None else alone.scale
+    if alone is not None and scale is not None:
+        if alone.scaler is not None:
+            alone.found.append((alone.scaler, (~norm.isfinite()).float()))
+        norm = norm / scale.to(norm.device)
+    divisor = clipping_divisor(norm, max_norm, scale)
+    if alone is not None and isinstance(alone.optimizer, RemainderAdamW):
+        alone.scale = divisor
         return norm
-    own = all_of[0]
-    (scale,) = scales.values()
-    assert scale is not None
-    assert own.scaler is not None
-    own.found.append((own.scaler, (~norm.isfinite()).float()))
-    norm = norm / scale.to(norm.device)
-    factor = (max_norm / (norm + _TINY)).clamp(max=1.0) / scale.to(norm.device)
-    torch._foreach_mul_(gradients, factor)
-    own.scale = None
+    divide_(gradients, divisor)
+    if alone is not None:
+        alone.scale = None
     return norm

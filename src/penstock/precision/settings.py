@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 
 from penstock.config.convert import nearest
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.precision.lists import OpLists
 
@@ -141,26 +143,29 @@ def resolve(
     return found
 
 
-def _base(level: Level, half: torch.dtype | None) -> Precision:
-    scale: Any = "dynamic" if half == torch.float16 else 1.0
-    plain = Precision(
-        level=level,
+def precision_of(plan: Plan) -> Precision:
+    """The properties of a Plan's level in training, as its `Numerics` have them."""
+    numerics = numerics_of(plan)
+    half = DTYPES.get(numerics.compute)
+    return Precision(
+        level=plan.precision,
         dtype=half,
-        weights="fp32",
-        autocast=False,
-        norms="fp32",
-        master="none",
-        loss_scale=1.0,
-        outputs="keep",
-        fp8="none",
+        weights="fp32" if numerics.weights == "fp32" else "half",
+        autocast=numerics.by_lists,
+        norms="fp32" if numerics.norms == "fp32" else "half",
+        master="none" if numerics.masters == "shards" else numerics.masters,
+        loss_scale="dynamic" if numerics.loss_scale else 1.0,
+        outputs="keep" if half is None else "fp32",
+        fp8=numerics.fp8,
     )
-    if level == "O1":
-        return replace(plain, autocast=True, loss_scale=scale, outputs="fp32")
-    if level == "O2":
-        return replace(plain, weights="half", autocast=True, master="copy", loss_scale=scale, outputs="fp32")
-    if level == "O3":
-        return replace(plain, weights="half", norms="half", outputs="fp32")
-    return plain
+
+
+def _base(level: Level, half: torch.dtype | None) -> Precision:
+    if half is None:
+        return precision_of(Plan())
+    base = precision_of(Plan(precision=level, dtype="fp16" if half == torch.float16 else "bf16"))
+    # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
+    return replace(base, loss_scale=1.0) if level == "O3" else base
 
 
 _OVERRIDES = tuple(f.name for f in fields(Precision) if f.name not in ("level", "dtype"))

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.config.plan import Plan
 from penstock.parallel import DataParallel
-from penstock.precision import LossScaler, MasterWeights, autocast
+from penstock.precision import LossScaler, MasterWeights
 from penstock.tasks import Loss
 
 
@@ -33,16 +32,12 @@ class Accumulate:
         model: nn.Module,
         loss: Loss,
         *,
-        plan: Plan,
-        device: torch.device,
         scaler: LossScaler | None = None,
         masters: MasterWeights | None = None,
         replicas: DataParallel | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
-        self.plan = plan
-        self.device = device
         self.scaler = scaler
         self.masters = masters
         self.replicas = replicas
@@ -58,8 +53,7 @@ class Accumulate:
         """Forward and backward of micro-batch `index` of `parts`; returns its loss."""
         if self.replicas is not None:
             self.replicas.begin(index, parts)
-        with autocast(self.plan, self.device):
-            loss = self.loss(self.model, batch)
+        loss = self.loss(self.model, batch)
         share = loss if parts == 1 else loss / parts
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         if self.masters is not None:

@@ -22,7 +22,6 @@ from penstock.precision import (
     MasterWeights,
     Overflow,
     OverflowTrace,
-    autocast,
     matmul_precision,
 )
 from penstock.step.accumulate import Accumulate, Runner
@@ -43,8 +42,8 @@ class StepResult:
 class TrainStep:
     """Forward and backward over micro-batches, then clipping, update and averaging.
 
-    Forward passes run under the Plan's autocast, everything under its matmul precision, which is restored on return.
-    Gradients are those of the loss averaged over the micro-batches. fp16 gets a dynamic loss scale.
+    The model computes as `apply_precision` had it; everything runs under the Plan's matmul precision, which is restored
+    on return. Gradients are those of the loss averaged over the micro-batches. fp16 gets a dynamic loss scale.
     """
 
     def __init__(
@@ -69,9 +68,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.plan = plan
         self.device = torch.device(device)
-        self.runner: Runner = Accumulate(
-            model, loss, plan=plan, device=self.device, scaler=scaler, masters=masters, replicas=replicas
-        )
+        self.runner: Runner = Accumulate(model, loss, scaler=scaler, masters=masters, replicas=replicas)
         self.clip_norm = clip_norm
         self.scaler = scaler
         self.ema = ema
@@ -118,7 +115,7 @@ class TrainStep:
         if self.replicas is not None:
             self.replicas.settle()
         try:
-            with matmul_precision(self.plan.matmul), autocast(self.plan, self.device), torch.no_grad():
+            with matmul_precision(self.plan.matmul), torch.no_grad():
                 yield
         finally:
             if self.replicas is not None:

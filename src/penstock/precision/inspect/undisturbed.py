@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError
-from penstock.precision.levels import _InputCast
 from penstock.precision.settings import resolve
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -71,7 +70,6 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     """
     kept: list[tuple[nn.Module, str, Parameter]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
-    hooks: list[tuple[nn.Module, int, Any]] = []
     wide: dict[int, Parameter] = {}
     precisions = [(m, m.__dict__["_penstock_precision"]) for m in model.modules() if _accelerated(m)]
     for module, _ in precisions:
@@ -90,10 +88,6 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 if buffer is not None and buffer.dtype in HALVES:
                     buffers.append((module, key, buffer))
                     module._buffers[key] = buffer.float()
-            for number, hook in list(module._forward_pre_hooks.items()):
-                if isinstance(hook, _InputCast):
-                    hooks.append((module, number, hook))
-                    module._forward_pre_hooks[number] = _unchanged
         with torch.autocast(device_of(model).type, enabled=False):
             yield
     finally:
@@ -103,16 +97,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             setattr(module, key, parameter)
         for module, key, buffer in buffers:
             module._buffers[key] = buffer
-        for module, number, hook in hooks:
-            module._forward_pre_hooks[number] = hook
 
 
 def _accelerated(module: nn.Module) -> bool:
     return "_penstock_precision" in module.__dict__
-
-
-def _unchanged(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return args, kwargs
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[tuple[str, Tensor | None]]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from penstock.config.plan import AttentionBackend, Layout
 from penstock.errors import ConfigError
-from penstock.models.roles import Role, owned, walk
+from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
-V = TypeVar("V")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Anatomy:
         return depths
 
 
-def _nearest(table: dict[str, V], parameter: str) -> V | None:
+def _nearest(table: dict[str, T], parameter: str) -> T | None:
     """The entry of the parameter itself or of the closest module around it."""
     while parameter not in table:
         parameter, dot, _ = parameter.rpartition(".")
@@ -227,24 +227,49 @@ def _trailing(model: nn.Module, blocks: str) -> Iterator[str]:
 
 
 def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
-    """The distinct prefixes of `names` that match `pattern`, a regular expression with one group, the number, by
+    """The distinct beginnings of `names` that match `pattern`, a regular expression with one group, the number, by
     number.
     """
     found = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
     return tuple(name for _, name in sorted(found))
 
 
-def present(names: Collection[str], roles: tuple[R, ...]) -> tuple[R, ...]:
-    """Those of some roles that are among the `names` of parameters and modules."""
-    around = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."} | set(names)
+def stack(
+    blocks: Iterable[str],
+    parts: tuple[Role, ...],
+    *,
+    before: tuple[Role, ...] = (),
+    after: tuple[Role, ...] = (),
+) -> Stack:
+    """A stack whose blocks have the same parts, named relative to each block."""
+    return Stack(
+        before=before,
+        blocks=tuple(Block(block, placed(parts, f"{block}.")) for block in blocks),
+        after=after,
+    )
 
-    def there(role: Role) -> bool:
-        held = [name for part in walk(role) for name in owned(part)]
-        return not around.isdisjoint(held or (role.name,))
 
-    return tuple(role for role in roles if there(role))
+def pruned(part: T, names: Iterable[str]) -> T:
+    """A tree of roles without what is not among the `names` of parameters and modules: a family declares all that its
+    models may have. A part that lacks something it cannot be without goes as a whole.
+    """
+    there = set(names)
+    there |= {name[:dot] for name in there for dot in range(len(name)) if name[dot] == "."}
+    return cast(T, _pruned(part, there))
 
 
-def below(names: Iterable[str], prefix: str) -> set[str]:
-    """Those of some names that start with `prefix`, without it."""
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+def _pruned(part: Any, there: set[str]) -> Any:
+    if isinstance(part, tuple):
+        return tuple(kept for each in part if (kept := _pruned(each, there)) is not None)
+    if not is_dataclass(part):
+        return part
+    if isinstance(part, Role) and not isinstance(part, Compound):
+        return part if part.name in there else None
+    changes: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        kept = changes[field.name] = _pruned(value, there)
+        needed = isinstance(part, Compound) and field.default is MISSING
+        if needed and (kept is None or (isinstance(kept, tuple) and len(kept) < len(value))):
+            return None
+    return replace(part, **changes)  # type: ignore[type-var]

@@ -26,7 +26,7 @@ class Role:
     """A part of a model. The bare class is a part of which no more is known than where it stands."""
 
     name: str
-    """Qualified name of the module, or of the parameter itself. Empty: the block itself, or the model."""
+    """Qualified name of the module, or of the parameter itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,13 @@ class Pooler(Role):
     """The module that turns all tokens of a sample into one vector."""
 
 
+@dataclass(frozen=True, slots=True)
+class Compound(Role):
+    """A part made of other parts, to which its parameters belong. Its name is empty where no module holds it alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention(Role):
+class Attention(Compound):
     """Multi-head attention: the linears before and after it, and how many heads lie in them."""
 
     projections: tuple[Linear, ...]
@@ -117,7 +122,7 @@ class Attention(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Perceptron(Role):
+class Perceptron(Compound):
     """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
 
     up: Linear
@@ -127,7 +132,7 @@ class Perceptron(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts(Role):
+class Experts(Compound):
     """A mixture of perceptrons: each token visits some of them (Shazeer et al., ICLR 2017).
 
     `up`, `gate` and `down` name tensors with a first dimension of experts, along which they can be split too.
@@ -171,7 +176,7 @@ def placed(part: T, prefix: str) -> T:
 
 def owned(role: Role) -> tuple[str, ...]:
     """Names under which the parameters of this role lie; empty where they belong to the roles inside it."""
-    if isinstance(role, Attention | Perceptron | Experts | Dropout):
+    if isinstance(role, Compound | Dropout):
         return ()
     loose = (role.bias,) if isinstance(role, Linear) and role.bias is not None else ()
     return (role.name, *loose)

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, Layout
-from penstock.models.anatomy import Anatomy, Block, Family, Stack, enrol
+from penstock.models.anatomy import Anatomy, Family, enrol, stack
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -18,7 +18,6 @@ from penstock.models.roles import (
     Role,
     Scale,
     Stem,
-    placed,
 )
 from penstock.models.vit import ViT
 
@@ -44,12 +43,14 @@ def vit_anatomy(config: ViTConfig) -> Anatomy:
         *_branch(config, "branch2"),
     )
     token = (Embedding("class_token", "class"),) if config.classifier == "token" else ()
-    stack = Stack(
-        before=(Stem("stem"), Embedding("positions", "position"), *token),
-        blocks=tuple(Block(f"blocks.{i}", placed(parts, f"blocks.{i}.")) for i in range(config.depth)),
+    stem = Stem("stem.proj" if config.stem == "patchify" else "stem")
+    whole = stack(
+        (f"blocks.{i}" for i in range(config.depth)),
+        parts,
+        before=(stem, Embedding("positions", "position"), *token),
         after=(Norm("norm"), Head("head")),
     )
-    return Anatomy(family="vit", stacks=(stack,))
+    return Anatomy(family="vit", stacks=(whole,))
 
 
 def _branch(config: ViTConfig, name: str) -> tuple[Role, ...]:

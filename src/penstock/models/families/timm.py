@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Anatomy, Block, Family, Stack, below, enrol, numbered, present
+from penstock.models.anatomy import Anatomy, Family, enrol, numbered, pruned, stack
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -19,47 +19,25 @@ from penstock.models.roles import (
     Norm,
     Perceptron,
     Pooler,
-    Role,
     Scale,
     Stem,
-    placed,
 )
 
 
 def vit_anatomy(names: Collection[str], heads: int, *, gated: bool = False) -> Anatomy:
-    """The parts of a VisionTransformer whose parameters, and modules if they are known, have these names. `gated`: its
-    perceptrons have a gate, fused with the other linear of its size.
+    """The parts of a VisionTransformer whose parameters, and modules where they are known, have these names. `gated`:
+    its perceptrons have a gate, fused with the other linear of its size.
     """
-    before = (
-        Stem("patch_embed"),
-        Embedding("cls_token", "class"),
-        Embedding("reg_token", "class"),
-        Embedding("pos_embed", "position"),
-        Norm("norm_pre"),
-    )
-    after = (Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head"))
-    stack = Stack(
-        before=present(names, before),
-        blocks=tuple(
-            Block(block, placed(_parts(below(names, f"{block}."), heads, gated), f"{block}."))
-            for block in numbered(names, r"blocks\.(\d+)")
-        ),
-        after=present(names, after),
-    )
-    return Anatomy(family="timm_vit", stacks=(stack,))
-
-
-def _parts(names: Collection[str], heads: int, gated: bool) -> tuple[Role, ...]:
-    """The parts of one block, whose names are relative to it."""
     # A norm over the features of all heads, or over the hidden ones, keeps the linears around it from being split.
-    joined, hidden = present(names, (Norm("attn.norm"),)), present(names, (Norm("mlp.norm"),))
+    joined = any(".attn.norm." in name for name in names)
+    hidden = any(".mlp.norm." in name for name in names)
     attention = Attention(
         "attn",
         projections=(Linear("attn.qkv", "none" if joined else "column", fused=(1, 1, 1)),),
         out=Linear("attn.proj", "none" if joined else "row"),
         heads=heads,
         kv_heads=heads,
-        norms=present(names, (Norm("attn.q_norm"), Norm("attn.k_norm"), *joined)),
+        norms=(Norm("attn.q_norm"), Norm("attn.k_norm"), Norm("attn.norm")),
         counts=("num_heads", "attn_dim"),
     )
     perceptron = Perceptron(
@@ -67,13 +45,21 @@ def _parts(names: Collection[str], heads: int, gated: bool) -> tuple[Role, ...]:
         up=Linear("mlp.fc1", "none" if hidden else "column", fused=(1, 1) if gated else (1,)),
         down=Linear("mlp.fc2", "none" if hidden else "row"),
     )
-    parts = (
-        Norm("norm1"), attention, Dropout("attn.attn_drop"), Dropout("attn.proj_drop"),
-        Scale("ls1.gamma"), Dropout("drop_path1"),
-        Norm("norm2"), perceptron, *hidden, Dropout("mlp.drop1"), Dropout("mlp.drop2"),
-        Scale("ls2.gamma"), Dropout("drop_path2"),
+    whole = stack(
+        numbered(names, r"blocks\.(\d+)"),
+        (
+            Norm("norm1"), attention, Dropout("attn.attn_drop"), Dropout("attn.proj_drop"),
+            Scale("ls1.gamma"), Dropout("drop_path1"),
+            Norm("norm2"), perceptron, Norm("mlp.norm"), Dropout("mlp.drop1"), Dropout("mlp.drop2"),
+            Scale("ls2.gamma"), Dropout("drop_path2"),
+        ),
+        before=(
+            Stem("patch_embed.proj"), Norm("patch_embed.norm"), Embedding("cls_token", "class"),
+            Embedding("reg_token", "class"), Embedding("pos_embed", "position"), Norm("norm_pre"),
+        ),
+        after=(Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head")),
     )  # fmt: skip
-    return present(names, parts)
+    return Anatomy(family="timm_vit", stacks=(pruned(whole, names),))
 
 
 def _anatomy(model: nn.Module) -> Anatomy:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS, attention
-from penstock.models.anatomy import Anatomy, Block, Family, Stack, below, enrol, numbered, present
+from penstock.models.anatomy import Anatomy, Family, Stack, enrol, numbered, pruned, stack
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -28,30 +28,12 @@ from penstock.models.roles import (
     Perceptron,
     Pooler,
     Role,
+    Split,
     Stem,
     placed,
 )
 
-Parts = tuple[Role, ...]
-
-
-def _stack(
-    names: Collection[str],
-    pattern: str,
-    parts: Callable[[Collection[str]], Parts],
-    before: Parts,
-    after: Parts,
-) -> Stack:
-    """Blocks whose names match `pattern`, with the parts that `parts` makes of the names inside each."""
-    return Stack(
-        before=present(names, before),
-        blocks=tuple(
-            Block(block, placed(present(inside, parts(inside)), f"{block}."))
-            for block in numbered(names, pattern)
-            if (inside := below(names, f"{block}."))
-        ),
-        after=present(names, after),
-    )
+Stacks = tuple[Stack, ...]
 
 
 def _separate(*names: str) -> tuple[Linear, ...]:
@@ -59,125 +41,134 @@ def _separate(*names: str) -> tuple[Linear, ...]:
     return tuple(Linear(name, "column") for name in names)
 
 
-def vit_stacks(names: Collection[str], heads: int) -> tuple[Stack, ...]:
-    """ViTModel in the names of transformers 5, or in those of version 4, which its files still carry."""
+def vit_stacks(names: Collection[str], heads: int) -> Stacks:
+    """All that a ViTModel may have, in the names of transformers 5 and in those of version 4, which its files still
+    carry.
+    """
 
-    def parts(inside: Collection[str]) -> Parts:
-        if "mlp.fc1.weight" in inside:
-            projections = _separate("attention.q_proj", "attention.k_proj", "attention.v_proj")
-            out = Linear("attention.o_proj", "row")
-            perceptron = Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row"))
-        else:
-            inner = "attention.attention."
-            projections = _separate(f"{inner}query", f"{inner}key", f"{inner}value")
-            out = Linear("attention.output.dense", "row")
-            perceptron = _bert_perceptron()
-        return (
-            Norm("layernorm_before"),
-            Attention("attention", projections=projections, out=out, heads=heads, kv_heads=heads),
-            Norm("layernorm_after"),
-            perceptron,
-            Dropout("dropout"),
-            Dropout("attention.output.dropout"),
-            Dropout("output.dropout"),
+    def attend(out: str, *projections: str) -> Attention:
+        return Attention(
+            "attention",
+            projections=_separate(*projections),
+            out=Linear(out, "row"),
+            heads=heads,
+            kv_heads=heads,
         )
 
+    parts = (
+        Norm("layernorm_before"),
+        attend("attention.o_proj", "attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        attend(
+            "attention.output.dense", *(f"attention.attention.{name}" for name in ("query", "key", "value"))
+        ),
+        Dropout("attention.output.dropout"),
+        Norm("layernorm_after"),
+        Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row")),
+        _BERT_PERCEPTRON,
+        Dropout("output.dropout"),
+        Dropout("dropout"),
+    )
     before = (
-        Stem("embeddings.patch_embeddings"),
+        Stem("embeddings.patch_embeddings.projection"),
         Embedding("embeddings.cls_token", "class"),
         Embedding("embeddings.mask_token", "class"),
         Embedding("embeddings.position_embeddings", "position"),
         Dropout("embeddings.dropout"),
     )
-    after = (Norm("layernorm"), Pooler("pooler"))
-    return (_stack(names, r"(?:encoder\.layer|layers)\.(\d+)", parts, before, after),)
+    blocks = numbered(names, r"(?:encoder\.layer|layers)\.(\d+)")
+    return (stack(blocks, parts, before=before, after=(Norm("layernorm"), Pooler("pooler"))),)
 
 
-def _bert_perceptron() -> Perceptron:
-    return Perceptron("", up=Linear("intermediate.dense", "column"), down=Linear("output.dense", "row"))
+_BERT_PERCEPTRON = Perceptron(
+    "", up=Linear("intermediate.dense", "column"), down=Linear("output.dense", "row")
+)
 
 
-def _gpt2(names: Collection[str], config: Any) -> tuple[Stack, ...]:
-    def linear(name: str, split: Any, fused: tuple[int, ...] = (1,)) -> Linear:
+def _gpt2(names: Collection[str], config: Any) -> Stacks:
+    def linear(name: str, split: Split, fused: tuple[int, ...] = (1,)) -> Linear:
         return Linear(name, split, fused=fused, transposed=True, counts=("nf",))
 
-    def attend(name: str, projections: tuple[Linear, ...], *, cross: bool = False) -> Attention:
+    def attend(name: str, *projections: Linear) -> Attention:
         return Attention(
-            name, projections=projections, out=linear(f"{name}.c_proj", "row"), heads=config.n_head,
-            kv_heads=config.n_head, cross=cross, counts=("num_heads", "split_size"),
-        )  # fmt: skip
+            name,
+            projections=projections,
+            out=linear(f"{name}.c_proj", "row"),
+            heads=config.n_head,
+            kv_heads=config.n_head,
+            cross=len(projections) == 2,
+            counts=("num_heads", "split_size"),
+        )
 
-    other = (
-        linear("crossattention.q_attn", "column"),
-        linear("crossattention.c_attn", "column", (1, 1)),
-    )
     parts = (
         Norm("ln_1"),
-        attend("attn", (linear("attn.c_attn", "column", (1, 1, 1)),)),
+        attend("attn", linear("attn.c_attn", "column", (1, 1, 1))),
         Dropout("attn.attn_dropout"),
         Dropout("attn.resid_dropout"),
         Norm("ln_cross_attn"),
-        attend("crossattention", other, cross=True),
+        attend(
+            "crossattention",
+            linear("crossattention.q_attn", "column"),
+            linear("crossattention.c_attn", "column", (1, 1)),
+        ),
+        Dropout("crossattention.attn_dropout"),
+        Dropout("crossattention.resid_dropout"),
         Norm("ln_2"),
         Perceptron("mlp", up=linear("mlp.c_fc", "column"), down=linear("mlp.c_proj", "row")),
         Dropout("mlp.dropout"),
     )
     before = (Embedding("wte", "token"), Embedding("wpe", "position"), Dropout("drop"))
-    return (_stack(names, r"h\.(\d+)", lambda _: parts, before, (Norm("ln_f"),)),)
+    return (stack(numbered(names, r"h\.(\d+)"), parts, before=before, after=(Norm("ln_f"),)),)
 
 
-def _llama(names: Collection[str], config: Any) -> tuple[Stack, ...]:
+def _llama(names: Collection[str], config: Any) -> Stacks:
     """Also Mixtral, whose blocks have experts in place of a perceptron."""
-    attend = Attention(
-        "self_attn",
-        projections=_separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out=Linear("self_attn.o_proj", "row"),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-    )
-    dense = Perceptron(
-        "mlp",
-        up=Linear("mlp.up_proj", "column"),
-        gate=Linear("mlp.gate_proj", "column"),
-        down=Linear("mlp.down_proj", "row"),
-    )
-
-    def parts(inside: Collection[str]) -> Parts:
-        if "mlp.experts.down_proj" not in inside:
-            return (Norm("input_layernorm"), attend, Norm("post_attention_layernorm"), dense)
-        mixture = Experts(
+    parts: tuple[Role, ...] = (
+        Norm("input_layernorm"),
+        Attention(
+            "self_attn",
+            projections=_separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            out=Linear("self_attn.o_proj", "row"),
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+        ),
+        Norm("post_attention_layernorm"),
+        Perceptron(
+            "mlp",
+            up=Linear("mlp.up_proj", "column"),
+            gate=Linear("mlp.gate_proj", "column"),
+            down=Linear("mlp.down_proj", "row"),
+        ),
+        Experts(
             "mlp",
             router=Linear("mlp.gate"),
             up=Linear("mlp.experts.gate_up_proj", "column", fused=(1, 1)),
             down=Linear("mlp.experts.down_proj", "row"),
-            count=config.num_local_experts,
-            per_token=config.num_experts_per_tok,
-        )
-        return (Norm("input_layernorm"), attend, Norm("post_attention_layernorm"), mixture)
+            count=getattr(config, "num_local_experts", 0),
+            per_token=getattr(config, "num_experts_per_tok", 0),
+        ),
+    )
+    blocks, before = numbered(names, r"layers\.(\d+)"), (Embedding("embed_tokens", "token"),)
+    return (stack(blocks, parts, before=before, after=(Norm("norm"),)),)
 
-    return (_stack(names, r"layers\.(\d+)", parts, (Embedding("embed_tokens", "token"),), (Norm("norm"),)),)
 
-
-def _bert(names: Collection[str], config: Any) -> tuple[Stack, ...]:
-    def attend(name: str, *, cross: bool = False) -> Parts:
-        inner = f"{name}.self."
-        heads = config.num_attention_heads
-        whole = Attention(
+def _bert(names: Collection[str], config: Any) -> Stacks:
+    def attend(name: str) -> tuple[Role, ...]:
+        attention = Attention(
             f"{name}.self",
-            projections=_separate(f"{inner}query", f"{inner}key", f"{inner}value"),
+            projections=_separate(f"{name}.self.query", f"{name}.self.key", f"{name}.self.value"),
             out=Linear(f"{name}.output.dense", "row"),
-            heads=heads,
-            kv_heads=heads,
-            cross=cross,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads,
+            cross=name == "crossattention",
             counts=("num_attention_heads", "all_head_size"),
         )
-        dropped = (Dropout(f"{inner}dropout"), Dropout(f"{name}.output.dropout"))
-        return (whole, *dropped, Norm(f"{name}.output.LayerNorm"))
+        dropouts = (Dropout(f"{name}.self.dropout"), Dropout(f"{name}.output.dropout"))
+        return (attention, *dropouts, Norm(f"{name}.output.LayerNorm"))
 
     parts = (
         *attend("attention"),
-        *attend("crossattention", cross=True),
-        _bert_perceptron(),
+        *attend("crossattention"),
+        _BERT_PERCEPTRON,
         Dropout("output.dropout"),
         Norm("output.LayerNorm"),
     )
@@ -188,50 +179,47 @@ def _bert(names: Collection[str], config: Any) -> tuple[Stack, ...]:
         Norm("embeddings.LayerNorm"),
         Dropout("embeddings.dropout"),
     )
-    return (_stack(names, r"encoder\.layer\.(\d+)", lambda _: parts, before, (Pooler("pooler"),)),)
+    blocks = numbered(names, r"encoder\.layer\.(\d+)")
+    return (stack(blocks, parts, before=before, after=(Pooler("pooler"),)),)
 
 
-def _t5(names: Collection[str], config: Any) -> tuple[Stack, ...]:
-    def parts(inside: Collection[str]) -> Parts:
-        found: list[Role] = []
-        for layer in numbered(inside, r"layer\.(\d+)"):
-            found += [Norm(f"{layer}.layer_norm")]
-            for kind in ("SelfAttention", "EncDecAttention"):
-                name = f"{layer}.{kind}"
-                bias = Embedding(f"{name}.relative_attention_bias", "relative")
-                found += [
-                    Attention(
-                        name,
-                        projections=_separate(f"{name}.q", f"{name}.k", f"{name}.v"),
-                        out=Linear(f"{name}.o", "row"),
-                        heads=config.num_heads,
-                        kv_heads=config.num_heads,
-                        relative=bias if f"{bias.name}.weight" in inside else None,
-                        cross=kind == "EncDecAttention",
-                        counts=("n_heads", "inner_dim"),
-                    )
-                ]
-            name = f"{layer}.DenseReluDense"
-            gated = f"{name}.wi_1.weight" in inside
-            found += [
-                Perceptron(
-                    name,
-                    up=Linear(f"{name}.wi_1" if gated else f"{name}.wi", "column"),
-                    gate=Linear(f"{name}.wi_0", "column") if gated else None,
-                    down=Linear(f"{name}.wo", "row"),
-                ),
-                Dropout(f"{name}.dropout"),
-                Dropout(f"{layer}.dropout"),
-            ]
-        return tuple(found)
+def _t5(names: Collection[str], config: Any) -> Stacks:
+    def attend(name: str, *, cross: bool = False) -> tuple[Role, ...]:
+        layer, _, _ = name.rpartition(".")
+        attention = Attention(
+            name,
+            projections=_separate(f"{name}.q", f"{name}.k", f"{name}.v"),
+            out=Linear(f"{name}.o", "row"),
+            heads=config.num_heads,
+            kv_heads=config.num_heads,
+            relative=Embedding(f"{name}.relative_attention_bias", "relative"),
+            cross=cross,
+            counts=("n_heads", "inner_dim"),
+        )
+        return (Norm(f"{layer}.layer_norm"), attention, Dropout(f"{layer}.dropout"))
 
-    def stack(side: str, before: Parts, after: Parts) -> Stack:
-        before = (*before, Embedding(f"{side}.embed_tokens", "token"), Dropout(f"{side}.dropout"))
-        after = (Norm(f"{side}.final_layer_norm"), *after)
-        return _stack(names, rf"{side}\.block\.(\d+)", parts, before, after)
+    def perceptron(layer: str) -> tuple[Role, ...]:
+        name = f"{layer}.DenseReluDense"
+        down = Linear(f"{name}.wo", "row")
+        gated = Perceptron(
+            name, up=Linear(f"{name}.wi_1", "column"), gate=Linear(f"{name}.wi_0", "column"), down=down
+        )
+        plain = Perceptron(name, up=Linear(f"{name}.wi", "column"), down=down)
+        dropouts = (Dropout(f"{name}.dropout"), Dropout(f"{layer}.dropout"))
+        return (Norm(f"{layer}.layer_norm"), gated, plain, *dropouts)
 
-    encoder = stack("encoder", (Embedding("shared", "token"),), ())
-    decoder = stack("decoder", (), (Head("lm_head"),))
+    def side(name: str, parts: tuple[Role, ...], before: tuple[Role, ...], after: tuple[Role, ...]) -> Stack:
+        return stack(
+            numbered(names, rf"{name}\.block\.(\d+)"),
+            parts,
+            before=(*before, Embedding(f"{name}.embed_tokens", "token"), Dropout(f"{name}.dropout")),
+            after=(Norm(f"{name}.final_layer_norm"), *after),
+        )
+
+    first = attend("layer.0.SelfAttention")
+    cross = attend("layer.1.EncDecAttention", cross=True)
+    encoder = side("encoder", (*first, *perceptron("layer.1")), (Embedding("shared", "token"),), ())
+    decoder = side("decoder", (*first, *cross, *perceptron("layer.2")), (), (Head("lm_head"),))
     return (encoder, decoder) if decoder.blocks else (encoder,)
 
 
@@ -247,13 +235,14 @@ _HEADS = (
 )
 
 
-def _anatomy(family: str, stacks: Callable[[Collection[str], Any], tuple[Stack, ...]], model: Any) -> Anatomy:
+def _anatomy(family: str, stacks: Callable[[Collection[str], Any], Stacks], model: Any) -> Anatomy:
     """The stacks of the base model, and behind the last what a task puts around it."""
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
-    *others, last = placed(stacks(below(names, prefix), model.config), prefix)
-    inside = Anatomy(family=family, stacks=(*others, last))
+    declared = stacks({name.removeprefix(prefix) for name in names}, model.config)
+    inside = Anatomy(family=family, stacks=pruned(placed(declared, prefix), names))
+    *others, last = inside.stacks
     last = replace(last, after=(*last.after, *_around(model, inside)))
     return replace(inside, stacks=(*others, last))
 
@@ -320,7 +309,7 @@ def _interface(backend: AttentionBackend) -> Any:
     return forward
 
 
-_BASES: dict[str, tuple[str, Callable[[Collection[str], Any], tuple[Stack, ...]]]] = {
+_BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     "vit.modeling_vit.ViT": (
         "hf_vit",
         lambda names, config: vit_stacks(names, config.num_attention_heads),

@@ -77,11 +77,20 @@ $(RUNS)/train/.done: $(RUNS)/plan.txt
 	$(BIN)/penstock train $(DEMO_TRAIN_MODEL) $(DEMO_TRAIN) --plan "$$(cat $(DEMO_PLAN))" --output $(RUNS)/train
 	@touch $@
 
+# First the tests that may run beside each other, on all cores; then, one by one, those marked `alone`.
+# Code 5 of pytest says that there were none: one of the two may have none.
+define run_tests
+@OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 -m '$(1) and not alone' $(PYTEST); beside=$$?; \
+  [ $$beside -le 1 ] || [ $$beside = 5 ] || exit $$beside; \
+  $(PY) -m pytest -m '$(1) and alone' $(PYTEST); alone=$$?; \
+  case $$beside-$$alone in 0-0 | 0-5 | 5-0) ;; *) exit 1 ;; esac
+endef
+
 test: $(VENV)/.test
-	$(PY) -m pytest $(PYTEST)
+	$(call run_tests,not gpu and not slow and not faults)
 
 test-slow: $(VENV)/.test
-	$(PY) -m pytest -m 'slow and not gpu' $(PYTEST)
+	$(call run_tests,slow and not gpu)
 
 test-faults: $(VENV)/.test
 	$(PY) -m pytest -m 'faults and not gpu' $(PYTEST)

@@ -199,6 +199,7 @@ def test_help_loads_no_torch_and_no_verb() -> None:
     assert loaded.isdisjoint({"torch", "numpy", "PIL", "safetensors", "transformers"})
 
 
+@pytest.mark.alone
 def test_help_is_instant() -> None:
     """Processor time, the least of five, because a busy machine slows both clocks; all agree on an idle one."""
     times = []

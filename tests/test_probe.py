@@ -19,6 +19,8 @@ from penstock.errors import EnvironmentProblem
 from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, products, resolve_device
 from penstock.probe.rates import page_seconds
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

@@ -7,6 +7,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 _RANK = """
 import sys
 from datetime import timedelta

@@ -18,6 +18,8 @@ from torch import Tensor, distributed
 
 from helpers.spawn import RankFailed, spawn
 
+pytestmark = pytest.mark.alone
+
 
 @dataclass(frozen=True)
 class Place:

@@ -73,6 +73,7 @@ def test_options_that_train_lacks_are_told_once(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("--foo") + capsys.readouterr().err.count("--foo") <= 1
 
 
+@pytest.mark.alone
 def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) -> None:
     script = tmp_path / "quick.py"
     script.write_text("")
@@ -90,6 +91,7 @@ def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) ->
     assert statistics.median(times) < 0.6, "the agent and one empty rank, in processor seconds"
 
 
+@pytest.mark.alone
 def test_the_ranks_of_a_command_line_train_one_model(tmp_path: Path) -> None:
     from penstock.config.machine import Machine, save_machine
 

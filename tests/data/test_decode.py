@@ -126,6 +126,7 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
+@pytest.mark.alone
 def test_a_bomb_is_refused_at_once(backend: str) -> None:
     data = bomb(20_000)
     assert len(data) < 400_000

@@ -15,6 +15,8 @@ from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
 from penstock.ladder import LadderReport, ladder
 
+pytestmark = pytest.mark.alone
+
 MODEL = ["--model.width", "48", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "96"]
 SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 4, "device": "cpu"}
 

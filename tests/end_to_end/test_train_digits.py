@@ -12,6 +12,8 @@ from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
 from penstock.train import TrainResult, train
 
+pytestmark = pytest.mark.alone
+
 
 def trained(folder: Path, **overrides: object) -> tuple[TrainResult, float]:
     """The result, and the processor's seconds that it took, whatever else runs here meanwhile."""

@@ -31,6 +31,8 @@ from penstock.config.run import RunConfig
 from penstock.errors import NumericError
 from penstock.train.metrics import read_metrics
 
+pytestmark = pytest.mark.alone
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_supervisor.json"
 whole = pytest.mark.faults
 

@@ -10,6 +10,8 @@ import pytest
 
 from helpers.agents import Agent, alive, no_orphans
 
+pytestmark = pytest.mark.alone
+
 TOY = ("-m", "helpers.toy_run")
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from helpers.agents import Agent, free_port, no_orphans
 
+pytestmark = pytest.mark.alone
+
 TOY = ("-m", "helpers.toy_run")
 
 

@@ -37,6 +37,7 @@ def test_without_an_agent_a_beat_is_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     promise()
 
 
+@pytest.mark.alone
 def test_a_beat_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Heartbeat.create(tmp_path / "beat")
     monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "beat"))

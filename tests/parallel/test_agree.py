@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from helpers.spawn import spawn
@@ -9,6 +10,8 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 from penstock.parallel import ALONE, ParallelDims, dims_of
 from penstock.parallel.agree import Ballot, any_overflow, average, collect, main_first, tell, together
+
+pytestmark = pytest.mark.alone
 
 
 def _dims() -> ParallelDims:

@@ -17,6 +17,8 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.parallel import Sharded, dims_of
 
+pytestmark = pytest.mark.alone
+
 STEPS = 5
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-4)

@@ -213,6 +213,7 @@ def test_experts_are_spread() -> None:
     assert alone.memory["weights"] < predict(PRESETS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
     """The promised bounds: 0.2 ms, the best of some rounds on a busy machine, and 2 s of one core."""

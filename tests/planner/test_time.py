@@ -357,6 +357,7 @@ def test_parameter_tensors_are_those_of_the_module(config: ViTConfig) -> None:
     assert parameter_tensors(config) == len(list(create(config, device="meta").parameters()))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("machine", [MEASURED, load_machine("h200")], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("line", ["optimizer=fused", "precision=O1 dtype=bf16 compile=blocks"])
 def test_one_prediction_by_operators_is_fast(machine: Machine, line: str) -> None:

@@ -97,6 +97,7 @@ def test_what_cannot_be_is_refused() -> None:
         held("gpipe", 4, 4, 8)
 
 
+@pytest.mark.alone
 def test_a_planner_can_ask_a_hundred_thousand_times() -> None:
     """Measured 4 µs of processor time for each; the bound leaves room for a busy machine."""
     taken = []

@@ -241,6 +241,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(Schedule.parse("rank 0 | 0F0 0F0 0B0"))
 
 
+@pytest.mark.alone
 def test_a_large_schedule_is_simulated_in_well_under_half_a_second() -> None:
     """p = 64, m = 512, v = 4: 262,144 actions; measured 0.13 s of processor time on one EPYC core."""
     schedule = generate("interleaved", 64, 512, 4)

@@ -31,7 +31,7 @@ help:
 	@echo "make test-gpu  run the tests that need a GPU"
 	@echo "make test-faults  kill, fill, flip and cut, as often as the table of faults says"
 	@echo "make check     format and lint checks, and types"
-	@echo "make format    mend what the formatter and the linter can"
+	@echo "make format    fix what the formatter and the linter can"
 	@echo "make clean     remove .venv, caches and the demo's runs"
 
 $(VENV)/.made:

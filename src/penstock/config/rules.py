@@ -153,16 +153,6 @@ def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
         )
 
 
-@_rule("run")
-def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
-    """fp16 has a loss scale, which needs an optimizer that can skip a step on the device."""
-    if plan.precision != "O0" and plan.dtype == "fp16" and plan.optimizer not in SKIPS_ON_DEVICE:
-        yield (
-            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
-            f"step without stopping the device to ask; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
-        )
-
-
 @_rule("types")
 def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
     """`master=remainder` is of O2 in bf16 with a fused optimizer whose weights are not sharded."""
@@ -378,6 +368,16 @@ def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 # What can be predicted and not run yet.
+
+
+@_rule("run")
+def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
+    """fp16 has a loss scale, which needs an optimizer that can skip a step on the device."""
+    if plan.precision != "O0" and plan.dtype == "fp16" and plan.optimizer not in SKIPS_ON_DEVICE:
+        yield (
+            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
+            f"step without stopping the device to ask; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
+        )
 
 
 @_rule("run")

@@ -164,9 +164,9 @@ class _Climb:
             changes_numerics=rung.changes_numerics,
             compared_by=rung.compared_by,
         )
-        obstacle = rung.obstacle(reference, self.situation)
-        if obstacle is not None:
-            return replace(result, reason=obstacle)
+        refusal = rung.refusal(reference, self.situation)
+        if refusal is not None:
+            return replace(result, reason=refusal)
         setting = rung.apply(reference, self.situation)
         changes = model_changes(self.subject.first.model, setting.model)
         result = replace(result, plan=setting.plan.line(), model=changes)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config import rules
 from penstock.config.convert import nearest
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
@@ -46,7 +47,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One optimisation. `apply` says what changes, `obstacle` why that cannot be done here, if it cannot."""
+    """One optimisation. `apply` says what changes, `refusal` why that cannot be done here, if it cannot."""
 
     name: str
     """What `--rungs` and `--skip` call it; the part before the first dash is its group."""
@@ -58,7 +59,8 @@ class Rung:
     """What it does and why that should pay: one or two sentences for the reader of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
-    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None."""
+    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
+    Plans say is not repeated here."""
     changes_numerics: bool = False
     """Whether results differ beyond the order of summation."""
     compared_by: Literal["samples", "flops"] = "samples"
@@ -68,6 +70,14 @@ class Rung:
     twin: bool = False
     """Whether its results must be those of one process that takes the same samples in the same order: then that is
     checked, and stands for the comparison of losses with the baseline's."""
+
+    def refusal(self, setting: Setting, situation: Situation) -> str | None:
+        """Why the rung cannot be applied to a setting, by itself or by the rules of Plans, or None."""
+        own = self.obstacle(setting, situation)
+        if own is not None:
+            return own
+        changed = self.apply(setting, situation)
+        return next(iter(rules.problems(changed.plan, changed.model, situation.machine, run=True)), None)
 
 
 _RUNGS: dict[str, Rung] = {}

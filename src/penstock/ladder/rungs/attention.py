@@ -13,8 +13,6 @@ def _rung(backend: AttentionBackend, place: int, why: str) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if backend not in situation.attention:
             return f"the model cannot be switched to {backend} attention"
-        if backend in ("efficient", "cudnn") and situation.machine.device == "cpu":
-            return "this kernel exists on GPUs only"
         if backend == "flash" and situation.machine.device == "cpu" and setting.plan.attention == "sdpa":
             return "on a CPU torch's own choice is flash already"
         return None

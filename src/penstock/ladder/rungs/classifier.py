@@ -13,7 +13,7 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
     if not isinstance(setting.model, ViTConfig):
-        return "it changes how a model reads images, and this one is no Vision Transformer of Penstock's"
+        return "it changes a Vision Transformer of Penstock's, and this model is your own"
     if setting.model.classifier == "pooled":
         return "the model has a pooled classifier already"
     return None

@@ -12,9 +12,7 @@ def _rung(dtype: HalfDtype, place: int) -> Rung:
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         rates = situation.machine.peak_flops
-        if dtype not in rates:
-            return f"{situation.machine.name} does not compute in {dtype}"
-        if dtype == "fp16" and "bf16" in rates:
+        if dtype == "fp16" and {"bf16", "fp16"} <= rates.keys():
             return "bf16 runs here, is as wide, and needs no loss scale"
         return None
 

@@ -11,9 +11,7 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if situation.machine.device != "cpu":
-        return "a GPU's own allocator keeps freed memory already"
-    return unavailable()
+    return unavailable() if situation.machine.device == "cpu" else None
 
 
 register(

@@ -24,7 +24,7 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
     if not isinstance(setting.model, ViTConfig):
-        return "it changes how a model reads images, and this one is no Vision Transformer of Penstock's"
+        return "it changes a Vision Transformer of Penstock's, and this model is your own"
     return None
 
 

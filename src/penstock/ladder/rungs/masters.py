@@ -14,23 +14,8 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
     return replace(setting, plan=replace(setting.plan, precision="O2", dtype=_dtype(situation)))
 
 
-def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if _dtype(situation) not in situation.machine.peak_flops:
-        return f"{situation.machine.name} computes in neither bf16 nor fp16"
-    if _dtype(situation) == "fp16" and setting.plan.optimizer not in ("fused", "contiguous"):
-        return "an overflowed fp16 step can be skipped on the device by fused optimizers only"
-    return None
-
-
 def _remainder(setting: Setting, situation: Situation) -> Setting:
     return replace(setting, plan=replace(setting.plan, master="remainder"))
-
-
-def _no_remainder(setting: Setting, situation: Situation) -> str | None:
-    plan = setting.plan
-    if (plan.precision, plan.dtype, plan.optimizer) != ("O2", "bf16", "fused"):
-        return "it completes the bf16 weights of O2 in the fused optimizer, and not both of these are in use"
-    return None
 
 
 register(
@@ -41,7 +26,6 @@ register(
         why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
         "updates are made on fp32 copies in the optimizer.",
         apply=_apply,
-        obstacle=_obstacle,
         changes_numerics=True,
     )
 )
@@ -52,7 +36,6 @@ register(
         title="masters in 16 bits",
         why="The fp32 weight is the bf16 one and 16 bits beside it: no copy, 2 bytes a weight less, one pass less.",
         apply=_remainder,
-        obstacle=_no_remainder,
         changes_numerics=True,
     )
 )

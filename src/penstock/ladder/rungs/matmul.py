@@ -14,12 +14,6 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
     return replace(setting, plan=replace(setting.plan, matmul=_choice(situation)))
 
 
-def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if situation.machine.device == "cuda" and "tf32" not in situation.machine.peak_flops:
-        return "this GPU has no TF32"
-    return None
-
-
 register(
     Rung(
         name="matmul",
@@ -28,7 +22,6 @@ register(
         why="Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction, and "
         "the alternative kernel library on a CPU.",
         apply=_apply,
-        obstacle=_obstacle,
         changes_numerics=True,
     )
 )

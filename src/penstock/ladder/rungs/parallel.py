@@ -25,8 +25,6 @@ def _rung(sharding: Sharding, place: int, title: str, why: str) -> Rung:
                 f"{situation.procs} processes do not make two groups of two or more: give a number that does, such "
                 "as --procs 4"
             )
-        if sharding != "ddp" and setting.plan.master == "remainder":
-            return "what pays so far keeps whole weights (master=remainder), and this shares them out"
         return None
 
     return Rung(

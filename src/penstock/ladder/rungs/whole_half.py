@@ -16,12 +16,6 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
     return replace(setting, plan=plan)
 
 
-def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if _dtype(situation) not in situation.machine.peak_flops:
-        return f"{situation.machine.name} computes in neither bf16 nor fp16"
-    return None
-
-
 register(
     Rung(
         name="whole-half",
@@ -30,7 +24,6 @@ register(
         why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
         apply=_apply,
-        obstacle=_obstacle,
         changes_numerics=True,
     )
 )

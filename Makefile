@@ -1,17 +1,17 @@
 # Two commands do everything on a machine with only Python and make:
 #   make demo    trains on real images and measures what each optimisation gains here
 #   make test    runs the tests
-# Each installs what it needs into .venv first, once: a stamp file per set of packages remembers what is there.
+# Each first installs what it needs into .venv. A stamp file per set of packages marks what is installed.
 
 PYTHON ?= python3
 VENV   ?= .venv
 RUNS   ?= runs/demo
 
-# What the demo climbs and trains; `make demo DEMO_LADDER_MODEL=vit-s16` climbs another.
+# What the demo measures and trains; `make demo DEMO_LADDER_MODEL=vit-s16` measures another model.
 DEMO_LADDER_MODEL ?= vit-ti16
 DEMO_LADDER       ?= --model.image_size 96 --quick --budget 190
 DEMO_TRAIN_MODEL  ?= vit-digits
-# The ladder's batch suits what it climbed, not the digits.
+# The batch that the ladder found suits its own model, not the digits.
 DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 30 --recipe.lr 1e-3
 DEMO_PLAN         ?= $(RUNS)/plan.txt
 PYTEST            ?=
@@ -29,9 +29,9 @@ help:
 	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-gpu  run the tests that need a GPU"
-	@echo "make test-faults  kill, fill, flip and cut, as often as the table of faults says"
+	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
-	@echo "make format    fix what the formatter and the linter can"
+	@echo "make format    fix what the formatter and the linter can fix"
 	@echo "make clean     remove .venv, caches and the demo's runs"
 
 $(VENV)/.made:

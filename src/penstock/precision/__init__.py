@@ -10,6 +10,7 @@ from penstock.precision.accelerate import (
     scalers_of,
     unscale_,
 )
+from penstock.precision.copies import plain
 from penstock.precision.forward import apply_precision
 from penstock.precision.histogram import GradientHistogram, Histogram, Recommendation, recommend
 from penstock.precision.inspect import PrecisionReport, gradient_histogram, report
@@ -37,6 +38,7 @@ __all__ = [
     "gradient_histogram",
     "master_parameters",
     "matmul_precision",
+    "plain",
     "precision_of",
     "recommend",
     "report",

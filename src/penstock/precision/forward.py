@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.precision.copies import ModuleStandIns
 from penstock.precision.lists import apply_modules, default_lists, region
 from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
-from penstock.precision.stored import adopt_weights, take_masters
-from penstock.precision.subclass import blank, stand_in
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def apply_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -57,26 +54,19 @@ def wrap_forward(model: nn.Module, precision: Precision) -> None:
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
-    if type(model) in _CLASSES.values():  # made by `type(accelerated)(…)`
-        model.__class__ = type(model).__mro__[1]
+    _STAND_INS.take_off(model)  # made by `type(accelerated)(…)`
     model.__dict__["_penstock_precision"] = precision
-    model.__class__ = _wrapping(type(model))
+    _STAND_INS.put_on(model)
 
 
 def unwrap_forward(model: nn.Module) -> None:
     """Undo `wrap_forward`."""
     if "_penstock_precision" in model.__dict__:
-        model.__class__ = type(model).__mro__[1]
+        _STAND_INS.take_off(model)
         del model.__dict__["_penstock_precision"]
 
 
-def _wrapping(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = _subclass(cls)
-    return _CLASSES[cls]
-
-
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def _forward(cls: type[nn.Module]) -> dict[str, Any]:
     original: Callable[..., Any] = cls.forward
 
     @functools.wraps(original)
@@ -99,29 +89,10 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
             output = original(self, *args, **kwargs)
         return _to(torch.float32, output) if precision.outputs == "fp32" else output
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        # Pickle and copy look a class up by its name, which is the original's.
-        if "_penstock_precision" not in self.__dict__:
-            return blank, (cls,), self.__dict__.copy()
-        adopt_weights(self)
-        return _new, (cls,), self.__dict__.copy()
-
-    def restore(self: nn.Module, state: dict[str, Any]) -> None:
-        cls.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        precision: Precision | None = self.__dict__.get("_penstock_precision")
-        if precision is not None and precision.autocast:
-            take_masters(self)  # no optimizer publishes them into a copy
-
-    names = {
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__setstate__": restore,
-    }
-    return stand_in(cls, names)
+    return {"forward": forward}
 
 
-def _new(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(_wrapping(cls))
+_STAND_INS = ModuleStandIns(_forward)
 
 
 def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

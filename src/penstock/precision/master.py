@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.lists import OpLists, fp32_modules_of
-from penstock.precision.stored import HalfWeight, Stored, adopt, give_master, mark, publish
+from penstock.precision.stored import HalfWeight, Hook, Stored, adopt, give_master, mark, publish
 
 _log = logging.getLogger(__name__)
 _NORMS = (
@@ -367,14 +367,14 @@ def compute_in_fp32(norm: nn.Module) -> None:
     norm.register_forward_hook(_BackToInput())
 
 
-class _ToFp32:
+class _ToFp32(Hook):
     """Casts a norm's half inputs to fp32; a class, so that a model with it can be pickled and copied."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(a.float() if _half(a) else a for a in args)
 
 
-class _BackToInput:
+class _BackToInput(Hook):
     """Gives a norm's output the type of its input, so that half activations stay half."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -139,7 +139,7 @@ class Gradients:
                 masters.used_up(self.optimizer)
             self.forget()
             return loss
-        kind = type(self.optimizer).__mro__[1]
+        kind = self.optimizer.__class__
         if kind.__name__ == "LBFGS" or not kind.__module__.startswith(("torch.optim", "penstock.")):
             raise ConfigError(
                 f"{kind.__name__} may call its closure several times in a step, and reads gradients in between, which "

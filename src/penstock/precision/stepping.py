@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session
-from penstock.precision.subclass import stand_in
+from penstock.precision.subclass import StandIns
 
 _KEY = "penstock"
 _log = logging.getLogger(__name__)
-_CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
 
 
 def gradients_beside(optimizer: Optimizer) -> Gradients:
@@ -34,11 +33,8 @@ def gradients_beside(optimizer: Optimizer) -> Gradients:
 def attend(own: Gradients) -> None:
     """Let the optimizer's step, zero_grad and state dict see to loss scale and master weights."""
     optimizer = own.optimizer
-    cls = type(optimizer)
-    if cls not in _CLASSES:
-        _CLASSES[cls] = _subclass(cls)
     stepping = optimizer.__dict__.get("step")
-    optimizer.__class__ = _CLASSES[cls]
+    _STAND_INS.put_on(optimizer)
     if stepping is not None:  # a learning-rate scheduler wrapped it on the instance
 
         @functools.wraps(stepping)
@@ -52,7 +48,7 @@ def _call(step: Callable[..., Any], closure: Callable[[], Any] | None = None) ->
     return step() if closure is None else step(closure)
 
 
-def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
+def _methods(cls: type[Optimizer]) -> dict[str, Any]:
     original: Callable[..., Any] = cls.step
 
     @functools.wraps(original)
@@ -104,10 +100,13 @@ def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
             "a new pair and load this one's state_dict()."
         )
 
-    return stand_in(cls, {
+    return {
         "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
         "add_param_group": add_param_group, "__reduce_ex__": reduce,
-    })  # fmt: skip
+    }  # fmt: skip
+
+
+_STAND_INS = StandIns(_methods)
 
 
 def _load_scalers(session: Session, stored: Mapping[str, Any] | None) -> None:

@@ -41,11 +41,18 @@ def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
             stored.masters[half] = master
 
 
+def stored_of(module: nn.Module) -> Stored | None:
+    """How a module's own half weights get to disk; None where it has none."""
+    return next(
+        (hook.stored for hook in module._state_dict_hooks.values() if isinstance(hook, _Saving)), None
+    )
+
+
 def _all_stored(model: nn.Module) -> Iterator[tuple[nn.Module, Stored]]:
     for module in model.modules():
-        for hook in module._state_dict_hooks.values():
-            if isinstance(hook, _Saving):
-                yield module, hook.stored
+        stored = stored_of(module)
+        if stored is not None:
+            yield module, stored
 
 
 class Stored:
@@ -103,12 +110,16 @@ class Stored:
         module.register_load_state_dict_post_hook(_Loaded(self))  # type: ignore[no-untyped-call]
 
 
-class _Hook:
+class Hook:
+    """A hook that Penstock has put on a module, for `penstock.precision.copies.plain` to know it by."""
+
+
+class _StoredHook(Hook):
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
 
 
-class _Saving(_Hook):
+class _Saving(_StoredHook):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for key, value in (*module._parameters.items(), *module._buffers.items()):
             name = prefix + key
@@ -117,7 +128,7 @@ class _Saving(_Hook):
             state[name] = self.stored.fp32(value)
 
 
-class _Loading(_Hook):
+class _Loading(_StoredHook):
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
     ) -> None:
@@ -135,7 +146,7 @@ class _Loading(_Hook):
                 self.stored.wide[parameter] = value
 
 
-class _Loaded(_Hook):
+class _Loaded(_StoredHook):
     def __call__(self, module: nn.Module, _: Any) -> None:
         for parameter, value in self.stored.wide.items():
             self.stored.take(parameter, value)

@@ -91,9 +91,11 @@ class TestModules:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         lists = OpLists(fp32_modules=("1",))
         apply_modules(model, lists)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with accelerated(lists):
-                assert other(torch.randn(2, 8)).dtype == torch.float32
+        other, plain = copy.deepcopy(model), pickle.loads(pickle.dumps(model[1]))
+        with accelerated(lists):
+            assert other(torch.randn(2, 8)).dtype == torch.float32
+            assert plain(torch.randn(2, 8)).dtype == torch.bfloat16
+        assert type(plain) is nn.Linear
 
     def test_compiles(self) -> None:
         model = Model()

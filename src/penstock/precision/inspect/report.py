@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import unwrapped, wrap_forward
+from penstock.precision.forward import apply_precision, unwrap_forward, unwrapped
 from penstock.precision.histogram import LARGEST, power_of_two
 from penstock.precision.inspect.gradients import LayerGradients, Tally, together, watched
 from penstock.precision.inspect.operations import Operation, Recorder
@@ -31,7 +31,7 @@ from penstock.precision.inspect.undisturbed import (
     moved,
     undisturbed,
 )
-from penstock.precision.lists import apply_modules, default_lists
+from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.settings import Precision, resolve
 from penstock.precision.stepping import gradients_beside
@@ -175,32 +175,10 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
                 model = copy.deepcopy(model)
                 accelerate(model, precision=precision.level, dtype=precision.dtype)
             else:
-                stack.enter_context(_same_classes(model))
-                if precision.autocast:
-                    precision = replace(
-                        precision, lists=default_lists(precision.dtype, device_of(model).type)
-                    )
-                    apply_modules(model, precision.lists)
-                wrap_forward(model, precision)
+                stack.callback(restore_modules, model)
+                stack.callback(unwrap_forward, model)
+                apply_precision(model, precision, device_of(model))
         yield model
-
-
-@contextmanager
-def _same_classes(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module has its class again, and the marks that accelerating left on it."""
-
-    def marks(module: nn.Module) -> dict[str, Any]:
-        return {key: value for key, value in module.__dict__.items() if key.startswith("_penstock")}
-
-    kept = [(module, type(module), marks(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, kind, marked in kept:
-            module.__class__ = kind
-            for key in marks(module):
-                del module.__dict__[key]
-            module.__dict__.update(marked)
 
 
 class _Unseen(OverflowTrace):

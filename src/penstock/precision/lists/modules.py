@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
+from penstock.precision.copies import ModuleStandIns
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
 from penstock.precision.lists.op_lists import HALVES, ModuleChoice, OpLists, differences
-from penstock.precision.subclass import blank, stand_in
 
 _KEY = "_penstock_lists"
 _LSTM = "torch.lstm"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 # torch's modules that are one operation, which `keep` can spare a copy in fp32.
 _SINGLE: dict[type[nn.Module], str] = {
     nn.LayerNorm: "torch.nn.functional.layer_norm",
@@ -87,18 +86,13 @@ def fp32_modules_of(model: nn.Module, lists: OpLists | None) -> set[nn.Module]:
 def restore_modules(model: nn.Module) -> None:
     """Undo `apply_modules`."""
     for module in model.modules():
-        if _KEY not in module.__dict__:
-            if type(module) in _CLASSES.values():  # made by `type(treated)(…)`
-                module.__class__ = type(module).__mro__[1]
-            continue
-        plain = type(module).__mro__[1]
-        if _CLASSES.get(plain) is not type(module):
+        if _KEY in module.__dict__ and not _STAND_INS.on(module):
             raise ConfigError(
                 f"A {type(module).__name__} follows op lists and was wrapped once more since, by sharding perhaps; "
                 "change op lists before that."
             )
-        del module.__dict__[_KEY]
-        module.__class__ = plain
+        module.__dict__.pop(_KEY, None)
+        _STAND_INS.take_off(module)
 
 
 def _refused(module: nn.Module, lists: OpLists) -> tuple[torch.dtype, ...]:
@@ -159,16 +153,10 @@ def _treat(module: nn.Module, treatment: _Treatment) -> None:
             "lists cannot reach it; apply them before whatever replaces it."
         )
     module.__dict__[_KEY] = treatment
-    module.__class__ = _treated(type(module))
+    _STAND_INS.put_on(module)
 
 
-def _treated(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = _subclass(cls)
-    return _CLASSES[cls]
-
-
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def _forward(cls: type[nn.Module]) -> dict[str, Any]:
     original: Callable[..., Any] = cls.forward
 
     @functools.wraps(original)
@@ -201,16 +189,10 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         with region(treatment.lists, device, dtype):
             return original(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        # Pickle looks a class up by its name, which is the original's.
-        new = _new if _KEY in self.__dict__ else blank
-        return new, (cls,), self.__dict__.copy()
-
-    return stand_in(cls, {"forward": forward, "__reduce_ex__": reduce})
+    return {"forward": forward}
 
 
-def _new(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(_treated(cls))
+_STAND_INS = ModuleStandIns(_forward)
 
 
 def _widened(module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,109 @@
+"""Copies and pickles of accelerated models.
+
+A copy is accelerated as its original is. A pickle, and what `torch.save` writes of a whole model, is the plain model
+in fp32: it loads where there is no Penstock, and under `torch.serialization.safe_globals`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.precision.fp8_linear import restore_from_fp8
+from penstock.precision.nests import tensors
+from penstock.precision.stored import Hook, Stored, adopt_weights, stored_of, take_masters
+from penstock.precision.subclass import StandIns
+
+_HALVES = (torch.float16, torch.bfloat16)
+_KINDS: list[ModuleStandIns] = []
+"""Every kind of stand-in that modules may wear."""
+
+
+class ModuleStandIns(StandIns):
+    """Stand-ins for the classes of modules, which see to copies and pickles besides."""
+
+    def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:
+        def with_copies(cls: type[nn.Module]) -> dict[str, Any]:
+            copies = {"__deepcopy__": self._deep, "__copy__": self._shallow, "__reduce_ex__": _reduced}
+            return {**attributes(cls), **{key: _method(function) for key, function in copies.items()}}
+
+        super().__init__(with_copies)
+        _KINDS.append(self)
+
+    def _deep(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        adopt_weights(module)
+        made = self._copied(module, lambda: copy.deepcopy(module, memo))
+        precision = made.__dict__.get("_penstock_precision")
+        if precision is not None and precision.autocast:
+            take_masters(made)  # no optimizer publishes them into a copy
+        return made
+
+    def _shallow(self, module: nn.Module) -> nn.Module:
+        return self._copied(module, lambda: copy.copy(module))
+
+    def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+        # The original's own ways of being copied, `__getstate__` above all, are those of its own class.
+        self.take_off(module)
+        try:
+            made = make()
+        finally:
+            self.put_on(module)
+        if any(key.startswith("_penstock") for key in made.__dict__):
+            self.put_on(made)
+        return made
+
+
+def _method(function: Any) -> Callable[..., Any]:
+    return lambda module, *args: function(module, *args)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> Any:
+    return plain(module).__reduce_ex__(protocol)
+
+
+@torch.no_grad()
+def plain(model: nn.Module) -> nn.Module:
+    """A model as it would be without Penstock: plain classes, fp32 weights, none of our hooks.
+
+    Weights that are fp32 already, and master weights, are shared with the model and not copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        stored = stored_of(module)
+        for value in (*module._parameters.values(), *module._buffers.values()):
+            if value is not None:
+                memo[id(value)] = _fp32(value, stored)
+        for value in tensors(list(vars(module).values())):
+            memo.setdefault(id(value), value)  # copy refuses those that autograd has made
+        if stored is not None:
+            memo[id(stored)] = Stored(stored.dtype)
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        for kind in _KINDS:
+            kind.take_off(module)
+        for mark in [name for name in module.__dict__ if name.startswith("_penstock")]:
+            del module.__dict__[mark]
+        for hooks in (
+            module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks,
+            module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
+        ):  # fmt: skip
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "hook", hook), Hook):  # torch wraps some
+                    del hooks[key]
+    restore_from_fp8(twin)
+    return twin
+
+
+def _fp32(value: Tensor, stored: Stored | None) -> Tensor:
+    if stored is None or value.dtype not in _HALVES:
+        return value
+    wide = stored.fp32(value)
+    if isinstance(value, Parameter):
+        wide = Parameter(wide, requires_grad=value.requires_grad)
+    wide.__dict__.update({key: v for key, v in value.__dict__.items() if not key.startswith("_penstock")})
+    return wide

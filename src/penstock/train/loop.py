@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,45 +23,35 @@ import torch
 
 from penstock import checkpoint
 from penstock.build import build
-from penstock.checkpoint import BackgroundSaver, Snapshot, Stored
+from penstock.checkpoint import BackgroundSaver
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
 from penstock.errors import PenstockError, SavedRequeue
 from penstock.launch.heartbeat import beat, beating
-from penstock.models import ViT
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device, whole_state
-from penstock.parallel.agree import Ballot, average, main_first, together
+from penstock.parallel.agree import Ballot, average, main_first
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
 from penstock.tasks import task_of
-from penstock.train.display import Display, Silent
+from penstock.train.calendar import Calendar
+from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
-from penstock.train.lost import naming_overflow, require_scale
+from penstock.train.loss_monitor import LossMonitor
 from penstock.train.memory import memory_advice
-from penstock.train.metrics import (
-    Meter,
-    MetricsFile,
-    StepTimer,
-    TensorBoard,
-    peak_memory,
-    resident_memory,
-    used_memory,
-)
-from penstock.train.prepare import (
-    as_many_ranks_as_there_are,
-    machine_of,
-    set_aside,
-)
-from penstock.train.schedule import Schedule
+from penstock.train.metrics import Meter, Speedometer, peak_memory, resident_memory, used_memory
+from penstock.train.overflow import naming_overflow, require_scale
+from penstock.train.pending import PendingSteps
+from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
+from penstock.train.random_state import own_random, seed_random
+from penstock.train.records import Records
+from penstock.train.resume import find_checkpoint, locked, set_aside
+from penstock.train.run_state import Progress, RunState
 from penstock.train.signals import StopRequest
-from penstock.train.state import changes, own_random, random_states, restore_random, seed_random
-from penstock.train.watch import Watch
-from penstock.train.window import Window, require_finite
 
 _log = logging.getLogger(__name__)
 
@@ -108,31 +98,17 @@ def train(
     config = as_many_ranks_as_there_are(config)
     with (
         joined(config.plan, device) as dims,
-        _held(output, dims) as lock,
+        locked(output, dims) as lock,
         StopRequest() as stop,
         memory_advice(config.plan),
         own_random(device),
     ):
-        shown = display if display and dims.main else Silent()
-        run = _Run(config, output, device, dims, resume=resume, tensorboard=tensorboard, display=shown)
+        records = Records(output, display, main=dims.main)
+        run = _Run(config, device, dims, records, resume=resume, tensorboard=tensorboard)
         try:
             return run.go(lock, stop)
         finally:
             run.close()
-
-
-@contextmanager
-def _held(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
-    """Inside, rank 0 holds the output folder; where it cannot, all ranks raise."""
-    with ExitStack() as stack:
-        output.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(output)
-
-        def hold() -> None:
-            stack.enter_context(lock)
-
-        main_first(hold, dims)
-        yield lock
 
 
 class _Run:
@@ -141,20 +117,21 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        output: Path,
         device: torch.device,
         dims: ParallelDims,
+        records: Records,
         *,
         resume: bool,
         tensorboard: bool,
-        display: Display,
     ) -> None:
-        self.output = output
-        self.folder = output / "checkpoints"
-        self.display = display
+        self.output = Path(config.output)
+        self.folder = self.output / "checkpoints"
         self.device = device
         self.dims = dims
+        self.records = records
         self.ballot = Ballot(dims)
+
+        # What is trained, on what, and how long that should take.
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
         machine = main_first(lambda: to_dict(machine_of(config, device)), dims)
         self.machine = from_dict(Machine, machine, origin="the machine of rank 0")
@@ -163,21 +140,17 @@ class _Run:
         self.val_source = self.task.open(config.data, config.model, "val")
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         config.plan.validate(config.model, self.machine)
-        self.schedule = Schedule.of(config, len(train_source))
-        learning_rate(0, config.recipe, self.schedule.total)  # refuses a warm-up that does not fit
+        self.calendar = Calendar.of(config, len(train_source))
+        learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         self.prediction = predict(config.model, self.machine, config.plan)
-        self.meter = Meter.of(self.prediction, self.machine)
 
-        snapshot = self._find_snapshot(resume)
+        # Where it starts from.
+        stored = find_checkpoint(config, dims, resume=resume)
         if dims.main:
-            (output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
-        self.resumed_at = self.step = snapshot.step if snapshot else 0
-        self.saved_at = self.step
-        self.evaluated_at = 0
-        self.evaluation: Evaluation | None = None
-        self.loss = math.nan
-
+            (self.output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
         self.saver = BackgroundSaver(self.folder, keep=config.keep) if config.save_in_background else None
+
+        # The model, its samples, and whoever looks at its losses.
         seed_random(config.seed, dims.rank)
         self.memory_before = resident_memory()
         self.built = build(
@@ -185,34 +158,47 @@ class _Run:
             config.plan,
             device=device,
             recipe=config.recipe,
+            loss=self.task,
             seed=config.seed,
             machine=self.machine,
             dims=dims,
-            loss=self.task,
         )
         self.loader = self._loader(train_source, augment=config.recipe.augment)
         shared = None if dims.alone else lambda value: average(value, dims)
-        self.watch = Watch(config.recipe, self.built.optimizer, device, average=shared, told=dims.main)
-        if self.watch.guard is not None:
-            self.built.step.skips = self.watch.guard.judge
-        if snapshot:
-            self._restore(snapshot)
+        self.monitor = LossMonitor(
+            config.recipe, self.built.optimizer, device, average=shared, logs=dims.main
+        )
+        self.built.step.skips = self.monitor.skipper
+        self.progress = Progress()
+        self.state = RunState(
+            config=config,
+            device=device,
+            dims=dims,
+            built=self.built,
+            loader=self.loader,
+            monitor=self.monitor,
+            progress=self.progress,
+        )
+        if stored:
+            self.state.restore(stored)
         elif config.init_from:
             self._start_from(config.init_from)
+        self.resumed_at = self.saved_at = self.step
 
+        # What is noted of its steps.
         self.batches: list[Any] = []
         """Those of the latest step."""
-        self.window = Window(config.log_every, device, lambda values: average(values, dims))
-        self.timer = StepTimer(device)
-        self.step_seconds: list[float] = []
-        self.waits: list[float] = []
-        self.waited = 0.0
-        self.metrics = MetricsFile(output / "metrics.jsonl")
-        if dims.main:
-            self.metrics.rewind(self.step if snapshot else -1, again=self._told_again())
-        self.board: TensorBoard | None = None
-        if tensorboard and dims.main:
-            self.board = TensorBoard(output / "tensorboard", resumed_at=self.step)
+        self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
+        meter = Meter.of(self.prediction, self.machine)
+        self.speedometer = Speedometer(meter, device, lambda: self.loader.wait_seconds)
+        records.rewind(self.step if stored else -1, again=self._recorded_again())
+        if tensorboard:
+            records.open_tensorboard(resumed_at=self.resumed_at)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.step
 
     def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
         """Train to the end, or until asked to stop."""
@@ -220,56 +206,192 @@ class _Run:
             self._announce()
             if self.resumed_at and self._evaluation_is_due():
                 self._evaluate()
-            while self.step < self.schedule.total:
-                if not len(self.window):
-                    self._open_window()
+            while self.step < self.calendar.total:
+                if not len(self.pending):
+                    self.speedometer.start()
                 self._train_step()
                 lock.touch()
                 beat(self.step)
-                if self.schedule.logs(self.step):
+                if self.calendar.logs(self.step):
                     self._log()
                 self._stop_if_asked(stop)
                 if self._evaluation_is_due():
                     self._evaluate()
-                if self.schedule.saves(self.step):
+                if self.calendar.saves(self.step):
                     self._save()
                 self._stop_if_asked(stop)
             return self._finish()
         finally:
-            self.display.end()
+            self.records.display.end()
+
+    def close(self) -> None:
+        """End threads, processes and files. A save under way is let finish; its failure is in the log."""
+        if self.saver:
+            with suppress(PenstockError, RuntimeError):
+                self.saver.close()
+        self.loader.close()
+        self.records.close()
+
+    def _train_step(self) -> None:
+        """One optimizer step. Nothing here waits for the device."""
+        recipe = self.config.recipe
+        set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.calendar.total))
+        self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
+        result = self.built.step(self.batches)
+        self.pending.add(result.loss, result.grad_norm)
+        self.progress.step += 1
+        self.speedometer.lap()
+
+    def _log(self) -> None:
+        """Fetch and record the pending steps: the one place at which the host waits for the device."""
+        with naming_overflow(self.built.step, self.batches):
+            require_scale(self.built.scaler, self.step)
+            numbers = self.pending.read(self.step, skipping=self.monitor.skipper is not None)
+            observed = self.monitor.observe(self.step, numbers.losses)
+        finite = [loss for loss in numbers.losses if math.isfinite(loss)]
+        self.progress.loss = statistics.fmean(finite or [self.progress.loss])
+        self._record(
+            "steps",
+            epoch=self.calendar.epoch(self.step),
+            loss=self.progress.loss,
+            losses=numbers.losses,
+            grad_norm=numbers.grad_norm,
+            lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
+            **self.speedometer.read(),
+            memory_bytes=peak_memory(self.device),
+            **observed,
+        )
+        if self.monitor.rewind_because_of:
+            self._rewind(self.monitor.rewind_because_of)
+
+    def _rewind(self, spikes: list[int]) -> None:
+        """Become what the newest checkpoint holds, but go on with the samples after the spike."""
+        self._wait_for_save()
+        stored = checkpoint.find(self.folder)
+        if stored is None:
+            if self.dims.main:
+                _log.warning("There is no checkpoint yet to go back to; the run goes on.")
+            return
+        number = self.monitor.count_rewind()
+        self.state.restore(stored, rewinding=True)
+        self.saved_at = self.step
+        self.records.rewind(self.step, again=self._recorded_again())
+        self._record("rewind", spikes=spikes, number=number)
+
+    def _evaluate(self) -> None:
+        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
+        started = time.perf_counter()
+        task, model, dims = self.task, self.built.model, self.dims
+        loader = self._loader(self.val_source, endless=False)
+        rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
+        blank = task.blank(self.config.model, self.device)
+        with loader, self._final_weights():
+            batches = beating(loader, self.step)
+            found = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
+        self.progress.evaluation, self.progress.evaluated_at = found, self.step
+        self._record(
+            "evaluation",
+            epoch=self.calendar.epoch(self.step),
+            **found.record(),
+            ema=self.config.recipe.ema_decay is not None,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _evaluation_is_due(self) -> bool:
+        return self.calendar.evaluates(self.step) and self.progress.evaluated_at != self.step
+
+    def _save(self, *, stopping: bool = False) -> None:
+        """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
+        last = stopping or self.step == self.calendar.total
+        if last:
+            self._wait_for_save()
+        if self.saved_at == self.step:
+            return
+        if self.monitor.observes_before_saving and len(self.pending):
+            before = self.step
+            self._log()
+            if self.step != before:
+                return
+        if not stopping and self.step < self.calendar.total and self.monitor.unsettled():
+            return
+        beat(self.step)
+        started = time.perf_counter()
+        snapshot = self.state.snapshot()
+        if self.saver and not last:
+            self.saver.start(snapshot)
+        else:
+            checkpoint.save(self.folder, snapshot, keep=self.config.keep)
+        self.saved_at = self.step
+        beat(self.step)
+        path = self.folder / f"step-{self.step}"
+        self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
+
+    def _wait_for_save(self) -> None:
+        """Wait for a save under way; raises what it failed with."""
+        if self.saver:
+            self.saver.wait()
 
     def _stop_if_asked(self, stop: StopRequest) -> None:
         """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life.
 
         Ranks hear of a signal at different times, or not at all: they act one step later, when all know.
         """
-        asked = signal.Signals(heard) if (heard := self.ballot.turn(stop.signal or 0)) else None
-        if asked is None or self.step == self.schedule.total:
+        heard = self.ballot.turn(stop.signal or 0)
+        if not heard or self.step == self.calendar.total:
             return
-        if len(self.window):
+        if len(self.pending):
             self._log()
         self._save(stopping=True)
         raise SavedRequeue(
-            f"Stopped by {asked.name} after step {self.step}, which is saved in {self.folder}. "
+            f"Stopped by {signal.Signals(heard).name} after step {self.step}, which is saved in {self.folder}. "
             f"The same command goes on from there."
         )
 
-    def _told_again(self) -> set[str]:
-        """Events that this life will record at the very step it goes on from."""
-        return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
+    def _finish(self) -> TrainResult:
+        """Export what was evaluated, and set what was predicted beside what was measured."""
+        assert self.progress.evaluation is not None  # the last step evaluates before it saves
+        export = self.output / "export"
+        partial = self.output / "export.tmp"
 
-    def _evaluation_is_due(self) -> bool:
-        return self.schedule.evaluates(self.step) and self.evaluated_at != self.step
+        model: Any = self.built.model
+        with self._final_weights():
+            weights = whole_state(model, self.dims)
 
-    def close(self) -> None:
-        """End threads, processes and files. A save in flight is let finish; its failure is in the log."""
-        if self.saver:
-            with suppress(PenstockError, RuntimeError):
-                self.saver.close()
-        self.loader.close()
-        self.metrics.close()
-        if self.board:
-            self.board.close()
+        def write() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            save_pretrained(model, partial, weights=weights)
+            set_aside(export)
+            partial.rename(export)
+
+        main_first(write, self.dims)
+        if speed := self.speedometer.whole_run():
+            self._record(
+                "summary",
+                predicted=_of_prediction(self.prediction),
+                measured=speed | used_memory(self.device, before=self.memory_before),
+            )
+        return TrainResult(
+            steps=self.step,
+            resumed_at=self.resumed_at,
+            loss=self.progress.loss,
+            evaluation=self.progress.evaluation,
+            output=self.output,
+            export=export,
+            metrics=self.records.path,
+        )
+
+    @contextmanager
+    def _final_weights(self) -> Iterator[None]:
+        """Inside, the model is as it will be used: in evaluation mode, with the EMA weights where there are any."""
+        averages = self.built.ema.swapped() if self.built.ema else nullcontext()
+        with self.built.inference(), averages:
+            yield
+
+    def _start_from(self, path: str) -> None:
+        loaded = load_weights(self.built.model, path, new_head=True)
+        if self.built.ema:
+            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
+        _log.warning("Starting from %s: %s", path, loaded)
 
     def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
         """This rank's batches of a split: endless for training, else one pass."""
@@ -286,256 +408,32 @@ class _Run:
             endless=endless,
         )
 
-    def _open_window(self) -> None:
-        self.waited = self.loader.wait_seconds
-        self.timer.start()
-
-    def _train_step(self) -> None:
-        """One optimizer step. Nothing here waits for the device."""
-        recipe = self.config.recipe
-        set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.schedule.total))
-        self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
-        result = self.built.step(self.batches)
-        self.window.add(result.loss, result.grad_norm)
-        self.step += 1
-        self.timer.lap()
-
-    def _log(self) -> None:
-        """Fetch and record the window: the one place at which the host waits for the device."""
-        with naming_overflow(self.built.step, self.batches):
-            require_scale(self.built.scaler, self.step)
-            read = self.window.read(self.step, guarded=self.watch.guard is not None)
-            found = self.watch.see(self.step, read.losses)
-        seconds = self.timer.read()
-        waited = self.loader.wait_seconds - self.waited
-        self.step_seconds += seconds
-        self.waits.append(waited)
-        self.loss = statistics.fmean([loss for loss in read.losses if math.isfinite(loss)] or [self.loss])
-        self._record(
-            "steps",
-            epoch=self.schedule.epoch(self.step),
-            loss=self.loss,
-            losses=read.losses,
-            grad_norm=read.grad_norm,
-            lr=learning_rate(self.step - 1, self.config.recipe, self.schedule.total),
-            **self.meter.speed(seconds, waited),
-            memory_bytes=peak_memory(self.device),
-            **found,
-        )
-        if self.watch.leaps:
-            self._rewind(self.watch.leaps)
-
-    def _rewind(self, leaps: list[int]) -> None:
-        """Become what the newest checkpoint holds, but go on with the samples after the leap."""
-        self._settle_saves()
-        snapshot = checkpoint.find(self.folder)
-        if snapshot is None:
-            if self.dims.main:
-                _log.warning("There is no checkpoint yet to go back to; the run goes on.")
-            return
-        number = self.watch.count_rewind()
-        self.step = self.saved_at = snapshot.step
-        self._restore(snapshot, rewinding=True)
-        self.evaluated_at = self.evaluated_at if self.evaluated_at <= self.step else 0
-        if self.dims.main:
-            self.metrics.rewind(self.step, again=self._told_again())
-        self._record("rewind", leaps=leaps, number=number)
-
     def _record(self, event: str, **values: Any) -> None:
-        if not self.dims.main:
-            return
-        record = {"event": event, "step": self.step, **values}
-        self.metrics.write(record)
-        self.display.show(record)
-        if self.board:
-            self.board.write(record)
+        self.records.write(event, self.step, **values)
+
+    def _recorded_again(self) -> set[str]:
+        """Events that this life will record at the very step it goes on from."""
+        return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
 
     def _announce(self) -> None:
         """Say what runs and what was predicted of it, before the first step."""
-        self.display.begin(self.schedule.total, self.step, self.task)
+        self.records.display.begin(self.calendar.total, self.step, self.task)
         self._record(
             "resume" if self.resumed_at else "start",
             plan=self.config.plan.line(),
             machine=self.machine.name,
             device=str(self.device),
-            peak=self.meter.peak,
+            peak=self.speedometer.meter.peak,
             parameters=sum(parameter.numel() for parameter in self.built.model.parameters()),
             model=self.task.describe_model(self.config.model),
             unit=self.task.unit,
             data=self.config.data.source,
-            samples=self.schedule.samples,
-            batch=self.schedule.batch,
-            total=self.schedule.total,
+            samples=self.calendar.samples,
+            batch=self.calendar.batch,
+            total=self.calendar.total,
             output=str(self.output),
         )
         self._record("prediction", **_of_prediction(self.prediction))
-
-    def _evaluate(self) -> None:
-        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
-        started = time.perf_counter()
-        task, model, dims = self.task, self.built.model, self.dims
-        loader = self._loader(self.val_source, endless=False)
-        rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
-        blank = task.blank(self.config.model, self.device)
-        with loader, self._final_weights():
-            batches = beating(loader, self.step)
-            self.evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
-        self.evaluated_at = self.step
-        self._record(
-            "evaluation",
-            epoch=self.schedule.epoch(self.step),
-            **self.evaluation.record(),
-            ema=self.config.recipe.ema_decay is not None,
-            seconds=time.perf_counter() - started,
-        )
-
-    @contextmanager
-    def _final_weights(self) -> Iterator[None]:
-        """Inside, the model is as it will be used: in evaluation mode, with the EMA weights where there are any."""
-        averages = self.built.ema.swapped() if self.built.ema else nullcontext()
-        with self.built.inference(), averages:
-            yield
-
-    def _start_from(self, path: str) -> None:
-        loaded = load_weights(self.built.model, path, new_head=True)
-        if self.built.ema:
-            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
-        _log.warning("Starting from %s: %s", path, loaded)
-
-    def _find_snapshot(self, resume: bool) -> Stored | None:
-        """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet."""
-
-        def all_aside() -> None:
-            for name in ("checkpoints", "metrics.jsonl", "tensorboard", "export"):
-                set_aside(self.output / name)
-
-        if not resume:
-            main_first(all_aside, self.dims)
-            return None
-        checkpoint.clean(self.folder)
-        snapshot = checkpoint.find(self.folder)
-        if snapshot is None:
-            return None
-        # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
-        stored = from_dict(RunConfig, snapshot.config, origin=f"the checkpoint of step {snapshot.step}")
-        for change in changes(to_dict(stored), to_dict(self.config)):
-            if self.dims.main:
-                _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
-        return snapshot
-
-    def _save(self, *, stopping: bool = False) -> None:
-        """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
-        last = stopping or self.step == self.schedule.total
-        if last:
-            self._settle_saves()
-        if self.saved_at == self.step:
-            return
-        if self.watch.looks_before_saving and len(self.window):
-            before = self.step
-            self._log()
-            if self.step != before:
-                return
-        if not stopping and self.step < self.schedule.total and self.watch.unsettled():
-            return
-        beat(self.step)
-        started = time.perf_counter()
-        together(lambda: require_finite(self.built.model, self.step), self.dims)
-        weights = {"weights": self.built.model.state_dict()}
-        if self.built.ema is not None:
-            weights["ema"] = self.built.ema.state_dict()
-        snapshot = Snapshot(
-            step=self.step,
-            weights=weights,
-            state={
-                "optimizer": checkpoint.by_name(self.built.optimizer.state_dict()),
-                "scaler": self.built.scaler.state_dict() if self.built.scaler else None,
-                "watch": self.watch.state_dict(),
-                "loader": self.loader.state_dict(),
-                "random": random_states(self.device, self.dims),
-                "progress": {
-                    "loss": self.loss,
-                    "evaluated_at": self.evaluated_at,
-                    "evaluation": self.evaluation.record() if self.evaluation else None,
-                },
-            },
-            config=to_dict(self.config),
-            plan=self.config.plan.line(),
-        )
-        if self.saver and not last:
-            self.saver.start(snapshot)
-        else:
-            checkpoint.save(self.folder, snapshot, keep=self.config.keep)
-        path = self.folder / f"step-{self.step}"
-        self.saved_at = self.step
-        beat(self.step)
-        self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
-
-    def _settle_saves(self) -> None:
-        """Wait for a save in flight; raises what it failed with."""
-        if self.saver:
-            self.saver.wait()
-
-    def _restore(self, stored: Stored, *, rewinding: bool = False) -> None:
-        """Become what `_save` saw, but for the stream of samples when `rewinding`; the random generators last, for
-        building has drawn from them. Each rank reads what it holds, whatever number of ranks saved it.
-        """
-        model, optimizer = self.built.model, self.built.optimizer
-        snapshot = stored.load(dict(model.named_parameters()), rank=self.dims.rank, world=self.dims.size)
-        model.load_state_dict(snapshot.weights["weights"])
-        if self.built.ema is not None:
-            self.built.ema.load_state_dict(snapshot.weights["ema"])
-        optimizer.load_state_dict(checkpoint.by_index(snapshot.state["optimizer"], optimizer.state_dict()))
-        if self.built.scaler:
-            self.built.scaler.load_state_dict(snapshot.state["scaler"])
-        if "watch" in snapshot.state:  # earlier versions wrote none
-            self.watch.load_state_dict(snapshot.state["watch"], rewinding=rewinding)
-        if not rewinding:
-            self.loader.load_state_dict(snapshot.state["loader"])
-        progress = snapshot.state["progress"]
-        self.loss = progress["loss"]
-        self.evaluated_at = progress["evaluated_at"]
-        self.evaluation = Evaluation.of_record(progress["evaluation"]) if progress["evaluation"] else None
-        restore_random(
-            snapshot.state["random"], self.device, self.dims, seed=self.config.seed, step=self.step
-        )
-
-    def _finish(self) -> TrainResult:
-        """Export what was evaluated, and set what was predicted beside what was measured."""
-        assert self.evaluation is not None  # the last step evaluates before it saves
-        export = self.output / "export"
-        partial = self.output / "export.tmp"
-
-        model = self.built.model
-        with self._final_weights():
-            weights = whole_state(model, self.dims)
-
-        def write() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            assert isinstance(model, ViT)
-            save_pretrained(model, partial, weights=weights)
-            set_aside(export)
-            partial.rename(export)
-
-        main_first(write, self.dims)
-        if self.step_seconds:
-            # The first steps compile, allocate and choose kernels.
-            settled = self.step_seconds[min(5, len(self.step_seconds) // 2) :]
-            share = sum(settled) / sum(self.step_seconds)
-            measured = self.meter.speed(settled, sum(self.waits) * share)
-            self._record(
-                "summary",
-                predicted=_of_prediction(self.prediction),
-                measured=measured | used_memory(self.device, before=self.memory_before),
-            )
-        return TrainResult(
-            steps=self.step,
-            resumed_at=self.resumed_at,
-            loss=self.loss,
-            evaluation=self.evaluation,
-            output=self.output,
-            export=export,
-            metrics=self.output / "metrics.jsonl",
-        )
 
 
 def _of_prediction(prediction: Prediction) -> dict[str, float]:

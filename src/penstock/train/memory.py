@@ -1,4 +1,4 @@
-"""Running out of memory, said in words that help."""
+"""What would make a run fit that has run out of memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _advice(plan: Plan) -> str:
     if plan.micro_batch > 1:
         half = (plan.micro_batch + 1) // 2
         ways.append(
-            f"halve what is in flight with the plan micro_batch={half} accumulate={plan.accumulate * 2}"
+            f"halve the micro-batch with the plan micro_batch={half} accumulate={plan.accumulate * 2}"
         )
     if plan.precision == "O0":
         ways.append("compute in half width with precision=O1")

@@ -1,8 +1,7 @@
 """What a run measures about itself: speed, share of the peak, memory, waiting; and the files it is kept in.
 
-Nothing here waits for the device within a step. On CUDA a pair of events brackets each step and all are
-read together when the loop stops to log anyway; on a CPU, where operators are done when they return, the
-clock is read.
+Nothing here waits for the device within a step. On CUDA a pair of events brackets each step, and all are read together
+when the loop stops to log anyway. On a CPU operators are done when they return, so the clock is read.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -93,21 +92,58 @@ class Meter:
             peak=f"{machine.name} {prediction.peak_name}, {machine.source}",
         )
 
-    def speed(self, step_seconds: Sequence[float], wait_seconds: float) -> dict[str, float]:
-        """Numbers of a window of steps; times in seconds, rates per second, shares in [0, 1]."""
-        total = sum(step_seconds)
+    def speed(self, times: Sequence[float], wait_seconds: float) -> dict[str, float]:
+        """What steps that took these times come to; times in seconds, rates per second, shares in [0, 1]."""
+        total = sum(times)
         if total <= 0:
             return {}
-        rate = len(step_seconds) * self.samples_per_step / total
+        rate = len(times) * self.samples_per_step / total
         return {
             "samples_per_second": rate,
-            "step_seconds_median": statistics.median(step_seconds),
-            "step_seconds_p95": percentile(step_seconds, 0.95),
+            "step_seconds_median": statistics.median(times),
+            "step_seconds_p95": percentile(times, 0.95),
             "data_wait_share": min(wait_seconds / total, 1.0),
             "model_flops_per_second": rate * self.model_flops,
             "mfu": rate * self.model_flops / self.peak_flops,
             "hfu": rate * self.hardware_flops / self.peak_flops,
         }
+
+
+class Speedometer:
+    """The speed of the steps since the last log, and of all of them. `waited` gives the total seconds so far that the
+    loop has waited for data.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device, waited: Callable[[], float]) -> None:
+        self.meter = meter
+        self._timer = StepTimer(device)
+        self._waited = waited
+        self._waited_before = 0.0
+        self._times: list[float] = []
+        self._waits = 0.0
+
+    def start(self) -> None:
+        """The first step after a log, or after an evaluation or a save, begins."""
+        self._waited_before = self._waited()
+        self._timer.start()
+
+    def lap(self) -> None:
+        """A step ends."""
+        self._timer.lap()
+
+    def read(self) -> dict[str, float]:
+        """As `Meter.speed`, of the steps since `start`. On CUDA this waits for the last one."""
+        times, waited = self._timer.read(), self._waited() - self._waited_before
+        self._times += times
+        self._waits += waited
+        return self.meter.speed(times, waited)
+
+    def whole_run(self) -> dict[str, float]:
+        """As `Meter.speed`, of all steps but the first ones, which compile, allocate and choose kernels."""
+        if not self._times:
+            return {}
+        settled = self._times[min(5, len(self._times) // 2) :]
+        return self.meter.speed(settled, self._waits * sum(settled) / sum(self._times))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -48,12 +47,3 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
             f"Name one of its kind, or leave machine out."
         )
     return machine
-
-
-def set_aside(path: Path) -> None:
-    """Rename what is at `path`, if anything, to the first free `NAME.before-K`, so that nothing is ever deleted."""
-    if path.exists():
-        number = 1
-        while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(target)

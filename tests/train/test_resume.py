@@ -1,44 +1,19 @@
-"""Random generators go back exactly, and a changed configuration is noticed before it spoils a run."""
+"""What a resumed run may change, and what an output folder keeps."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from penstock.checkpoint.tree import pack, unpack
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.errors import ConfigError
-from penstock.train.state import changes, random_state, set_random_state
+from penstock.train.resume import changes, set_aside
 
 BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
-
-
-def draw(device: str = "cpu") -> tuple[object, ...]:
-    torch_numbers = torch.rand(3).tolist() + torch.rand(3, device=device).tolist()
-    return (*torch_numbers, *np.random.rand(3), np.random.randn(), random.random(), random.gauss(0, 1))
-
-
-def test_all_generators_continue_where_they_were() -> None:
-    draw()  # leaves half-used pairs of Gaussians behind
-    state = random_state(torch.device("cpu"))
-    expected = draw()
-    assert draw() != expected
-    set_random_state(unpack(*pack(state)), torch.device("cpu"))
-    assert draw() == expected
-
-
-@pytest.mark.gpu
-def test_the_devices_generator_continues_too() -> None:
-    state = random_state(torch.device("cuda"))
-    expected = draw("cuda")
-    set_random_state(unpack(*pack(state)), torch.device("cuda"))
-    assert draw("cuda") == expected
 
 
 def test_the_same_configuration_changes_nothing() -> None:
@@ -80,3 +55,12 @@ def test_another_global_batch_and_another_precision_are_refused() -> None:
         changes(to_dict(BASE), to_dict(replace(BASE, plan=Plan(micro_batch=4, accumulate=2))))
     with pytest.raises(ConfigError, match=r"plan\.precision is 'O3'"):
         changes(to_dict(BASE), to_dict(replace(BASE, plan=replace(BASE.plan, precision="O3"))))
+
+
+def test_what_was_there_is_kept_under_a_free_name(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        set_aside(tmp_path / "metrics.jsonl")
+    set_aside(tmp_path / "absent")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"metrics.before-1.jsonl": "first", "metrics.before-2.jsonl": "second"}

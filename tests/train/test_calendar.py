@@ -9,13 +9,13 @@ import pytest
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
-from penstock.train.schedule import Schedule
+from penstock.train.calendar import Calendar
 
 
-def schedule(samples: int = 100, **changes: object) -> Schedule:
+def schedule(samples: int = 100, **changes: object) -> Calendar:
     recipe = Recipe(epochs=3, eval_every_epochs=1.5)
     config = RunConfig(recipe=recipe, plan=Plan(micro_batch=4, accumulate=2), log_every=5)
-    return Schedule.of(replace(config, **changes), samples)  # type: ignore[arg-type]
+    return Calendar.of(replace(config, **changes), samples)  # type: ignore[arg-type]
 
 
 def steps(test: object, total: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a run does about losses that are not finite or leap up: skip, go back, or end."""
+"""What a run does about losses that are not finite or jump up: skip, go back, or end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.train import loop, train
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """80 quick steps; a leap can be told from step 51 on."""
+    """80 quick steps; a spike can be told from step 51 on."""
     machine = Machine(
         name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
     )  # fmt: skip
@@ -74,31 +74,31 @@ def test_a_step_that_is_not_finite_is_skipped(config: RunConfig, disturbed: Any,
     assert [record.get("skipped") for record in records(config, "steps")] == [None, 1, None]
 
 
-def test_a_leap_is_logged_and_taken(
+def test_a_spike_is_logged_and_taken(
     config: RunConfig, disturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = disturbed(lambda step: 50.0 if step == 62 else 1.0)
     train(config)
     assert weights[60] != weights[61]
-    assert [record["leaps"] for record in records(config, "steps") if "leaps" in record] == [[62]]
-    assert "The loss leapt up at steps 62." in caplog.text
+    assert [record["spikes"] for record in records(config, "steps") if "spikes" in record] == [[62]]
+    assert "The loss had spikes at steps 62." in caplog.text
 
 
-def test_a_leap_is_skipped_if_wished(config: RunConfig, disturbed: Any) -> None:
+def test_a_spike_is_skipped_if_wished(config: RunConfig, disturbed: Any) -> None:
     weights = disturbed(lambda step: 50.0 if step == 62 else 1.0)
     train(replace(config, recipe=replace(config.recipe, spikes="skip")))
     assert weights[60] == weights[61] != weights[62]
     assert [r["skipped"] for r in records(config, "steps") if "skipped" in r] == [1]
 
 
-def test_a_leap_sends_the_run_back_and_on_with_later_samples(config: RunConfig, disturbed: Any) -> None:
-    leaps = iter([50.0])
-    weights = disturbed(lambda step: next(leaps, 1.0) if step == 62 else 1.0)
+def test_a_spike_sends_the_run_back_and_on_with_later_samples(config: RunConfig, disturbed: Any) -> None:
+    spikes = iter([50.0])
+    weights = disturbed(lambda step: next(spikes, 1.0) if step == 62 else 1.0)
     rewinding = replace(config, recipe=replace(config.recipe, spikes="rewind"))
     result = train(rewinding)
     assert result.steps == 80
     (rewind,) = records(config, "rewind")
-    assert (rewind["step"], rewind["leaps"], rewind["number"]) == (60, [62], 1)
+    assert (rewind["step"], rewind["spikes"], rewind["number"]) == (60, [62], 1)
     assert len(weights) == 84, "steps 61 to 64 were taken twice"
     assert weights[64] != weights[60], "on other samples"
     windows = records(config, "steps")
@@ -110,5 +110,5 @@ def test_a_leap_sends_the_run_back_and_on_with_later_samples(config: RunConfig, 
 
 def test_a_run_does_not_go_back_for_ever(config: RunConfig, disturbed: Any) -> None:
     disturbed(lambda step: 50.0 if step == 62 else 1.0)
-    with pytest.raises(NumericError, match=r"leapt up at step 62 after the run had gone back .* 3 times"):
+    with pytest.raises(NumericError, match=r"had a spike at step 62 after the run had gone back .* 3 times"):
         train(replace(config, recipe=replace(config.recipe, spikes="rewind")))

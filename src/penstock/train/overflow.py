@@ -1,4 +1,4 @@
-"""The end of a run whose fp16 gradients overflow at every loss scale: it names the layer where they begin to."""
+"""How a run ends whose gradients overflow whatever the loss scale: with the name of the layer where they begin to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
 
 @contextmanager
 def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[None]:
-    """Inside, a NumericError of a run with a loss scale or a guard is told with the layer where an overflow begins.
+    """Inside, a NumericError of a run that can skip steps gets the name of the layer where an overflow begins.
 
     Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again.
     Ranks that share steps must raise alike.

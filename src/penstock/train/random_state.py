@@ -1,5 +1,4 @@
-"""Everything outside the weights that a run's future depends on: random generators, and what was
-configured."""
+"""The random generators that a run draws from: started from its seed, stored with it, and given back afterwards."""
 
 from __future__ import annotations
 
@@ -12,38 +11,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from penstock.errors import ConfigError
 from penstock.parallel import ParallelDims
-
-# Nothing of the run's arithmetic depends on these, so a resumed run may change them.
-_FREE = (
-    "output",
-    "keep",
-    "log_every",
-    "checkpoint_every",
-    "save_in_background",
-    "machine",
-    "device",
-    "init_from",
-    "plan.host_memory",
-    "data.workers",
-    "recipe.eval_every_epochs",
-)
-# These change rounding or the order of sums, never what is computed: allowed, but said.
-_CHANGES_ROUNDING = (
-    "recipe.spikes",
-    "recipe.spike_deviations",
-    "plan.matmul",
-    "plan.optimizer",
-    "plan.layout",
-    "plan.attention",
-    "plan.compile",
-    "plan.micro_batch",
-    "plan.accumulate",
-    "plan.dp",
-    "plan.sharding",
-    "plan.shard",
-)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -116,40 +84,3 @@ def own_random(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(before, device)
-
-
-def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What a resumed run would do in another way than the run it goes on from, as sentences to be logged.
-
-    Raises:
-        ConfigError: a change that makes it another run, each named with both values.
-    """
-    old, new = _flat(stored), _flat(current)
-    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-    names = [name for name in names if name not in _FREE]
-    refused = [name for name in names if name not in _CHANGES_ROUNDING]
-    if _global_batch(old) != _global_batch(new):
-        refused += [name for name in ("plan.micro_batch", "plan.accumulate", "plan.dp") if name in names]
-    if refused:
-        raise ConfigError(
-            [
-                f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
-                for name in refused
-            ]
-            + ["Give back the old values to resume, start anew with --no-resume, or choose another --output."]
-        )
-    return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]
-
-
-def _global_batch(flat: Mapping[str, Any]) -> int:
-    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"]) * int(flat["plan.dp"])
-
-
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}"] = value
-    return found

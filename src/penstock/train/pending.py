@@ -7,21 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import NumericError
-from penstock.optim.layout import local
+
+REMEDY = (
+    "Checkpoints before it are finite. Start a new run, from one's weights.safetensors by init_from if you like, "
+    "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
+    "(plan dtype=bf16, or precision=O0)."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What a window held: one loss per step, and the gradient norm before clipping of the last one, if clipped."""
+class StepNumbers:
+    """One loss per step, and the gradient norm before clipping of the last one, if it was taken."""
 
     losses: list[float]
     grad_norm: float | None
 
 
-class Window:
+class PendingSteps:
     """Room for the losses and gradient norms of `length` steps on `device`. With several ranks `average` makes their
     mean of what a rank has seen; then all must read at the same steps.
     """
@@ -31,7 +36,7 @@ class Window:
     ) -> None:
         self._average = average
         self._values = torch.zeros(2, length, device=device)  # losses, gradient norms
-        self._normed = False
+        self._has_norm = False
         self._count = 0
 
     def __len__(self) -> int:
@@ -40,15 +45,15 @@ class Window:
     def add(self, loss: Tensor, grad_norm: Tensor | None) -> None:
         """Note a step's 0-d results. Waits for nothing."""
         self._values[0, self._count].copy_(loss, non_blocking=True)
-        self._normed = grad_norm is not None
+        self._has_norm = grad_norm is not None
         if grad_norm is not None:
             self._values[1, self._count].copy_(grad_norm, non_blocking=True)
         self._count += 1
 
-    def read(self, step: int, *, guarded: bool = False) -> Read:
-        """Fetch and empty the window whose last step is `step`. Waits for the device.
+    def read(self, step: int, *, skipping: bool = False) -> StepNumbers:
+        """Fetch and forget the numbers of the steps up to `step`. Waits for the device.
 
-        With `guarded`, steps whose loss is not finite were not taken, and are no reason to end.
+        With `skipping`, steps whose loss is not finite were not taken, and are no reason to end.
 
         Raises:
             NumericError: a loss is not finite; names the first such step.
@@ -58,32 +63,9 @@ class Window:
         first = step - self._count + 1
         self._count = 0
         for offset, loss in enumerate(losses):
-            if not guarded and not math.isfinite(loss):
+            if not skipping and not math.isfinite(loss):
                 raise NumericError(
                     f"The loss became {loss} at step {first + offset} "
                     f"(found on checking steps {first} to {step}). {REMEDY}"
                 )
-        return Read(losses, norms[-1] if self._normed and norms else None)
-
-
-REMEDY = (
-    "Checkpoints before it are finite. Start a new run, from one's weights.safetensors by init_from if you like, "
-    "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
-    "(plan dtype=bf16, or precision=O0)."
-)
-
-
-def require_finite(model: nn.Module, step: int) -> None:
-    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device. Of
-    sharded weights a rank sees its own rows.
-
-    Raises:
-        NumericError: names the weights that are not finite after `step`.
-    """
-    state = model.state_dict()
-    bad = [name for name, value in state.items() if not bool(local(value).isfinite().all())]
-    if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise NumericError(
-            f"After step {step} weights are not finite: {', '.join(bad[:3])}{more}. They were not saved. {REMEDY}"
-        )
+        return StepNumbers(losses, norms[-1] if self._has_norm and norms else None)

@@ -1,5 +1,4 @@
-"""At which steps a run stops to evaluate, save or log: plain integer arithmetic, the same after every
-resume."""
+"""At which steps a run evaluates, saves and logs: plain arithmetic, the same after every resume."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Calendar:
     """Steps are counted from 1; step `n` is the one after which `n` optimizer steps have been done."""
 
     samples: int
@@ -24,8 +23,8 @@ class Schedule:
     eval_every_epochs: float
 
     @classmethod
-    def of(cls, config: RunConfig, samples: int) -> Schedule:
-        """The schedule of a run over `samples` training samples.
+    def of(cls, config: RunConfig, samples: int) -> Calendar:
+        """The calendar of a run over `samples` training samples.
 
         Raises:
             ConfigError: the run would have no steps.

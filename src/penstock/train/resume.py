@@ -1,0 +1,137 @@
+"""What a run finds in its output folder, and whether it may go on from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock import checkpoint
+from penstock.checkpoint import Stored
+from penstock.config.load import from_dict, to_dict
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.parallel import ParallelDims
+from penstock.parallel.agree import main_first
+from penstock.train.lock import RunLock
+
+_log = logging.getLogger(__name__)
+
+_LEAVINGS = ("checkpoints", "metrics.jsonl", "tensorboard", "export")
+# Nothing of the run's arithmetic depends on these, so a resumed run may change them.
+_FREE = (
+    "output",
+    "keep",
+    "log_every",
+    "checkpoint_every",
+    "save_in_background",
+    "machine",
+    "device",
+    "init_from",
+    "plan.host_memory",
+    "data.workers",
+    "recipe.eval_every_epochs",
+)
+# These change rounding or the order of sums, never what is computed: allowed, but said.
+_CHANGES_ROUNDING = (
+    "recipe.spikes",
+    "recipe.spike_deviations",
+    "plan.matmul",
+    "plan.optimizer",
+    "plan.layout",
+    "plan.attention",
+    "plan.compile",
+    "plan.micro_batch",
+    "plan.accumulate",
+    "plan.dp",
+    "plan.sharding",
+    "plan.shard",
+)
+
+
+@contextmanager
+def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
+    """Inside, rank 0 holds the output folder, which is made if need be; where it cannot, all ranks raise."""
+    with ExitStack() as stack:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(output)
+
+        def hold() -> None:
+            stack.enter_context(lock)
+
+        main_first(hold, dims)
+        yield lock
+
+
+def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Stored | None:
+    """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet.
+
+    Without `resume`, what earlier runs left is set aside. Raises ConfigError where `config` is that of another run.
+    """
+    output = Path(config.output)
+
+    def all_aside() -> None:
+        for name in _LEAVINGS:
+            set_aside(output / name)
+
+    if not resume:
+        main_first(all_aside, dims)
+        return None
+    checkpoint.clean(output / "checkpoints")
+    stored = checkpoint.find(output / "checkpoints")
+    if stored is None:
+        return None
+    # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
+    before = from_dict(RunConfig, stored.config, origin=f"the checkpoint of step {stored.step}")
+    for change in changes(to_dict(before), to_dict(config)):
+        if dims.main:
+            _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
+    return stored
+
+
+def set_aside(path: Path) -> None:
+    """Rename what is at `path`, if anything, to the first free `NAME.before-K`, so that nothing is ever deleted."""
+    if path.exists():
+        number = 1
+        while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(target)
+
+
+def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What a resumed run would do in another way than the run it goes on from, as sentences to be logged.
+
+    Raises:
+        ConfigError: a change that makes it another run, each named with both values.
+    """
+    old, new = _flat(stored), _flat(current)
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    names = [name for name in names if name not in _FREE]
+    refused = [name for name in names if name not in _CHANGES_ROUNDING]
+    if _global_batch(old) != _global_batch(new):
+        refused += [name for name in ("plan.micro_batch", "plan.accumulate", "plan.dp") if name in names]
+    if refused:
+        raise ConfigError(
+            [
+                f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
+                for name in refused
+            ]
+            + ["Give back the old values to resume, start anew with --no-resume, or choose another --output."]
+        )
+    return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]
+
+
+def _global_batch(flat: Mapping[str, Any]) -> int:
+    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"]) * int(flat["plan.dp"])
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found

@@ -1,0 +1,128 @@
+"""All that a run's future depends on: how a checkpoint is made of it, and how it becomes what a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import checkpoint
+from penstock.build import Built
+from penstock.checkpoint import Snapshot, Stored
+from penstock.config.load import to_dict
+from penstock.config.run import RunConfig
+from penstock.data import Loader
+from penstock.errors import NumericError
+from penstock.optim.layout import local
+from penstock.parallel import ParallelDims
+from penstock.parallel.agree import together
+from penstock.train.evaluate import Evaluation
+from penstock.train.loss_monitor import LossMonitor
+from penstock.train.pending import REMEDY
+from penstock.train.random_state import random_states, restore_random
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    loss: float = math.nan
+    """Mean training loss of the last logged steps."""
+    evaluated_at: int = 0
+    evaluation: Evaluation | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the step, which a checkpoint has a place of its own for."""
+        evaluation = self.evaluation.record() if self.evaluation else None
+        return {"loss": self.loss, "evaluated_at": self.evaluated_at, "evaluation": evaluation}
+
+    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave at `step`."""
+        self.step, self.loss, self.evaluated_at = step, state["loss"], state["evaluated_at"]
+        found = state["evaluation"]
+        self.evaluation = Evaluation.of_record(found) if found else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What is trained, on what, and how far it has come, as one rank holds it."""
+
+    config: RunConfig
+    device: torch.device
+    dims: ParallelDims
+    built: Built
+    loader: Loader
+    monitor: LossMonitor
+    progress: Progress
+
+    def snapshot(self) -> Snapshot:
+        """All of it as it is now, by reference: nothing is copied. All ranks must call it.
+
+        Raises:
+            NumericError: names weights that are not finite, which a checkpoint must not hold.
+        """
+        built, step = self.built, self.progress.step
+        together(lambda: require_finite(built.model, step), self.dims)
+        weights = {"weights": built.model.state_dict()}
+        if built.ema is not None:
+            weights["ema"] = built.ema.state_dict()
+        return Snapshot(
+            step=step,
+            weights=weights,
+            state={
+                "optimizer": checkpoint.by_name(built.optimizer.state_dict()),
+                "scaler": built.scaler.state_dict() if built.scaler else None,
+                "watch": self.monitor.state_dict(),
+                "loader": self.loader.state_dict(),
+                "random": random_states(self.device, self.dims),
+                "progress": self.progress.state_dict(),
+            },
+            config=to_dict(self.config),
+            plan=self.config.plan.line(),
+        )
+
+    def restore(self, stored: Stored, *, rewinding: bool = False) -> None:
+        """Become what `snapshot` saw, but for the stream of samples when `rewinding`. Each rank reads its own part,
+        whatever number of ranks saved it.
+        """
+        built, dims = self.built, self.dims
+        found = stored.load(dict(built.model.named_parameters()), rank=dims.rank, world=dims.size)
+        built.model.load_state_dict(found.weights["weights"])
+        if built.ema is not None:
+            built.ema.load_state_dict(found.weights["ema"])
+        built.optimizer.load_state_dict(
+            checkpoint.by_index(found.state["optimizer"], built.optimizer.state_dict())
+        )
+        if built.scaler:
+            built.scaler.load_state_dict(found.state["scaler"])
+        if "watch" in found.state:  # earlier versions wrote none
+            self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
+        if not rewinding:
+            self.loader.load_state_dict(found.state["loader"])
+        self.progress.load_state_dict(stored.step, found.state["progress"])
+        # Last: building and loading may have drawn from them.
+        restore_random(
+            found.state["random"], self.device, dims, seed=self.config.seed, step=self.progress.step
+        )
+
+
+def require_finite(model: nn.Module, step: int) -> None:
+    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device. Of
+    sharded weights a rank sees its own rows.
+
+    Raises:
+        NumericError: names the weights that are not finite after `step`.
+    """
+    state = model.state_dict()
+    bad = [name for name, value in state.items() if not bool(local(value).isfinite().all())]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NumericError(
+            f"After step {step} weights are not finite: {', '.join(bad[:3])}{more}. They were not saved. {REMEDY}"
+        )

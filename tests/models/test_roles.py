@@ -328,7 +328,8 @@ def _manifests() -> Iterator[Any]:
 def test_timms_recorded_names_have_one_role_each(manifest: dict[str, Any]) -> None:
     names = list(manifest["state"])
     config = ViTConfig(**manifest["config"])
-    anatomy = timm_family.vit_anatomy(names, config.heads)
+    stack = pruned(timm_family.vit_stack(names, config.heads), names)
+    anatomy = Anatomy(family="timm_vit", stacks=(stack,))
     _check_whole(anatomy, names)
     assert len(anatomy.blocks) == config.depth
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Split = Literal["column", "row", "none"]
-Kind = Literal["token", "position", "segment", "class", "relative"]
+Kind = Literal["token", "position", "segment", "class", "register", "mask", "relative"]
 T = TypeVar("T")
 
 
@@ -60,8 +60,8 @@ class Embedding(Role):
     """A table of learned vectors.
 
     `token`: one row per entry of the vocabulary, over which it can be split; `position`, `segment`: one row per
-    position or kind of segment; `class`: tokens put among the others; `relative`: biases of attention scores, one
-    column per head.
+    position or kind of segment; `class`, `register`: tokens put among the others; `mask`: the token in place of hidden
+    ones; `relative`: biases of attention scores, one column per head.
     """
 
     kind: Kind

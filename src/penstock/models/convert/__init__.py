@@ -5,11 +5,10 @@ unpickled.
 from __future__ import annotations
 
 from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.hf import config_from_hf, from_hf, hf_config, to_hf
+from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.load import Loaded, load_weights
-from penstock.models.convert.positions import resize_positions
 from penstock.models.convert.pretrained import from_pretrained, save_pretrained
-from penstock.models.convert.timm import from_timm, to_timm
+from penstock.models.convert.vit import from_hf, from_timm, resize_positions, to_hf, to_timm
 
 __all__ = [
     "Loaded",

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.hf import from_hf
-from penstock.models.convert.positions import resize_positions
-from penstock.models.convert.timm import from_timm
+from penstock.models.convert.vit import from_hf, from_timm, resize_positions
 from penstock.models.vit import ViT
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from torch import Tensor
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.files import WEIGHTS, read_json, replace_file
-from penstock.models.convert.hf import config_from_hf, hf_config, to_hf, unrepresentable
+from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.load import load_weights
+from penstock.models.convert.vit import to_hf, unrepresentable
 from penstock.models.vit import ViT
 
 OWN_TYPE = "penstock_vit"

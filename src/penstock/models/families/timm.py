@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Anatomy, Family, enrol, numbered, pruned, stack
+from penstock.models.anatomy import Anatomy, Family, Stack, enrol, numbered, pruned, stack
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -24,9 +24,9 @@ from penstock.models.roles import (
 )
 
 
-def vit_anatomy(names: Collection[str], heads: int, *, gated: bool = False) -> Anatomy:
-    """The parts of a VisionTransformer whose parameters, and modules where they are known, have these names. `gated`:
-    its perceptrons have a gate, fused with the other linear of its size.
+def vit_stack(names: Collection[str], heads: int, *, gated: bool = False) -> Stack:
+    """All that a VisionTransformer with the blocks among `names` may have. `gated`: its perceptrons have a gate, fused
+    with the other linear of its size.
     """
     # A norm over the features of all heads, or over the hidden ones, keeps the linears around it from being split.
     joined = any(".attn.norm." in name for name in names)
@@ -45,7 +45,7 @@ def vit_anatomy(names: Collection[str], heads: int, *, gated: bool = False) -> A
         up=Linear("mlp.fc1", "none" if hidden else "column", fused=(1, 1) if gated else (1,)),
         down=Linear("mlp.fc2", "none" if hidden else "row"),
     )
-    whole = stack(
+    return stack(
         numbered(names, r"blocks\.(\d+)"),
         (
             Norm("norm1"), attention, Dropout("attn.attn_drop"), Dropout("attn.proj_drop"),
@@ -55,11 +55,10 @@ def vit_anatomy(names: Collection[str], heads: int, *, gated: bool = False) -> A
         ),
         before=(
             Stem("patch_embed.proj"), Norm("patch_embed.norm"), Embedding("cls_token", "class"),
-            Embedding("reg_token", "class"), Embedding("pos_embed", "position"), Norm("norm_pre"),
+            Embedding("reg_token", "register"), Embedding("pos_embed", "position"), Norm("norm_pre"),
         ),
         after=(Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head")),
     )  # fmt: skip
-    return Anatomy(family="timm_vit", stacks=(pruned(whole, names),))
 
 
 def _anatomy(model: nn.Module) -> Anatomy:
@@ -69,7 +68,8 @@ def _anatomy(model: nn.Module) -> Anatomy:
     names |= {name for name, _ in model.named_modules() if "drop" in name}
     mlp = blocks[0].mlp
     gated = mlp.fc1.out_features == 2 * mlp.fc2.in_features
-    return vit_anatomy(names, blocks[0].attn.num_heads, gated=gated)
+    declared = vit_stack(names, blocks[0].attn.num_heads, gated=gated)
+    return Anatomy(family="timm_vit", stacks=(pruned(declared, names),))
 
 
 def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:

@@ -42,40 +42,38 @@ def _separate(*names: str) -> tuple[Linear, ...]:
 
 
 def vit_stacks(names: Collection[str], heads: int) -> Stacks:
-    """All that a ViTModel may have, in the names of transformers 5 and in those of version 4, which its files still
-    carry.
+    """All that a ViTModel with the blocks among `names` may have, in the names of transformers 5, or in those of
+    version 4, which its files still carry.
     """
-
-    def attend(out: str, *projections: str) -> Attention:
-        return Attention(
+    blocks = numbered(names, r"layers\.(\d+)")
+    inner, out = ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"
+    perceptron = Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row"))
+    if not blocks:
+        blocks = numbered(names, r"encoder\.layer\.(\d+)")
+        inner = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
+        out, perceptron = "attention.output.dense", _BERT_PERCEPTRON
+    parts = (
+        Norm("layernorm_before"),
+        Attention(
             "attention",
-            projections=_separate(*projections),
+            projections=_separate(*inner),
             out=Linear(out, "row"),
             heads=heads,
             kv_heads=heads,
-        )
-
-    parts = (
-        Norm("layernorm_before"),
-        attend("attention.o_proj", "attention.q_proj", "attention.k_proj", "attention.v_proj"),
-        attend(
-            "attention.output.dense", *(f"attention.attention.{name}" for name in ("query", "key", "value"))
         ),
         Dropout("attention.output.dropout"),
         Norm("layernorm_after"),
-        Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row")),
-        _BERT_PERCEPTRON,
+        perceptron,
         Dropout("output.dropout"),
         Dropout("dropout"),
     )
     before = (
         Stem("embeddings.patch_embeddings.projection"),
         Embedding("embeddings.cls_token", "class"),
-        Embedding("embeddings.mask_token", "class"),
+        Embedding("embeddings.mask_token", "mask"),
         Embedding("embeddings.position_embeddings", "position"),
         Dropout("embeddings.dropout"),
     )
-    blocks = numbered(names, r"(?:encoder\.layer|layers)\.(\d+)")
     return (stack(blocks, parts, before=before, after=(Norm("layernorm"), Pooler("pooler"))),)
 
 

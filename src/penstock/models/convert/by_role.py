@@ -1,0 +1,96 @@
+"""State dicts from the names of one family to those of another, by the roles of their parts.
+
+What two families call differently has one role, and parts of one role run in the same order in both: whoever declares
+the anatomy of a family has declared its conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.models.anatomy import Anatomy
+from penstock.models.roles import Attention, Embedding, Linear, Role, owned, walk
+
+
+def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> dict[str, Tensor]:
+    """The tensors of `state`, named as in `source`, by their names in `target`.
+
+    Linears that one of them stores transposed are turned, and queries, keys and values are fused or taken apart as in
+    the target. What no part of the source owns, or the target has no part for, keeps its name.
+    """
+    found: dict[str, Tensor] = {}
+    taken: set[str] = set()
+    places: dict[Role, Role] = {}
+    for theirs, ours in _corresponding(source, target):
+        if not isinstance(theirs, Attention) or not isinstance(ours, Attention):
+            places[theirs] = ours
+            continue
+        for kind in (".weight", ".bias"):
+            given = [part.name + kind for part in theirs.projections]
+            if all(name in state for name in given):
+                rows = [_turned(state[name], part) for name, part in zip(given, theirs.projections)]
+                for part, tensor in zip(ours.projections, _joined(ours, _separate(theirs, rows))):
+                    found[part.name + kind] = _turned(tensor, part)
+                taken |= set(given)
+    for name, tensor in state.items():
+        role = source.role_of(name)
+        place = None if role is None else places.get(role)
+        if role is not None and place is not None:
+            found[place.name + name.removeprefix(role.name)] = _turned(_turned(tensor, role), place)
+        elif name not in taken:
+            found[name] = tensor
+    return found
+
+
+def _turned(tensor: Tensor, part: Role) -> Tensor:
+    """A weight stored transposed as (out, in), and one of (out, in) as it is stored."""
+    return tensor.T if isinstance(part, Linear) and part.transposed and tensor.ndim == 2 else tensor
+
+
+def _corresponding(source: Anatomy, target: Anatomy) -> Iterator[tuple[Role, Role]]:
+    """Parts of one role, in their order, of what stands in the same place of both: before, in block i, or after."""
+    for theirs, ours in zip(source.stacks, target.stacks):
+        blocks = [(their.parts, our.parts) for their, our in zip(theirs.blocks, ours.blocks)]
+        for given, wanted in [(theirs.before, ours.before), *blocks, (theirs.after, ours.after)]:
+            places = _by_role(wanted)
+            for role, parts in _by_role(given).items():
+                yield from zip(parts, places.get(role, []))
+
+
+def _by_role(parts: tuple[Role, ...]) -> dict[Any, list[Role]]:
+    """Attentions, and what parameters belong to except their projections, by role."""
+    found: dict[Any, list[Role]] = {}
+    inside: set[Role] = set()
+    for part in walk(parts):
+        if isinstance(part, Attention):
+            found.setdefault(Attention, []).append(part)
+            found.setdefault("norms of heads", []).extend(part.norms)
+            inside |= {*part.projections, *part.norms}
+        elif owned(part) and part not in inside:
+            role = part.kind if isinstance(part, Embedding) else type(part)
+            found.setdefault(role, []).append(part)
+    return found
+
+
+def _separate(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Rows of queries, of keys and of values, whether they are fused or not."""
+    if len(tensors) > 1:
+        return tuple(tensors)
+    if len(attention.projections[0].fused) > 1:
+        return tensors[0].chunk(3)
+    by_head = tensors[0].reshape(attention.heads, 3, -1, *tensors[0].shape[1:])
+    return tuple(rows.flatten(0, 1) for rows in by_head.unbind(1))
+
+
+def _joined(attention: Attention, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inverse of `_separate`."""
+    if len(attention.projections) > 1:
+        return tuple(tensor.contiguous() for tensor in rows)
+    if len(attention.projections[0].fused) > 1:
+        return (torch.cat(list(rows)),)
+    by_head = [tensor.reshape(attention.heads, -1, *tensor.shape[1:]) for tensor in rows]
+    return (torch.stack(by_head, dim=1).flatten(0, 2),)

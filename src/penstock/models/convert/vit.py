@@ -1,0 +1,138 @@
+"""Names and shapes of a ViT's weights: Penstock's, transformers' and timm's.
+
+Files of transformers carry the names of its version 4 (`vit.encoder.layer.0.attention.attention.query.weight`), and
+version 5 still writes them, though its modules are named otherwise (`vit.layers.0.attention.q_proj.weight`). Both are
+read; the former are written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.config.model import ViTConfig
+from penstock.errors import ConfigError
+from penstock.models.anatomy import Anatomy, pruned
+from penstock.models.convert.by_role import translate
+from penstock.models.families import ours, timm, transformers
+from penstock.models.roles import Head, placed
+
+
+def unrepresentable(config: ViTConfig) -> list[str]:
+    """What of a model transformers' ViT does not have, as sentences; empty if it has all."""
+    checks = {
+        "model.classifier 'pooled'": config.classifier == "pooled",
+        "model.stem 'conv'": config.stem == "conv",
+        "model.qk_norm": config.qk_norm,
+        "model.layer_scale": config.layer_scale is not None,
+    }
+    return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]
+
+
+def require_representable(config: ViTConfig) -> None:
+    """Raise ConfigError with all that transformers' ViT does not have."""
+    problems = unrepresentable(config)
+    if problems:
+        raise ConfigError([*problems, "Save such a model in Penstock's own names with save_pretrained."])
+
+
+def to_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Penstock's state dict as transformers' ViTForImageClassification is stored. Raises ConfigError if it
+    has no such model.
+    """
+    require_representable(config)
+    names = [f"vit.encoder.layer.{i}." for i in range(config.depth)]
+    return translate(_outward(state, config), ours.vit_anatomy(config), _hf(names, config))
+
+
+def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """A state dict of ViTForImageClassification or ViTModel, of either naming and with or without the prefix `vit.`,
+    in Penstock's names and shapes.
+
+    Positions keep the grid they were learned on; names that the model lacks are kept.
+    """
+    require_representable(config)
+    state = {re.sub(r"^(?!vit\.|classifier\.)", "vit.", name): tensor for name, tensor in state.items()}
+    return _inward(translate(state, pruned(_hf(state, config), state), ours.vit_anatomy(config)))
+
+
+def _hf(names: Collection[str], config: ViTConfig) -> Anatomy:
+    inside = {name.removeprefix("vit.") for name in names}
+    (stack,) = placed(transformers.vit_stacks(inside, config.heads), "vit.")
+    return Anatomy(family="hf_vit", stacks=(replace(stack, after=(*stack.after, Head("classifier"))),))
+
+
+def to_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Penstock's state dict in timm's names and shapes. Raises ConfigError where timm has no such model."""
+    names = [f"blocks.{i}." for i in range(config.depth)]
+    target = _timm(names, config)
+    written = translate(_outward(state, config), ours.vit_anatomy(config), target)
+    if config.classifier == "token" or config.pool_norm == "before":
+        return written
+    return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in written.items()}
+
+
+def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """timm's state dict in Penstock's names and shapes; names that the model lacks are kept.
+
+    Positions keep the grid they were learned on. Where timm's class token has no position (`no_embed_class`),
+    it gets one of zeros, which is the same model.
+    """
+    source = pruned(_timm(state, config), state)
+    found = _inward(translate(state, source, ours.vit_anatomy(config)))
+    positions = found.get("positions")
+    if positions is not None and "class_token" in found and math.isqrt(len(positions)) ** 2 == len(positions):
+        found["positions"] = torch.cat([torch.zeros_like(positions[:1]), positions])
+    return found
+
+
+def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
+    if config.stem != "patchify":
+        raise ConfigError(
+            "timm's VisionTransformer has no convolutional stem, so weights of model.stem 'conv' cannot take "
+            "its names; save them in Penstock's own with save_pretrained."
+        )
+    return Anatomy(family="timm_vit", stacks=(timm.vit_stack(names, config.heads),))
+
+
+def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Tensors in the shapes of both libraries: a stem that convolves, and tokens and positions of one sample."""
+    kernel = (config.width, config.channels, config.patch_size, config.patch_size)
+    shapes = {"stem.proj.weight": kernel, "class_token": (1, 1, -1), "positions": (1, -1, config.width)}
+    return {name: tensor.reshape(shapes.get(name, tensor.shape)) for name, tensor in state.items()}
+
+
+def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `_outward`."""
+    ends = {"stem.proj.weight": (1, -1), "class_token": (0, -1), "positions": (0, 1)}
+    return {name: tensor.flatten(*ends[name]) if name in ends else tensor for name, tensor in state.items()}
+
+
+def resize_positions(positions: Tensor, tokens: int, *, class_token: bool, antialias: bool = True) -> Tensor:
+    """Bicubic interpolation of (tokens', D) on its square grid to (tokens, D), in fp32.
+
+    The class token's row, where there is one, comes first and is kept. `antialias` is what timm does;
+    transformers interpolates without, and so does Penstock for weights that come from there.
+
+    Raises ConfigError when either number of tokens is no square grid.
+    """
+    if positions.shape[0] == tokens:
+        return positions
+    extra = int(class_token)
+    old, new = (math.isqrt(n - extra) for n in (positions.shape[0], tokens))
+    if old * old + extra != positions.shape[0] or new * new + extra != tokens:
+        raise ConfigError(
+            f"Position embeddings of {positions.shape[0]} tokens cannot become {tokens}: less the class "
+            f"token, both must be squares. Check that model.classifier is the one the weights were trained "
+            f"with."
+        )
+    grid = positions[extra:].float().T.reshape(1, -1, old, old)
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False, antialias=antialias)
+    patches = grid.reshape(-1, new * new).T.to(positions.dtype)
+    return torch.cat([positions[:extra], patches])

@@ -273,7 +273,7 @@ def test_manifests_cannot_point_outside_their_directory(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     body["files"]["../secret.json"] = {"bytes": 2, "sha256": "0" * 64}
     file.write_bytes(sealed(body))
-    with pytest.raises(CheckpointError, match="no name of a checkpoint file"):
+    with pytest.raises(CheckpointError, match="not the name of a checkpoint file"):
         checkpoint.load(path)
 
 
@@ -308,11 +308,11 @@ def test_rubbish_of_a_killed_save_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-1"]
 
 
-def test_a_damaged_latest_is_named_and_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_latest_is_named_and_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint.save(tmp_path, snapshot(1))
     (tmp_path / "latest").write_text("step-8\n")
     loaded = checkpoint.newest(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
-    assert "latest did not name step-1" in caplog.text
+    assert "latest does not name step-1" in caplog.text
     assert (tmp_path / "latest").read_text() == "step-1\n"

@@ -118,7 +118,7 @@ def _entry(**values: Any) -> Callable[[dict[str, Any]], None]:
         (_entry(chunks=[[9, [0, 0], [3, 4]]]), "malformed"),
         (_entry(chunks=[[0, [0, 0], [3, 4], 1]]), "malformed"),
         (_entry(chunks="x"), "malformed"),
-        (lambda d: d.pop("weights/a"), "holds 'a', which the index lacks"),
+        (lambda d: d.pop("weights/a"), "holds 'a', which the index does not list"),
         (lambda d: d.update({"../../etc/a": d["weights/a"]}), "does not hold"),
         (lambda d: d.update({"weights/b": d["weights/a"]}), "says F32|does not hold"),
         (lambda d: d.update({"odd": []}), "malformed"),
@@ -191,5 +191,5 @@ def test_several_ranks_refuse_alike_and_run_nothing(path: Path) -> None:
     seal(path)
     first, second = spawn(find_nothing, 2, path.parent)
     assert first == second
-    assert "tensors.json is refused: it is no JSON" in first
+    assert "tensors.json is refused: it is not JSON" in first
     assert not marker.exists()

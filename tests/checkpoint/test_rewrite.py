@@ -82,7 +82,7 @@ def test_a_target_that_is_there_or_full_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = checkpoint.save(tmp_path / "a", numbered(7))
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         rewrite.convert(source, tmp_path / "a")
     with pytest.raises(ConfigError, match="for 0 ranks"):
         rewrite.convert(source, tmp_path / "b", ranks=0)
@@ -100,11 +100,15 @@ def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
     for step in (3, 12):
         checkpoint.save(tmp_path / "checkpoints", numbered(step))
     folder = tmp_path / "checkpoints"
-    assert rewrite.resolve(tmp_path) == rewrite.resolve(folder) == folder / "step-12"
-    assert rewrite.resolve(folder / "step-3") == rewrite.resolve(tmp_path, step=3) == folder / "step-3"
+    assert rewrite.checkpoint_path(tmp_path) == rewrite.checkpoint_path(folder) == folder / "step-12"
+    assert (
+        rewrite.checkpoint_path(folder / "step-3")
+        == rewrite.checkpoint_path(tmp_path, step=3)
+        == folder / "step-3"
+    )
     for path, step in ((tmp_path, 4), (tmp_path / "none", None)):
         with pytest.raises(ConfigError, match="There is no"):
-            rewrite.resolve(path, step=step)
+            rewrite.checkpoint_path(path, step=step)
 
 
 def vit_checkpoint(folder: Path) -> tuple[Path, torch.nn.Module]:

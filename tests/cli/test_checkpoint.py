@@ -69,7 +69,7 @@ def test_convert_rewrites_the_newest(run: Path, tmp_path: Path, capsys: pytest.C
     found = checkpoint.load(one / "step-7")
     assert same_snapshot(found, checkpoint.Snapshot(**{**fields(expected), "local": {}}))
     assert main(["checkpoint", "convert", str(two), str(one)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def fields(snapshot: checkpoint.Snapshot) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.checkpoint import Snapshot, Stored, by_index, by_name, find
+from penstock.checkpoint import Checkpoint, Snapshot, by_index, by_name, find
 
 BATCH = 12
 """Samples per step over all ranks: divisible by 1, 2, 3 and 4."""
@@ -86,7 +86,7 @@ class Trainee:
             local={"random": {"torch": torch.get_rng_state(), "rank": self.rank}},
         )
 
-    def restore(self, stored: Stored) -> Snapshot:
+    def restore(self, stored: Checkpoint) -> Snapshot:
         """Become what was saved, whatever layout saved it."""
         parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         snapshot = stored.load(parameters, rank=self.rank, world=self.world)

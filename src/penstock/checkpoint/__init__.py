@@ -1,6 +1,6 @@
-"""Checkpoints: what is written, how it is committed, and what is believed when it is read.
+"""Checkpoints: what is written, how it is committed, and what is checked before it is believed.
 
-A run on any number of ranks saves and goes on like this; where torch.distributed runs, all ranks call alike:
+A run on any number of ranks saves and resumes like this. Where torch.distributed runs, all ranks make the same calls:
 
     snapshot = Snapshot(
         step=step,
@@ -17,7 +17,7 @@ A run on any number of ranks saves and goes on like this; where torch.distribute
     model.load_state_dict(snapshot.weights["weights"])
     optimizer.load_state_dict(by_index(snapshot.state["optimizer"], optimizer.state_dict()))
 
-`newest` reads everything whole instead, for models that each rank holds whole.
+`newest` reads everything whole, for models that each rank holds whole.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.checkpoint.manifest import Manifest as Manifest
 from penstock.checkpoint.manifest import verify as verify
 from penstock.checkpoint.names import by_index as by_index
 from penstock.checkpoint.names import by_name as by_name
+from penstock.checkpoint.reader import Checkpoint as Checkpoint
+from penstock.checkpoint.reader import find as find
+from penstock.checkpoint.reader import load as load
+from penstock.checkpoint.reader import newest as newest
+from penstock.checkpoint.reader import open_verified as open_verified
 from penstock.checkpoint.rewrite import convert as convert
 from penstock.checkpoint.snapshot import Snapshot as Snapshot
-from penstock.checkpoint.stored import Stored as Stored
-from penstock.checkpoint.stored import find as find
-from penstock.checkpoint.stored import load as load
-from penstock.checkpoint.stored import newest as newest
-from penstock.checkpoint.stored import open_verified as open_verified

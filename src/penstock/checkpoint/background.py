@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy is made, and a thread of its own commits it."""
+"""Saving while training goes on: the state is copied, and a thread commits the copy."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint.commit import commit
-from penstock.checkpoint.pieces import Parts, Piece, take_apart
-from penstock.checkpoint.snapshot import Snapshot
-from penstock.checkpoint.team import Team, new_group
+from penstock.checkpoint.coordinator import Coordinator, new_group
+from penstock.checkpoint.snapshot import Parts, Piece, Snapshot, take_apart
 
 _log = logging.getLogger(__name__)
 
 
 class BackgroundSaver:
-    """Saves as `save` does, of which the training loop waits for the copy alone.
+    """Saves as `save` does, but the training loop waits for the copy only.
 
-    The copy takes the memory of this rank's share on the host, which is kept from save to save (page-locked for a
-    GPU). One save is in flight at most: the next one waits for it. A failure is raised by the next `start`, `wait` or
-    `close`, on all ranks alike; the saver goes on working after it.
+    The copy takes as much host memory as this rank's share of the state. That memory is kept from save to save, and
+    is page-locked for a GPU. At most one save is in flight: the next one waits for it. The next `start`, `wait` or
+    `close` raises the failure of a save, on all ranks alike; the saver can be used again after it.
 
-    Where torch.distributed runs, all ranks make one and call it alike; it talks in a gloo group of its own, so that
-    nothing of it mixes with the training's collectives.
+    Where torch.distributed runs, all ranks make a saver and make the same calls. It uses a gloo group of its own, so
+    that its messages do not mix with the training's collectives.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
-        self._team = Team()
+        self._coordinator = Coordinator()
         if dist.is_available() and dist.is_initialized():
             group = new_group()
-            self._team = Team(dist.get_rank(group), dist.get_world_size(group), group)
+            self._coordinator = Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
@@ -51,8 +50,8 @@ class BackgroundSaver:
             EnvironmentProblem, CheckpointError: the save before it failed; `snapshot` is not saved then.
         """
         self.wait()
-        parts = self._copied(take_apart(snapshot, self._team.rank))
-        # No daemon: a process that ends in good order finishes its save first.
+        parts = self._copied(take_apart(snapshot, self._coordinator.rank))
+        # Not a daemon: a process that ends normally finishes its save first.
         self._thread = threading.Thread(target=self._commit, args=(parts,), name="penstock-checkpoint")
         self._thread.start()
 
@@ -62,7 +61,7 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> Path | None:
-        """Wait for the save in flight; the last checkpoint that was committed, if any.
+        """Wait for the save in flight. Returns the last checkpoint that was committed, if any.
 
         Raises:
             EnvironmentProblem, CheckpointError: it failed.
@@ -76,7 +75,7 @@ class BackgroundSaver:
         return self._saved
 
     def close(self) -> Path | None:
-        """As `wait`, and give the memory of the copies back."""
+        """Do what `wait` does, and free the memory of the copies."""
         try:
             return self.wait()
         finally:
@@ -84,7 +83,7 @@ class BackgroundSaver:
 
     def _commit(self, parts: Parts) -> None:
         try:
-            self._saved = commit(self.folder, parts, keep=self.keep, team=self._team)
+            self._saved = commit(self.folder, parts, keep=self.keep, coordinator=self._coordinator)
         except BaseException as problem:  # noqa: BLE001  # raised again where the loop waits
             _log.error("The checkpoint of step %d could not be saved: %s", parts.step, problem)
             self._problem = problem

@@ -1,17 +1,17 @@
 """Checkpoints that survive a kill at any instant, of one process or of many.
 
 Note [The commit protocol]
-    1. Everything is written into `step-N.tmp/`, by each rank its own files, hashed while they are written and fsynced
-       (see Note [Streaming]).
-    2. `manifest.json`, with every file's size and sha256, is written last by rank 0 and fsynced, then the directory.
-    3. `step-N.tmp` is renamed to `step-N`: the one atomic instant at which the checkpoint exists.
+    1. Each rank writes its own files into `step-N.tmp/`. They are hashed while they are written, and fsynced (see
+       Note [Streaming]).
+    2. Rank 0 writes `manifest.json` last, with every file's size and sha256. It is fsynced, then the directory.
+    3. `step-N.tmp` is renamed to `step-N`. The rename is atomic: from then on the checkpoint exists.
     4. The parent directory is fsynced; then the text file `latest` is replaced by a rename.
-    5. The new checkpoint is read back and verified; only then are older ones pruned; at least two are kept.
-A kill before 3 leaves a `.tmp` that the next start removes; a kill after it leaves a whole checkpoint. An error on any
-rank before 3 is the same error on all, and removes what was written.
-Reading never depends on `latest`, which is for people and scripts: the newest `step-N` that verifies is taken.
+    5. The new checkpoint is read back and verified. Only then are older ones pruned; at least two are kept.
+A kill before 3 leaves a `.tmp`, which the next start removes. A kill after 3 leaves a whole checkpoint. An error on one
+rank before 3 is raised on all ranks, and what was written is removed.
+Reading never depends on `latest`, which is for people and scripts. It takes the newest `step-N` that verifies.
 
-Nothing is pickled: weights and state tensors are safetensors, everything else is JSON.
+Nothing is pickled: tensors are safetensors, everything else is JSON.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.disk import write_file
 from penstock.checkpoint.index import file_name
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
-from penstock.checkpoint.pieces import LOCAL, Parts, take_apart
-from penstock.checkpoint.snapshot import Snapshot
+from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.storage import PieceSaver, ShardWriter, write_alone
-from penstock.checkpoint.team import RankProblem, Team, present_team
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
 _log = logging.getLogger(__name__)
@@ -44,69 +43,66 @@ _STEP = re.compile(r"step-(\d+)")
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> Path:
     """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2).
 
-    Where torch.distributed runs, all its ranks call this, each with its own snapshot of the same step, and `folder`
-    is one that all of them see. A `step-N` that is there already and verifies is left as it is: a run's state at a
-    step is unique.
+    Where torch.distributed runs, all its ranks call this, each with its own snapshot of the same step. All of them
+    must see `folder`. A `step-N` that exists and verifies is not written again: a run has one state at a step.
 
     Raises:
         EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
         CheckpointError: what was written does not read back.
     """
-    team = present_team(group)
-    return commit(folder, take_apart(snapshot, team.rank), keep=keep, team=team)
+    coordinator = current_coordinator(group)
+    return commit(folder, take_apart(snapshot, coordinator.rank), keep=keep, coordinator=coordinator)
 
 
-def commit(folder: Path, parts: Parts, *, keep: int, team: Team) -> Path:
-    """As `save`, for what has been taken apart already."""
+def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -> Path:
+    """Do what `save` does, for a snapshot that has been taken apart."""
     final = folder / f"step-{parts.step}"
     temporary = folder / f"step-{parts.step}.tmp"
     try:
-        if team.first(lambda: _prepare(folder, parts)):
+        if coordinator.first(lambda: _prepare(folder, parts)):
             return final
-        _write(temporary, parts, team)
-        team.first(lambda: _publish(temporary, final))
+        _write(temporary, parts, coordinator)
+        coordinator.first(lambda: _publish(temporary, final))
     except (Exception, CheckpointException) as problem:
         where, error = _cause(problem)
-        if team.rank == 0:
+        if coordinator.rank == 0:
             remove(temporary)
         if isinstance(error, OSError):
             raise EnvironmentProblem(
                 f"Checkpoint {final} could not be written{where}: {error}. Older checkpoints are untouched. "
-                f"Free space or mend the disk, then run the same command again to resume."
+                f"Free space or replace the disk, then run the same command again to resume."
             ) from problem
         if error is problem:
             raise
         raise error from problem
-    check(final, team, keep_cached=False)
-    team.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))
+    check(final, coordinator, keep_cached=False)
+    coordinator.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))
     return final
 
 
-def check(path: Path, team: Team, *, keep_cached: bool = True) -> Manifest:
-    """Verify `path`, the ranks sharing the work. All return, or all raise the CheckpointError of the first to."""
-    part = (team.rank, team.world)
+def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> Manifest:
+    """Verify `path`; the ranks share the work. All return, or all raise the error of the lowest rank that failed."""
+    part = (coordinator.rank, coordinator.world)
     try:
-        return team.all(lambda: verify(path, part=part, keep_cached=keep_cached))[0]
+        return coordinator.all(lambda: verify(path, part=part, keep_cached=keep_cached))[0]
     except RankProblem as problem:
         raise problem.error from problem
 
 
 def _cause(problem: BaseException) -> tuple[str, BaseException]:
-    """Where, in words, and what went wrong: the error of the lowest rank that had one."""
+    """Where it happened, in words, and the error of the lowest rank that failed."""
     if isinstance(problem, RankProblem):
         return f" (rank {problem.rank})", problem.error
     if isinstance(problem, CheckpointException):
         rank, (error, _) = min(problem.failures.items())
         if isinstance(error, PenstockError | OSError):
             return f" (rank {rank})", error
-        return "", RuntimeError(
-            f"Rank {rank} failed in writing a checkpoint: {type(error).__name__}: {error}"
-        )
+        return "", RuntimeError(f"Rank {rank} failed to write a checkpoint: {type(error).__name__}: {error}")
     return "", problem
 
 
 def _prepare(folder: Path, parts: Parts) -> bool:
-    """Make way. True where the step is there already."""
+    """Make an empty temporary folder. Returns True where the step exists already."""
     final, temporary = folder / f"step-{parts.step}", folder / f"step-{parts.step}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     if final.exists():
@@ -123,39 +119,41 @@ def _prepare(folder: Path, parts: Parts) -> bool:
     return False
 
 
-def _write(temporary: Path, parts: Parts, team: Team) -> None:
+def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
     """Steps 1 and 2 of Note [The commit protocol]."""
 
     def shared() -> None:
         if not temporary.is_dir():
             raise EnvironmentProblem(
-                f"Rank {team.rank} does not see {temporary}, which rank 0 has made. Let --output be a folder that all "
-                f"nodes share."
+                f"Rank {coordinator.rank} does not see {temporary}, which rank 0 has made. Set --output to a folder "
+                f"that all nodes share."
             )
 
-    team.all(shared)
-    writer = ShardWriter(temporary, team.rank, team.world)
-    if team.group is None:
+    coordinator.all(shared)
+    writer = ShardWriter(temporary, coordinator.rank, coordinator.world)
+    if coordinator.group is None:
         write_alone(writer, parts.pieces)
     else:
-        save_shards(dict(parts.pieces), storage_writer=writer, planner=PieceSaver(), process_group=team.group)
+        save_shards(
+            dict(parts.pieces), storage_writer=writer, planner=PieceSaver(), process_group=coordinator.group
+        )
 
     def documents() -> dict[str, object]:
         if parts.local:
-            writer.write_json(file_name(LOCAL, team.rank, team.world, "json"), parts.local)
-        if team.rank == 0:
+            writer.write_json(file_name(LOCAL, coordinator.rank, coordinator.world, "json"), parts.local)
+        if coordinator.rank == 0:
             writer.write_json("state.json", parts.document)
             writer.write_json("config.json", parts.config)
         return dict(writer.files)
 
-    files = {name: written for share in team.all(documents) for name, written in share.items()}
+    files = {name: written for share in coordinator.all(documents) for name, written in share.items()}
 
     def manifest() -> None:
-        listed = Manifest(parts.step, parts.plan, versions(), files, team.world)  # type: ignore[arg-type]
+        listed = Manifest(parts.step, parts.plan, versions(), files, coordinator.world)  # type: ignore[arg-type]
         write_file(temporary / MANIFEST, [manifest_text(listed)])
         _sync_directory(temporary)
 
-    team.first(manifest)
+    coordinator.first(manifest)
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -174,19 +172,19 @@ def steps(folder: Path) -> list[int]:
 
 
 def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Remove what a killed save left behind; by rank 0, before any rank goes on."""
+    """Remove what a killed save left behind. Rank 0 does it before any rank goes on."""
 
-    def rubbish() -> None:
+    def leftovers() -> None:
         for entry in folder.glob("*.tmp"):
-            _log.info("Removing %s, left by a save that was cut off.", entry)
+            _log.info("Removing %s, which an interrupted save left.", entry)
             remove(entry)
 
     if folder.is_dir():
-        present_team(group).first(rubbish)
+        current_coordinator(group).first(leftovers)
 
 
 def _require_space(folder: Path, parts: Parts) -> None:
-    """The tensors are nearly all of a checkpoint; 5 % and a megabyte cover headers, JSON and blocks."""
+    """Tensors make up nearly all of a checkpoint; 5 % and a megabyte cover headers, JSON and disk blocks."""
     needed = int(1.05 * parts.whole_bytes()) + 1_000_000
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -203,12 +201,12 @@ def _point_latest(folder: Path, name: str) -> None:
     _sync_directory(folder)
 
 
-def mend_latest(folder: Path, name: str) -> None:
-    """Let `latest` name the checkpoint in use."""
+def repair_latest(folder: Path, name: str) -> None:
+    """Let `latest` name the checkpoint that is used."""
     latest = folder / LATEST
     if not latest.is_file() or latest.read_bytes() != f"{name}\n".encode():
         _log.warning(
-            "%s did not name %s, the newest checkpoint that verifies; it is rewritten.", latest, name
+            "%s does not name %s, the newest checkpoint that verifies. It is rewritten.", latest, name
         )
         _point_latest(folder, name)
 
@@ -219,14 +217,14 @@ def _prune(folder: Path, *, newest: int, keep: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that was refused, so that it is neither tried again nor in the way."""
+    """Rename a checkpoint that was refused, so that it is not tried again."""
     target = path.with_name(f"{path.name}.refused")
     remove(target)
     path.rename(target)
 
 
 def remove(path: Path) -> None:
-    """Delete a file or directory; a kill half way leaves nothing that looks like a checkpoint."""
+    """Delete a file or directory. A kill half way leaves nothing that looks like a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         doomed = path
         if path.suffix != ".tmp":

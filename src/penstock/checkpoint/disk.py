@@ -1,12 +1,12 @@
 """Bytes to and from the disk, hashed on the way.
 
 Note [Streaming]
-    Large files go in pieces. While one is written, a second thread hashes it and a third flushes what lies further
-    back, so that the disk works from the first piece on and the last flush is short. What has been flushed, or read
-    back, is dropped from the system's page cache: nobody reads it again soon, a checkpoint would push out the training
-    data that is read all the time, and pages that are used over and over cost less than ever new ones. (On a virtual
-    machine, whose host has to find each new page, 1 GB took 4 s of processor time to write without this, and 0.5 s
-    with it.) It also means that a checkpoint is verified by what the disk gives back.
+    Large files are written in pieces. While one piece is written, a second thread hashes it and a third flushes
+    earlier pieces. So the disk works from the first piece on, and the last flush is short. What has been flushed or
+    read back is dropped from the system's page cache. Nobody reads it again soon; a checkpoint would push out training
+    data, which is read all the time; and reusing pages costs less than taking new ones. (On a virtual machine, whose
+    host has to find each new page, writing 1 GB took 4 s of processor time without this, and 0.5 s with it.) It also
+    means that a checkpoint is verified by what the disk gives back.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Written:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write the byte-like `chunks` to `path`, hashed on the way, and force them to the disk.
+    """Write the byte-like `chunks` to `path`, hash them on the way, and force them to the disk.
 
-    A chunk must stay as it is until the one after the next is asked for. See Note [Streaming].
+    A chunk must not change until the chunk after the next is asked for. See Note [Streaming].
 
     Raises:
         OSError: the disk is full, or fails.
@@ -65,7 +65,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     """The sha256 of the content of `path`, in hex. With `keep_cached` false a large file leaves nothing in the page
-    cache, for a file that nobody will read soon.
+    cache, because nobody will read it soon.
 
     Raises:
         OSError: it cannot be read.
@@ -88,10 +88,10 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
 
 
 class _Beside:
-    """Does one thing at a time in a thread of its own: the next waits for the one before.
+    """Does one thing at a time in a second thread; the next waits for the one before.
 
-    Plain threads, for the executors of concurrent.futures take no more work once the main thread has ended, and a
-    save in the background may outlast it.
+    It uses plain threads. An executor of concurrent.futures takes no more work once the main thread has ended, and a
+    save in the background may outlast that.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Beside:
         self._problem: BaseException | None = None
 
     def do(self, action: Callable[..., object], *arguments: Any, now: bool = False) -> None:
-        """Begin it, after what was begun before; with `now` do it here, where a thread would cost more."""
+        """Start it after what was started before. With `now` do it here, where a thread would cost more."""
         self.wait()
         if now:
             action(*arguments)
@@ -110,7 +110,7 @@ class _Beside:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is done; raises what it raised."""
+        """Wait until it is done. Raises what it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -128,7 +128,7 @@ class _Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:  # an error is on its way; the file may not be closed under the thread
+        if self._thread is not None:  # an error is being raised; the file may not be closed under the thread
             self._thread.join()
 
 
@@ -147,6 +147,6 @@ def _flush(handle: int, start: int, count: int) -> None:
 
 
 def _forget(handle: int, start: int, count: int) -> None:
-    """Drop what has been flushed, or was only read, from the page cache where the system can."""
+    """Drop what has been flushed or read from the page cache, where the system can."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, start, count, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint lies: `tensors.json`, in place of the pickle that DCP writes."""
+"""Which file holds each part of each tensor: `tensors.json`, in place of the pickle that DCP writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, Held, read_header
+from penstock.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, TensorInfo, read_header
 from penstock.errors import CheckpointError
 
 
@@ -60,13 +60,13 @@ def key_of(name: str, entry: Entry, chunk: Chunk) -> str:
 
 
 def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
-    """As `key_of`."""
+    """Do what `key_of` does, for the parts of a chunk."""
     plain = name.partition("/")[2]
     return plain if tuple(sizes) == tuple(shape) else f"{plain}@{','.join(map(str, offsets))}"
 
 
 def index_of(metadata: Metadata, ranks: Mapping[MetadataIndex, int]) -> dict[str, Entry]:
-    """The index of what DCP planned; `ranks` says who wrote which chunk."""
+    """The index of what DCP planned; `ranks` says which rank wrote each chunk."""
     index = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata), name
@@ -103,32 +103,34 @@ def to_json(index: Index) -> dict[str, Any]:
 
 
 def read_index(path: Path, document: Any, files: Iterable[str], world: int) -> dict[str, Entry]:
-    """The index of the checkpoint directory `path`, held against the headers of its tensor files.
+    """The index of the checkpoint directory `path`, checked against the headers of its tensor files.
 
-    Every chunk must be in a file that the manifest lists, with the dtype and shape that the index gives; every
-    tensor must be filled exactly once, and no tensor lie in a file unsaid. So no more memory is ever asked for than
-    there are bytes on the disk.
+    Every chunk must be in a file that the manifest lists, with the dtype and shape that the index gives. Every tensor
+    must be filled exactly once. Every tensor in a file must be listed. So no more memory is ever allocated than there
+    are bytes on the disk.
 
     Raises:
-        CheckpointError: something of that is not so.
+        CheckpointError: one of these does not hold.
     """
     headers = {name: read_header(path / name) for name in files if name.endswith(".safetensors")}
     if not isinstance(document, dict):
-        raise CheckpointError(f"Checkpoint {path} is refused: its index is no table of tensors.")
-    unsaid = {(file, key) for file, header in headers.items() for key in header}
+        raise CheckpointError(f"Checkpoint {path} is refused: its index is not a table of tensors.")
+    unlisted = {(file, key) for file, header in headers.items() for key in header}
     index = {}
     for name, value in document.items():
         try:
             entry = _entry(value)
-            problem = _problem(name, entry, world, headers, unsaid)
+            problem = _problem(name, entry, world, headers, unlisted)
         except (KeyError, TypeError, ValueError, OverflowError):
             problem = "is malformed"
         if problem:
             raise CheckpointError(f"Checkpoint {path} is refused: the index's entry for '{name}' {problem}.")
         index[name] = entry
-    if unsaid:
-        file, key = min(unsaid)
-        raise CheckpointError(f"Checkpoint {path} is refused: {file} holds '{key}', which the index lacks.")
+    if unlisted:
+        file, key = min(unlisted)
+        raise CheckpointError(
+            f"Checkpoint {path} is refused: {file} holds '{key}', which the index does not list."
+        )
     return index
 
 
@@ -136,11 +138,11 @@ def index_of_whole_files(path: Path, files: Iterable[str]) -> dict[str, Entry]:
     """The index of a checkpoint that has none, because one process wrote every tensor whole (format 1)."""
     return {
         f"{file.removesuffix('.safetensors')}/{name}": Entry(
-            held.dtype, held.shape, (Chunk(0, (0,) * len(held.shape), held.shape),)
+            info.dtype, info.shape, (Chunk(0, (0,) * len(info.shape), info.shape),)
         )
         for file in files
         if file.endswith(".safetensors")
-        for name, held in read_header(path / file).items()
+        for name, info in read_header(path / file).items()
     }
 
 
@@ -162,22 +164,22 @@ def _problem(
     name: str,
     entry: Entry,
     world: int,
-    headers: Mapping[str, Mapping[str, Held]],
-    unsaid: set[tuple[str, str]],
+    headers: Mapping[str, Mapping[str, TensorInfo]],
+    unlisted: set[tuple[str, str]],
 ) -> str | None:
-    """What is wrong with an entry. Strikes its chunks out of `unsaid`."""
+    """What is wrong with an entry. Removes its chunks from `unlisted`."""
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) or chunk.rank >= world:
             return "is malformed"
         if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, entry.shape)):
             return "has a chunk beyond its shape"
         file, key = file_name(name.partition("/")[0], chunk.rank, world), key_of(name, entry, chunk)
-        held = headers.get(file, {}).get(key)
-        if held is None or (file, key) not in unsaid:
+        info = headers.get(file, {}).get(key)
+        if info is None or (file, key) not in unlisted:
             return f"names a chunk '{key}' that {file} does not hold"
-        unsaid.discard((file, key))
-        if (held.dtype, held.shape) != (entry.dtype, chunk.sizes):
-            return f"says {entry.dtype} {chunk.sizes} where {file} holds {held.dtype} {held.shape}"
+        unlisted.discard((file, key))
+        if (info.dtype, info.shape) != (entry.dtype, chunk.sizes):
+            return f"says {entry.dtype} {chunk.sizes} where {file} holds {info.dtype} {info.shape}"
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if volume != math.prod(entry.shape):
         return f"has chunks of {volume} elements for a shape of {math.prod(entry.shape)}"
@@ -187,7 +189,7 @@ def _problem(
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Whether two boxes share an element. Sorted first, because thousands of slices of rows are the usual case."""
+    """Whether two boxes share an element. Usually there are thousands of slices of rows, so they are sorted first."""
     for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
         ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dimension])
         if all(

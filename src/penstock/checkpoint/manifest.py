@@ -54,7 +54,7 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:
-    """`body` as the one text that `read_manifest` accepts: canonical JSON that carries its own sha256."""
+    """`body` as the only text that `read_manifest` accepts: canonical JSON with its own sha256."""
     plain = {key: value for key, value in body.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return json.dumps({**plain, "sha256": seal}, indent=1, sort_keys=True).encode()
@@ -64,7 +64,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another step or of a format that is not known here.
+        CheckpointError: it is missing, damaged, of another step or of an unknown format.
     """
 
     def refuse(reason: str) -> CheckpointError:
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> Manifest:
     if file.is_symlink() or not file.is_file():
         raise refuse(f"{MANIFEST} is missing.{_foreign(path)}")
     if file.stat().st_size > _LIMIT:
-        raise refuse(f"{MANIFEST} is larger than any real one.")
+        raise refuse(f"{MANIFEST} is too large to be a manifest.")
     raw = file.read_bytes()
     try:
         body = json.loads(raw)
@@ -92,13 +92,13 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = _parsed(body)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise refuse(f"{MANIFEST} lacks what a manifest says.") from None
+        raise refuse(f"{MANIFEST} lacks some of a manifest's entries.") from None
     if path.name != f"step-{manifest.step}":
         raise refuse(f"its manifest is of step {manifest.step}.")
     for name in manifest.files:
         stem = name.removesuffix(".safetensors").removesuffix(".json")
         if not name.endswith(_SUFFIXES) or not stem.replace("_", "").replace("-", "").isalnum():
-            raise refuse(f"'{name}' is no name of a checkpoint file.")
+            raise refuse(f"'{name}' is not the name of a checkpoint file.")
     return manifest
 
 
@@ -113,13 +113,13 @@ def _parsed(body: Mapping[str, Any]) -> Manifest:
 
 
 def _foreign(path: Path) -> str:
-    """A word on what lies there instead, where it looks like somebody's pickles."""
+    """A sentence about a file in `path` that looks like a pickle; empty where there is none."""
     found = [entry.name for entry in path.iterdir() if _pickled(entry)] if path.is_dir() else []
     if not found:
         return ""
     return (
-        f" It holds {min(found)}, which is read by unpickling, and that can run code; Penstock reads safetensors and "
-        f"JSON alone. Convert it with the program that wrote it."
+        f" It holds {min(found)}, which is read by unpickling, and that can run code. Penstock reads only safetensors "
+        f"and JSON. Convert it with the program that wrote it."
     )
 
 
@@ -128,10 +128,10 @@ def _pickled(path: Path) -> bool:
 
 
 def check_sizes(path: Path) -> Manifest:
-    """Hold the files of the checkpoint directory `path` against its manifest by presence and size alone.
+    """Check that the files of the checkpoint directory `path` exist and have the sizes that its manifest says.
 
     Raises:
-        CheckpointError: naming the first file that is missing or of another size, or a pickle that lies there.
+        CheckpointError: naming the first file that is missing or of another size, or a pickle beside them.
     """
     manifest = read_manifest(path)
     for name, written in manifest.files.items():
@@ -148,17 +148,16 @@ def check_sizes(path: Path) -> Manifest:
 
 
 def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = True) -> Manifest:
-    """Hold the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
+    """Check the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
 
-    With `part` (i, n) the checksums of every n-th file from the i-th on are taken, so that n ranks share the work;
-    sizes are looked at by each. With `keep_cached` false nothing large is left in the page cache, for a checkpoint that
-    is not read next.
+    With `part` (i, n) only every n-th file's checksum is taken, from the i-th on, so that n ranks share the work. Each
+    rank checks all sizes. With `keep_cached` false nothing large stays in the page cache.
 
     Raises:
         CheckpointError: naming the first file that is missing, of another size, or of other content.
     """
     manifest = check_sizes(path)
-    # The largest first, so that shares are alike.
+    # The largest first, so that the ranks' shares are about equal.
     ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, written in ordered[part[0] :: part[1]]:
         if digest_file(path / name, keep_cached=keep_cached) != written.sha256:
@@ -169,7 +168,7 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = Tr
 
 
 def versions() -> dict[str, str]:
-    """What wrote a checkpoint."""
+    """The versions of what writes a checkpoint."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("penstock", "numpy", "safetensors"):
         try:

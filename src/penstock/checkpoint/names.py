@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of the parameters, so that it outlives the order and layout it was made in."""
+"""An optimizer's state by parameter name, so that it does not depend on the parameters' order or grouping."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -
 def by_index(
     stored: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What `by_name` gave, for the `load_state_dict` of the optimizer whose `state_dict()` is now `current`.
+    """Undo `by_name`, for the `load_state_dict` of the optimizer whose `state_dict()` is `current`.
 
-    State that is by number already (checkpoints of the first format) is given back as it is.
+    State that is by number already (checkpoints of the first format) is returned as it is.
 
     Raises:
-        CheckpointError: the stored state is of other parameters, or puts those of one group under different settings.
+        CheckpointError: the stored state is of other parameters, or has different settings within one group.
     """
     stored_groups = stored["param_groups"]
     if all(isinstance(number, int) for group in stored_groups for number in group["params"]):
@@ -58,8 +58,8 @@ def by_index(
     if set(wanted) != set(home):
         unknown, missing = sorted(set(home) - set(wanted)), sorted(set(wanted) - set(home))
         raise CheckpointError(
-            f"The stored optimizer state is of another model: it lacks {missing[:3] or 'nothing'} and knows "
-            f"{unknown[:3] or 'nothing'} besides. Give the model that it was saved with."
+            f"The stored optimizer state is of another model: it lacks {missing[:3] or 'nothing'} and also has "
+            f"{unknown[:3] or 'nothing'}. Use the model that it was saved with."
         )
     groups = []
     for group, named in zip(current["param_groups"], plain["param_groups"]):
@@ -67,8 +67,8 @@ def by_index(
         settings = [{k: v for k, v in h.items() if k != "params"} for h in homes]
         if any(other != settings[0] for other in settings):
             raise CheckpointError(
-                f"The stored optimizer groups parameters otherwise: {named['params'][0]} and others of its group were "
-                f"trained under different settings. Give the recipe that it was saved with."
+                f"The stored optimizer groups parameters differently: {named['params'][0]} and others of its group "
+                f"were trained with different settings. Use the recipe that it was saved with."
             )
         own = {key: group[key] for key in _OWN if key in group}
         groups.append({**(settings[0] if settings else group), **own})

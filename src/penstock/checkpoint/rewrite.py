@@ -1,4 +1,4 @@
-"""Checkpoints in other layouts, and their weights as Hugging Face lays them out."""
+"""Checkpoints rewritten for another number of ranks, and their weights as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from penstock.checkpoint.commit import LATEST, remove
 from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Chunk, Entry, chunk_key, file_name, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
-from penstock.checkpoint.pieces import LOCAL, Piece
-from penstock.checkpoint.storage import INDEX, ShardReader, read_pieces
-from penstock.checkpoint.stored import Stored, open_verified
-from penstock.checkpoint.tensorfile import Outgoing, write_tensors
+from penstock.checkpoint.reader import Checkpoint, open_verified
+from penstock.checkpoint.snapshot import LOCAL, Piece
+from penstock.checkpoint.storage import INDEX, read_pieces
+from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 
 SHARD_BYTES = 5_000_000_000
-"""Size from which Hugging Face splits a model's weights into several files."""
+"""Hugging Face splits a model's weights into files of this size."""
 
 
-def resolve(path: Path, *, step: int | None = None) -> Path:
-    """The checkpoint directory that `path` means: itself, the newest in a folder of them, or a run's newest.
+def checkpoint_path(path: Path, *, step: int | None = None) -> Path:
+    """The checkpoint directory that `path` names: itself, the newest in a folder of them, or a run's newest.
 
     Raises:
         ConfigError: there is none.
@@ -42,39 +42,40 @@ def resolve(path: Path, *, step: int | None = None) -> Path:
             return folder / f"step-{found[-1]}"
     what = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
-        f"There is no {what} in {path}. Give a directory step-N, a folder of such, or the output folder of a run."
+        f"There is no {what} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."
     )
 
 
 def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
-    """Write the checkpoint directory `source`, of any format and layout, into the folder `target` as `ranks` would.
+    """Write the checkpoint directory `source` into the folder `target` as `ranks` ranks would save it now.
 
-    One rank gives one file per set, each tensor whole; more split every tensor along its first dimension as FSDP does.
-    Either can be read by any number of ranks, so this is for moving and sharing, and for speed where a rank shall read
-    one file. One tensor at a time is in memory. What was a rank's own (its random generators) is kept only where the
-    number of ranks stays.
+    One rank gives one file per set, each tensor whole; more ranks split every tensor along its first dimension, as FSDP
+    does. Any number of ranks can read either, so this is for moving and sharing, and for speed where a rank should read
+    one file. One tensor at a time is in memory. A rank's own state (its random generators) is kept only if the number
+    of ranks stays the same.
 
     Raises:
         CheckpointError: `source` is refused. EnvironmentProblem: the disk has too little room or fails.
-        ConfigError: `ranks` is below 1, or the target is there already.
+        ConfigError: `ranks` is below 1, or the target exists already.
     """
     if ranks < 1:
-        raise ConfigError(f"A checkpoint cannot be laid out for {ranks} ranks; give 1 or more.")
-    stored = open_verified(source)
+        raise ConfigError(f"A checkpoint cannot be written for {ranks} ranks; give 1 or more.")
+    checkpoint = open_verified(source)
     final, temporary = target / source.name, target / f"{source.name}.tmp"
     if final.exists():
-        raise ConfigError(f"{final} is there already; give another folder, or remove it.")
+        raise ConfigError(f"{final} exists already; give another folder, or remove it.")
     try:
         target.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target).free
-        if free < 1.05 * stored.manifest.bytes:
+        needed = 1.05 * checkpoint.manifest.bytes
+        if free < needed:
             raise EnvironmentProblem(
-                f"{target} has {free / 1e6:.0f} MB free; {source} needs {1.05 * stored.manifest.bytes / 1e6:.0f} MB."
+                f"{target} has {free / 1e6:.0f} MB free; {source} needs {needed / 1e6:.0f} MB."
             )
         remove(temporary)
         temporary.mkdir()
-        files = _rewritten(stored, temporary, ranks)
-        manifest = Manifest(stored.step, stored.plan, versions(), files, ranks)
+        files = _rewritten(checkpoint, temporary, ranks)
+        manifest = Manifest(checkpoint.step, checkpoint.plan, versions(), files, ranks)
         write_file(temporary / MANIFEST, [manifest_text(manifest)])
         temporary.rename(final)
         write_file(target / LATEST, [f"{final.name}\n".encode()])
@@ -87,11 +88,11 @@ def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
     return final
 
 
-def _rewritten(stored: Stored, folder: Path, ranks: int) -> dict[str, Written]:
-    same = ranks == stored.world
+def _rewritten(checkpoint: Checkpoint, folder: Path, ranks: int) -> dict[str, Written]:
+    same = ranks == checkpoint.world
     index: dict[str, Entry] = {}
-    outgoing: dict[str, list[Outgoing]] = {}
-    for name, entry in stored.index.items():
+    outgoing: dict[str, list[Pending]] = {}
+    for name, entry in checkpoint.index.items():
         group = name.partition("/")[0]
         if group == LOCAL:
             if not same:
@@ -102,11 +103,11 @@ def _rewritten(stored: Stored, folder: Path, ranks: int) -> dict[str, Written]:
         index[name] = Entry(entry.dtype, entry.shape, tuple(chunks))
         for chunk in chunks:
             outgoing.setdefault(file_name(group, chunk.rank, ranks), []).append(
-                Outgoing(
+                Pending(
                     chunk_key(name, entry.shape, chunk.offsets, chunk.sizes),
                     entry.torch_dtype,
                     chunk.sizes,
-                    partial(_fetch, stored, name, chunk),
+                    partial(_fetch, checkpoint, name, chunk),
                 )
             )
     files = {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
@@ -117,16 +118,16 @@ def _rewritten(stored: Stored, folder: Path, ranks: int) -> dict[str, Written]:
     if same:
         for rank in range(ranks):
             name = file_name(LOCAL, rank, ranks, "json")
-            if name in stored.manifest.files:
-                document(name, json.loads((stored.path / name).read_bytes()))
+            if name in checkpoint.manifest.files:
+                document(name, json.loads((checkpoint.path / name).read_bytes()))
     document(INDEX, to_json(index))
-    document("state.json", stored.document)
-    document("config.json", stored.config)
+    document("state.json", checkpoint.document)
+    document("config.json", checkpoint.config)
     return files
 
 
 def _split(shape: tuple[int, ...], ranks: int) -> Iterator[Chunk]:
-    """Boxes along the first dimension, as torch.chunk cuts; what cannot be cut is rank 0's."""
+    """Boxes along the first dimension, as torch.chunk cuts. Rank 0 gets what cannot be cut."""
     rows = shape[0] if shape and min(shape) > 0 else 0
     if rows < 2 or ranks == 1:
         yield Chunk(0, (0,) * len(shape), shape)
@@ -136,35 +137,37 @@ def _split(shape: tuple[int, ...], ranks: int) -> Iterator[Chunk]:
         yield Chunk(rank, (start, *(0,) * (len(shape) - 1)), (min(step, rows - start), *shape[1:]))
 
 
-def _fetch(stored: Stored, name: str, chunk: Chunk) -> Tensor:
-    entry = stored.index[name]
+def _fetch(checkpoint: Checkpoint, name: str, chunk: Chunk) -> Tensor:
+    entry = checkpoint.index[name]
     values = torch.empty(chunk.sizes, dtype=entry.torch_dtype)
     piece = Piece(values, torch.Size(entry.shape), torch.Size(chunk.offsets))
-    read_pieces(ShardReader(stored.path, {name: entry}, stored.world), {name: piece})
+    read_pieces(checkpoint.path, {name: entry}, checkpoint.world, {name: piece})
     return values
 
 
-def weight_sets(stored: Stored) -> list[str]:
+def weight_sets(checkpoint: Checkpoint) -> list[str]:
     """The sets of weights it holds: `weights`, and `ema` where there was an average."""
-    return list(stored.document["weights"])
+    return list(checkpoint.document["weights"])
 
 
-def read_weights(stored: Stored, which: str) -> dict[str, Tensor]:
+def read_weights(checkpoint: Checkpoint, which: str) -> dict[str, Tensor]:
     """One set of weights, whole and on the CPU, by parameter name."""
-    names = _names(stored, which)
-    read = stored.read({f"{which}/{name}": None for name in names})
+    names = _names(checkpoint, which)
+    read = checkpoint.read({f"{which}/{name}": None for name in names})
     return {name: read[f"{which}/{name}"] for name in names}
 
 
-def export_plain(stored: Stored, folder: Path, which: str, *, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+def export_plain(
+    checkpoint: Checkpoint, folder: Path, which: str, *, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
     """Write one set of weights in its own names as Hugging Face lays files out: `model.safetensors`, or several
     numbered ones of at most `shard_bytes` (but at least a tensor) and `model.safetensors.index.json`.
 
     One tensor at a time is in memory. Raises ConfigError where there is no such set.
     """
-    names = _names(stored, which)
+    names = _names(checkpoint, which)
     shards: list[list[str]] = [[]]
-    sizes = {name: _bytes(stored.index[f"{which}/{name}"]) for name in names}
+    sizes = {name: _bytes(checkpoint.index[f"{which}/{name}"]) for name in names}
     filled = 0
     for name in names:
         if shards[-1] and filled + sizes[name] > shard_bytes:
@@ -179,7 +182,7 @@ def export_plain(stored: Stored, folder: Path, which: str, *, shard_bytes: int =
         for number in range(1, count + 1)
     ]
     for file, shard in zip(files, shards):
-        write_tensors(folder / file, _whole(stored, which, shard), {"format": "pt"})
+        write_tensors(folder / file, _whole(checkpoint, which, shard), {"format": "pt"})
     if count > 1:
         listed = {name: file for file, shard in zip(files, shards) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": listed}
@@ -189,7 +192,7 @@ def export_plain(stored: Stored, folder: Path, which: str, *, shard_bytes: int =
     return [folder / file for file in files]
 
 
-def export_model(stored: Stored, folder: Path, which: str) -> None:
+def export_model(checkpoint: Checkpoint, folder: Path, which: str) -> None:
     """Write one set of weights, and the model's configuration, as a Hugging Face folder.
 
     Raises:
@@ -200,37 +203,37 @@ def export_model(stored: Stored, folder: Path, which: str) -> None:
     from penstock.models import ViT, create
     from penstock.models.convert import save_pretrained
 
-    config = from_dict(RunConfig, dict(stored.config), origin=f"the checkpoint {stored.path}")
+    config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
     with torch.device("meta"):
         model = create(config.model)
     if not isinstance(model, ViT):
         raise ConfigError(
-            f"{stored.path} holds a {type(model).__name__}, for which there is no Hugging Face form here; "
+            f"{checkpoint.path} holds a {type(model).__name__}, for which there is no Hugging Face form here; "
             f"export it with --names plain."
         )
     try:
-        model.load_state_dict(read_weights(stored, which), assign=True)
+        model.load_state_dict(read_weights(checkpoint, which), assign=True)
     except RuntimeError as problem:
         raise CheckpointError(
-            f"The weights '{which}' of {stored.path} are not those of the model that its configuration describes "
+            f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "
             f"({problem}); export them with --names plain."
         ) from problem
     save_pretrained(model, folder)
 
 
-def _names(stored: Stored, which: str) -> list[str]:
-    sets: Mapping[str, list[str]] = stored.document["weights"]
+def _names(checkpoint: Checkpoint, which: str) -> list[str]:
+    sets: Mapping[str, list[str]] = checkpoint.document["weights"]
     if which not in sets:
-        raise ConfigError(f"{stored.path} has no weights '{which}'; it has {', '.join(sets)}.")
+        raise ConfigError(f"{checkpoint.path} has no weights '{which}'; it has {', '.join(sets)}.")
     return list(sets[which])
 
 
-def _whole(stored: Stored, which: str, names: Sequence[str]) -> Iterator[Outgoing]:
+def _whole(checkpoint: Checkpoint, which: str, names: Sequence[str]) -> Iterator[Pending]:
     for name in names:
-        entry = stored.index[f"{which}/{name}"]
+        entry = checkpoint.index[f"{which}/{name}"]
         chunk = Chunk(0, (0,) * len(entry.shape), entry.shape)
-        yield Outgoing(
-            name, entry.torch_dtype, entry.shape, partial(_fetch, stored, f"{which}/{name}", chunk)
+        yield Pending(
+            name, entry.torch_dtype, entry.shape, partial(_fetch, checkpoint, f"{which}/{name}", chunk)
         )
 
 

@@ -1,12 +1,21 @@
-"""What a checkpoint holds, as its user sees it."""
+"""What is saved: a snapshot of a run, and the pieces of its tensors that torch.distributed.checkpoint is given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from penstock.checkpoint.tree import pack
+
+LOCAL = "local"
+RESERVED = {LOCAL, "manifest", "tensors", "state", "config"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +28,8 @@ class Snapshot:
     read on another number of ranks. Tensors of both may be DTensors, of which each rank saves and reads its
     own part; any other tensor must be the same on all ranks.
 
-    `local` is a tree of this rank's own, such as its random generators. On a number of ranks other than
-    that which saved it nobody can say whose it is, and it comes back empty.
+    `local` is a tree of this rank alone, such as its random generators. It cannot be shared out to another number of
+    ranks than saved it; then it comes back empty.
     """
 
     step: int
@@ -31,3 +40,103 @@ class Snapshot:
     local: Mapping[str, Any] = field(default_factory=dict)
     world: int = 1
     """Ranks that saved it. Filled in by loading; saving takes the number there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of a tensor of `shape`: `values` begins at `offsets` in it. A whole tensor is one piece.
+
+    It has the methods by which torch.distributed.checkpoint asks a tensor for its parts, as DTensor has. It needs no
+    device mesh, so that a copy on the host can be saved in place of what is on a device.
+    """
+
+    values: Tensor
+    shape: torch.Size
+    offsets: torch.Size
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.shape
+
+    def held(self) -> bool:
+        """Whether this rank has anything to save: a dimension of 3 over 4 ranks leaves one of them nothing."""
+        return self.values.numel() > 0 or self.shape.numel() == 0
+
+    def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
+        if not self.held():
+            return []
+        data = TensorWriteData(
+            self._chunk(), TensorProperties(dtype=self.values.dtype, requires_grad=False), self.shape
+        )
+        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.values.numel() > 0 else []
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(self.offsets, self.values.shape)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """This rank's part of `tensor`, sharing its memory.
+
+    Raises:
+        TypeError: it is a DTensor whose values are not settled yet (a Partial placement).
+    """
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(
+            f"A DTensor of placements {tensor.placements} has no values to save; redistribute it."
+        )
+    local = tensor.to_local().detach()
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    offsets = chunks[0].offsets if chunks else torch.Size([0] * tensor.ndim)
+    return Piece(local, tensor.shape, torch.Size(offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A snapshot in parts: its tensors as pieces by `set/name`, the rest as JSON documents."""
+
+    step: int
+    plan: str
+    pieces: Mapping[str, Piece]
+    config: Mapping[str, Any]
+    document: Mapping[str, Any]
+    """State that all ranks share; rank 0 writes it."""
+    local: Mapping[str, Any]
+    """State of this rank alone."""
+
+    def whole_bytes(self) -> int:
+        """Bytes of all whole tensors."""
+        return sum(piece.shape.numel() * piece.values.element_size() for piece in self.pieces.values())
+
+
+def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
+    """Split `snapshot` of rank `rank`; nothing is copied."""
+    pieces = dict(_weights(snapshot))
+    state: dict[str, Any] = {}
+    for name, tree in snapshot.state.items():
+        state[name], tensors = pack(tree, name)
+        pieces |= {f"{name}/{path}": piece_of(tensor) for path, tensor in tensors.items()}
+    local, tensors = pack(dict(snapshot.local), str(rank))
+    pieces |= {f"{LOCAL}/{path}": piece_of(tensor) for path, tensor in tensors.items()}
+    taken = RESERVED.intersection([*snapshot.weights, *snapshot.state]) | set(snapshot.weights).intersection(
+        snapshot.state
+    )
+    if taken:
+        raise ValueError(
+            f"A checkpoint has files of its own, or two parts, called {', '.join(sorted(taken))}."
+        )
+    document = {
+        "weights": {name: list(tensors) for name, tensors in snapshot.weights.items()},
+        "state": state,
+    }
+    return Parts(snapshot.step, snapshot.plan, pieces, dict(snapshot.config), document, local)
+
+
+def _weights(snapshot: Snapshot) -> Iterator[tuple[str, Piece]]:
+    for group, tensors in snapshot.weights.items():
+        for name, tensor in tensors.items():
+            yield f"{group}/{name}", piece_of(tensor)

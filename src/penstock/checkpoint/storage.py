@@ -1,7 +1,8 @@
 """Shards to and from files through torch.distributed.checkpoint (DCP), whose planners do the resharding.
 
-DCP's own storage writes `.metadata`, a pickle that runs code when it is read, and pickles whatever is no tensor. Here
-tensors are safetensors, one file per rank and set, and the metadata is `tensors.json`; nothing else is taken.
+DCP's own storage writes `.metadata`, a pickle that runs code when it is read, and pickles what is not a tensor. Its
+Hugging Face storage holds a whole file in memory, takes no checksum, and took three times as long to write 640 MB.
+Here tensors are safetensors, one file per rank and set, and the metadata is `tensors.json`. Nothing else is accepted.
 """
 
 from __future__ import annotations
@@ -20,28 +21,26 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
-    LoadPlan,
     LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Index, chunk_key, file_name, index_of, key_of, metadata_of, to_json
-from penstock.checkpoint.pieces import Piece
-from penstock.checkpoint.tensorfile import Outgoing, write_tensors
+from penstock.checkpoint.snapshot import Piece
+from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.errors import CheckpointError
 
 INDEX = "tensors.json"
 
 
 class PieceSaver(DefaultSavePlanner):
-    """Plans who writes which piece: what several ranks hold alike is written once, by those with least to write."""
+    """Plans which rank writes which piece. What several ranks hold is written once, by the rank with least to write."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -50,11 +49,6 @@ class PieceSaver(DefaultSavePlanner):
         """The values of a piece."""
         piece: Piece = self.state_dict[index.fqn]
         return piece.values
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Nothing is transformed, and nothing but tensors is written."""
-        assert write_item.type != WriteItemType.BYTE_IO, write_item.index.fqn
-        return object
 
 
 class PieceLoader(DefaultLoadPlanner):
@@ -66,7 +60,7 @@ class PieceLoader(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """The default one would look for state on devices."""
+        """The default method would look for state on devices."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -75,10 +69,6 @@ class PieceLoader(DefaultLoadPlanner):
         """Where the values of a piece go."""
         piece: Piece = self.state_dict[index.fqn]
         return piece.values
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """The default one would unpickle."""
-        raise CheckpointError(f"'{read_item.dest_index.fqn}' is no tensor; nothing else is read.")
 
 
 class ShardWriter(StorageWriter):
@@ -89,18 +79,18 @@ class ShardWriter(StorageWriter):
         self.rank = rank
         self.world = world
         self.files: dict[str, Written] = {}
-        """What this rank has written."""
+        """The files that this rank has written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the plan's chunks, a file for each set, each tensor fetched when its turn comes."""
-        outgoing: dict[str, list[Outgoing]] = {}
+        """Write the plan's chunks, a file for each set; each tensor is fetched when its turn comes."""
+        outgoing: dict[str, list[Pending]] = {}
         results = []
         for item in plan.items:
             data = item.tensor_data
             assert data is not None, item.index.fqn
             sizes, offsets = data.chunk.sizes, data.chunk.offsets
             outgoing.setdefault(item.index.fqn.partition("/")[0], []).append(
-                Outgoing(
+                Pending(
                     chunk_key(item.index.fqn, data.size, offsets, sizes),
                     data.properties.dtype,
                     sizes,
@@ -127,22 +117,22 @@ class ShardWriter(StorageWriter):
         self.files[name] = write_file(self.folder / name, [text])
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer is for one checkpoint."""
+        """Nothing to do: a writer is for one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there already; the commit protocol made it."""
+        """Nothing to do: the commit protocol has made the folder."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """Unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Writers are made by hand, never found by an address."""
+        """False: DCP never chooses this writer by an address."""
         return False
 
     def storage_meta(self) -> StorageMeta | None:
@@ -156,77 +146,8 @@ def _values(planner: SavePlanner, item: WriteItem) -> Tensor:
     return values
 
 
-class ShardReader(StorageReader):
-    """Reads chunks, or the parts of them that are wanted, from the checkpoint directory `folder`."""
-
-    def __init__(self, folder: Path, index: Index, world: int) -> None:
-        self.folder = folder
-        self.index = index
-        self.world = world
-        self._ranks = {
-            MetadataIndex(name, chunk.offsets): (chunk.rank, key_of(name, entry, chunk))
-            for name, entry in index.items()
-            for chunk in entry.chunks
-        }
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index as DCP knows it."""
-        return metadata_of(self.index)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planned parts, file by file."""
-        by_file: dict[str, list[tuple[str, ReadItem]]] = {}
-        for item in plan.items:
-            if item.type != LoadItemType.TENSOR:
-                raise CheckpointError(f"'{item.dest_index.fqn}' is no tensor; nothing else is read.")
-            rank, key = self._ranks[item.storage_index]
-            name = file_name(item.dest_index.fqn.partition("/")[0], rank, self.world)
-            by_file.setdefault(name, []).append((key, item))
-        for name, wanted in by_file.items():
-            try:
-                self._fill(self.folder / name, wanted, planner)
-            except (OSError, SafetensorError) as problem:
-                raise CheckpointError(f"{self.folder / name} is refused: {problem}.") from problem
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _fill(self, file: Path, wanted: list[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for key, item in wanted:
-                if len(item.lengths):
-                    box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
-                    values = opened.get_slice(key)[box]
-                else:
-                    values = opened.get_tensor(key)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(values)
-                planner.commit_tensor(item, target)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader is for one checkpoint."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Readers are made by hand, never found by an address."""
-        return False
-
-
 def write_alone(writer: ShardWriter, pieces: Mapping[str, Piece]) -> None:
-    """What `torch.distributed.checkpoint.save` does, for one process: nobody to agree with, nothing to send."""
+    """Do what `torch.distributed.checkpoint.save` does, for one process without a process group."""
     planner = PieceSaver()
     planner.set_up_planner(dict(pieces), is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -234,12 +155,43 @@ def write_alone(writer: ShardWriter, pieces: Mapping[str, Piece]) -> None:
     writer.finish(metadata, [results])
 
 
-def read_pieces(reader: ShardReader, pieces: Mapping[str, Piece]) -> None:
-    """Fill `pieces` with what the checkpoint holds of them, whatever layout it was saved in.
+def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Piece]) -> None:
+    """Fill `pieces` with what the checkpoint directory `folder` holds of them, however many ranks wrote it.
 
     Each rank reads what it needs and nothing is agreed upon, so this is not collective.
+
+    Raises:
+        CheckpointError: a file cannot be read.
     """
     planner = PieceLoader()
-    planner.set_up_planner(dict(pieces), reader.read_metadata())
-    with torch.no_grad():
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    planner.set_up_planner(dict(pieces), metadata_of(index))
+    places = {
+        MetadataIndex(name, chunk.offsets): (chunk.rank, key_of(name, entry, chunk))
+        for name, entry in index.items()
+        for chunk in entry.chunks
+    }
+    by_file: dict[Path, list[tuple[str, ReadItem]]] = {}
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        assert item.type == LoadItemType.TENSOR, item.dest_index.fqn
+        rank, key = places[item.storage_index]
+        file = folder / file_name(item.dest_index.fqn.partition("/")[0], rank, world)
+        by_file.setdefault(file, []).append((key, item))
+    for file, wanted in by_file.items():
+        try:
+            _fill(file, wanted, planner)
+        except (OSError, SafetensorError) as problem:
+            raise CheckpointError(f"{file} is refused: {problem}.") from problem
+
+
+@torch.no_grad()
+def _fill(file: Path, wanted: list[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        for key, item in wanted:
+            if len(item.lengths):
+                box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
+                values = opened.get_slice(key)[box]
+            else:
+                values = opened.get_tensor(key)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(values)
+            planner.commit_tensor(item, target)

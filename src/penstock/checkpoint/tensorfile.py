@@ -1,11 +1,10 @@
-"""Tensors to and from one safetensors file, hashed on the way and checked before anything is trusted.
+"""Tensors to and from one safetensors file, hashed while they are written and checked before they are believed.
 
-The format is Hugging Face's (https://github.com/huggingface/safetensors): eight bytes that give the
-header's length, a JSON header with a dtype, a shape and two offsets per tensor, then the bytes. The
-library's own writer wants all tensors in memory at once and gives no checksum; this one streams, so saving
-needs the memory of the largest tensor only, views into one flat buffer are written as what they are, and
-the checksum is of what was meant to be written rather than of what the disk gave back. Files are read with
-the library.
+The format is Hugging Face's (https://github.com/huggingface/safetensors): eight bytes that give the header's length,
+a JSON header with a dtype, a shape and two offsets per tensor, then the bytes. The library reads the files, and
+refuses a header that does not cover the file's bytes exactly once. Writing is ours: it streams, so that saving needs
+the memory of the largest tensor only; views into one flat buffer are written as what they are; and the checksum is of
+what was meant to be written, not of what the disk gave back.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.checkpoint.disk import Written, write_file
@@ -39,13 +37,11 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_HEADER_LIMIT = 100_000_000
-"""Bytes of header that are believed; the reference implementation has the same bound."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A tensor that is to be written; `fetch` gives it when its turn has come, on any device, of any strides."""
+class Pending:
+    """A tensor that is to be written. `fetch` gives it when its turn has come, on any device, of any strides."""
 
     name: str
     dtype: torch.dtype
@@ -53,28 +49,17 @@ class Outgoing:
     fetch: Callable[[], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a file's header says of one tensor. `start` and `stop` count bytes from the end of the header."""
+class TensorInfo(NamedTuple):
+    """What a file's header says of one tensor; the dtype by safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def save_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Write `tensors` (on any device, of any strides) to `path` as safetensors, fsynced."""
-    outgoing = [Outgoing(name, t.dtype, t.shape, partial(_itself, t)) for name, t in tensors.items()]
-    return write_tensors(path, outgoing, metadata)
 
 
 def write_tensors(
-    path: Path, tensors: Iterable[Outgoing], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Iterable[Pending], metadata: Mapping[str, str] | None = None
 ) -> Written:
-    """As `save_tensors`, for tensors of which one at a time is in memory."""
+    """Write `tensors` to `path` as safetensors, one at a time in memory, and force them to the disk."""
     tensors = list(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -93,83 +78,30 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the data aligned
 
-    def chunks() -> Any:
-        yield struct.pack("<Q", len(text))
-        yield text
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
         for tensor in tensors:
             fetched = tensor.fetch()
             assert (fetched.dtype, list(fetched.shape)) == (tensor.dtype, list(tensor.shape)), tensor.name
-            yield _bytes_of(fetched)
+            yield fetched.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, chunks())
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into CPU tensors, its header checked first.
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a safetensors file. The library refuses a header that is too large, is no such JSON, or does
+    not cover the file's bytes exactly once; it allocates nothing because the header says so.
 
     Raises:
-        CheckpointError: the header does not describe the file exactly.
+        CheckpointError: it was refused, or a tensor is of a dtype that no checkpoint holds.
     """
-    read_header(path)
-    return dict(load_file(path, device="cpu"))
-
-
-def read_header(path: Path) -> dict[str, Held]:
-    """The header of a safetensors file that is not too large, is JSON, and covers the file's bytes exactly once.
-
-    Nothing is allocated by the header's word: its length is held against the file's size before it is read.
-
-    Raises:
-        CheckpointError: it is none of that.
-    """
-
-    def refuse(reason: str) -> CheckpointError:
-        return CheckpointError(f"{path} is refused: {reason}.")
-
-    size = path.stat().st_size
-    if size < 8:
-        raise refuse(f"it has {size} bytes, too few for a safetensors file")
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(_HEADER_LIMIT, size - 8):
-            raise refuse(f"its header claims {length} bytes in a file of {size}")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError):
-            raise refuse("its header is no JSON") from None
-    if not isinstance(header, dict):
-        raise refuse("its header is no table of tensors")
-    header.pop("__metadata__", None)
-    held = {name: _held(name, entry, refuse) for name, entry in header.items()}
-    end = 0
-    for name, entry in sorted(held.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end:
-            raise refuse(
-                f"tensor '{name}' starts at byte {entry.start} where {end} is due: an overlap or a hole"
-            )
-        end = entry.stop
-    if end != size - 8 - length:
-        raise refuse(f"its tensors end at byte {end} of {size - 8 - length}")
-    return held
-
-
-def _held(name: str, entry: Any, refuse: Callable[[str], CheckpointError]) -> Held:
-    """One header entry, whose shape and dtype must agree with its span."""
     try:
-        item = DTYPES[entry["dtype"]].itemsize
-        shape = tuple(int(length) for length in entry["shape"])
-        start, stop = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise refuse(f"the header's entry for '{name}' is malformed") from None
-    if min([start, *shape], default=0) < 0 or stop - start != math.prod(shape) * item:
-        raise refuse(f"tensor '{name}' has shape {list(shape)} but {stop - start} bytes")
-    return Held(entry["dtype"], shape, start, stop)
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            found = {name: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except SafetensorError as problem:
+        raise CheckpointError(f"{path} is refused: {problem}.") from None
+    for name, info in found.items():
+        if info.dtype not in DTYPES:
+            raise CheckpointError(f"{path} is refused: tensor '{name}' is of dtype {info.dtype}.")
+    return found

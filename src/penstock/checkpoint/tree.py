@@ -1,10 +1,9 @@
-"""Nested Python state as JSON and named tensors, and back: how a checkpoint does without pickle.
+"""Nested Python state as JSON and named tensors, and back, so that a checkpoint needs no pickle.
 
-A tree is made of dicts, lists, tuples, tensors, numpy arrays, strings, numbers, booleans and None. `pack`
-takes the tensors out and leaves `{"$tensor": name}` in their place; tuples, arrays and dicts with keys that
-are no strings get such a marker too, so that `unpack` gives back the same tree. Floats survive exactly:
-Python's JSON writes the shortest text that reads back as the same number, and NaN and the infinities as
-words that it reads itself.
+A tree is made of dicts, lists, tuples, tensors, numpy arrays, strings, numbers, booleans and None. `pack` takes the
+tensors out and puts `{"$tensor": name}` in their place. Tuples, arrays and dicts with keys that are not strings get a
+marker too, so that `unpack` returns the same tree. Floats are exact: Python's JSON writes the shortest text that reads
+back as the same number, and it reads the words that it writes for NaN and the infinities.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _join(path: str, key: object) -> str:
 
 
 def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that `pack` took apart.
+    """Undo `pack`.
 
     Raises:
         CheckpointError: the document names a tensor that is not there.
@@ -73,7 +72,7 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
         dtype = np.dtype(document["dtype"])
         if dtype.kind not in "biuf":
             raise CheckpointError(
-                f"The checkpoint's state is refused: an array of '{dtype}' is none of numbers."
+                f"The checkpoint's state is refused: an array of '{dtype}' does not hold numbers."
             )
         return _tensor(document["$array"], tensors).numpy().astype(dtype)
     if "$tuple" in document:

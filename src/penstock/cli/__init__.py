@@ -46,7 +46,9 @@ checkpoint.command(
     "penstock.cli.checkpoint:export", name="export", help="Write weights as a Hugging Face folder."
 )
 checkpoint.command(
-    "penstock.cli.checkpoint:convert", name="convert", help="Rewrite a checkpoint in another layout."
+    "penstock.cli.checkpoint:convert",
+    name="convert",
+    help="Rewrite a checkpoint for another number of ranks.",
 )
 app.command(checkpoint)
 

@@ -14,24 +14,24 @@ from penstock.errors import CheckpointError, ConfigError, ExitCode
 
 
 def verify(path: Path, *, step: int | None = None) -> None:
-    """Hold every byte of a checkpoint against its manifest. Ends with code 5 if anything has changed.
+    """Check every byte of a checkpoint against its manifest. Ends with code 5 if anything has changed.
 
     Parameters
     ----------
     path
-        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
     step
         Take this step instead of the newest.
     """
-    from penstock.checkpoint.rewrite import resolve
-    from penstock.checkpoint.stored import open_verified
+    from penstock.checkpoint.reader import open_verified
+    from penstock.checkpoint.rewrite import checkpoint_path
 
-    found = resolve(path, step=step)
-    stored = open_verified(found)
-    ranks = "1 rank" if stored.world == 1 else f"{stored.world} ranks"
+    found = checkpoint_path(path, step=step)
+    checkpoint = open_verified(found)
+    ranks = "1 rank" if checkpoint.world == 1 else f"{checkpoint.world} ranks"
     print(
-        f"{found} is whole: {stored.manifest.bytes:,} bytes in {len(stored.manifest.files)} files, "
-        f"{len(stored.index):,} tensors, saved by {ranks}."
+        f"{found} is whole: {checkpoint.manifest.bytes:,} bytes in {len(checkpoint.manifest.files)} files, "
+        f"{len(checkpoint.index):,} tensors, saved by {ranks}."
     )
 
 
@@ -52,7 +52,7 @@ def list_(
     as_json
         Print JSON instead of a table.
     thorough
-        Take every checksum; otherwise manifests and sizes are looked at.
+        Check every checksum. By default only manifests and sizes are checked.
     """
     from penstock.checkpoint.commit import steps
 
@@ -116,53 +116,53 @@ def export(
     Parameters
     ----------
     path
-        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
     target
         The folder to write to.
     step
         Take this step instead of the newest.
     weights
-        Which set: `weights`, or `ema` for the moving average. Default: the average where there is one.
+        Which set: `weights`, or `ema` for the moving average. By default the average, if there is one.
     names
-        `hf` renames tensors as transformers calls them and needs a model family that it knows; `plain` keeps
-        Penstock's names and works for any model.
+        `hf` uses the names of transformers, and works for families that it has. `plain` keeps Penstock's names, and
+        works for any model.
     shard_gb
-        With `plain`, split into files of at most so many GB, with an index.
+        With `plain`, the size in GB above which the weights are split into several files with an index.
     """
     from penstock.checkpoint import rewrite
-    from penstock.checkpoint.stored import open_verified
+    from penstock.checkpoint.reader import open_verified
 
     if shard_gb <= 0:
         raise ConfigError(f"--shard-gb is {shard_gb}; give a size above 0.")
-    stored = open_verified(rewrite.resolve(path, step=step))
-    sets = rewrite.weight_sets(stored)
+    checkpoint = open_verified(rewrite.checkpoint_path(path, step=step))
+    sets = rewrite.weight_sets(checkpoint)
     which = weights or ("ema" if "ema" in sets else "weights")
     if names == "hf":
-        rewrite.export_model(stored, target, which)
+        rewrite.export_model(checkpoint, target, which)
     else:
-        rewrite.export_plain(stored, target, which, shard_bytes=int(shard_gb * 1e9))
-    print(f"{target}: '{which}' of {stored.path}.")
+        rewrite.export_plain(checkpoint, target, which, shard_bytes=int(shard_gb * 1e9))
+    print(f"{target}: '{which}' of {checkpoint.path}.")
 
 
 def convert(path: Path, target: Path, *, step: int | None = None, ranks: int = 1) -> None:
-    """Rewrite a checkpoint in another layout, or in this version's format.
+    """Rewrite a checkpoint for another number of ranks, in this version's format.
 
-    Any layout can be read by any number of ranks, so this is for moving a checkpoint as few files, and for old formats.
+    Any number of ranks can read any checkpoint. This is for moving one as few files, and for old formats.
 
     Parameters
     ----------
     path
-        A directory `step-N`, a folder of such, or the output folder of a run, of which the newest is taken.
+        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
     target
         The folder in which `step-N` is made, such as the `checkpoints` of a new run.
     step
         Take this step instead of the newest.
     ranks
-        1 writes every tensor whole; more split each along its first dimension, as sharded runs do.
+        1 writes every tensor whole. More split each tensor along its first dimension, as sharded runs do.
     """
     from penstock.checkpoint import rewrite
 
-    source = rewrite.resolve(path, step=step)
+    source = rewrite.checkpoint_path(path, step=step)
     print(
         f"{rewrite.convert(source, target, ranks=ranks)}: {source} as {ranks} rank{'s' if ranks > 1 else ''}."
     )

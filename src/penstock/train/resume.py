@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint
-from penstock.checkpoint import Stored
+from penstock.checkpoint import Checkpoint
 from penstock.config.load import from_dict, to_dict
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
@@ -65,7 +65,7 @@ def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
         yield lock
 
 
-def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Stored | None:
+def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet.
 
     Without `resume`, what earlier runs left is set aside. Raises ConfigError where `config` is that of another run.

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import checkpoint
 from penstock.build import Built
-from penstock.checkpoint import Snapshot, Stored
+from penstock.checkpoint import Checkpoint, Snapshot
 from penstock.config.load import to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
@@ -87,7 +87,7 @@ class RunState:
             plan=self.config.plan.line(),
         )
 
-    def restore(self, stored: Stored, *, rewinding: bool = False) -> None:
+    def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
         """Become what `snapshot` saw, but for the stream of samples when `rewinding`. Each rank reads its own part,
         whatever number of ranks saved it.
         """

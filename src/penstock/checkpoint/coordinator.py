@@ -1,4 +1,4 @@
-"""The processes that write and read one checkpoint together, and come to one outcome."""
+"""Ranks that write or read one checkpoint together: all succeed, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RankProblem(Exception):
-    """What one rank of several raised, as all of them see it."""
+    """The error of one rank of several, which all of them raise."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(rank, error)
@@ -26,25 +26,25 @@ class RankProblem(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
-    """`world` processes, of which this is number `rank`; `group` is None for a process on its own."""
+class Coordinator:
+    """This process is rank `rank` of `world`. `group` is None for a single process."""
 
     rank: int = 0
     world: int = 1
     group: dist.ProcessGroup | None = None
 
     def all(self, what: Callable[[], T]) -> list[T]:
-        """Every rank does `what`; all get all results, or the same error: that of the lowest rank that failed.
+        """Every rank calls `what`, and gets the results of all ranks.
 
         Raises:
-            RankProblem: a rank of several failed. A process on its own raises what it raised.
+            RankProblem: a rank of several failed; it holds the error of the lowest. A single process raises its own.
         """
         if self.group is None:
             return [what()]
         outcome: tuple[bool, Any]
         try:
             outcome = (True, what())
-        except Exception as error:  # noqa: BLE001  # each rank must answer, whatever happened
+        except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
             outcome = (False, _portable(error))
         outcomes: list[Any] = [None] * self.world
         dist.all_gather_object(outcomes, outcome, group=self.group)
@@ -54,7 +54,7 @@ class Team:
         return [value for _, value in outcomes]
 
     def first(self, what: Callable[[], T]) -> T:
-        """Rank 0 does `what`; all get its result or its error.
+        """Rank 0 calls `what`. All ranks get its result, or its error.
 
         Raises:
             RankProblem: as `all`.
@@ -66,33 +66,33 @@ class Team:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as another process can read it: ours and the system's as they are, others by their text."""
+    """The error in a form that can be sent: ours and the system's as they are, others as text."""
     if isinstance(error, PenstockError | OSError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-# The group that checkpoints are coordinated in, and the default group it was made beside.
+# The group that checkpoints are coordinated in, and the default group it belongs to.
 _present: list[Any] = [None, None]
 
 
-def present_team(group: dist.ProcessGroup | None = None) -> Team:
-    """All processes of `group`, else of the default group, else this one alone.
+def current_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
+    """The coordinator of `group`, else of all processes, else of this process alone.
 
-    The group must carry Python objects between CPUs. Where the default group is of another kind (NCCL), or others
-    may be using it, a gloo group is made beside it the first time; that is collective, as all uses of a team are.
+    The group must carry Python objects between CPUs. The default group may be of another kind (NCCL), or in use, so
+    the first call makes a gloo group beside it. That is collective, as every use of a coordinator is.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Team()
+        return Coordinator()
     if group is None:
         default = dist.group.WORLD
         if _present[0] is not default:
             _present[:] = [default, new_group()]
         group = _present[1]
-    return Team(dist.get_rank(group), dist.get_world_size(group), group)
+    return Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def new_group() -> dist.ProcessGroup:
-    """A gloo group of all processes, which must all ask for it."""
+    """A gloo group of all processes. All of them must call this."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group

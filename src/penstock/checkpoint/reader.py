@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: found, verified, and read by any number of ranks, whatever number saved them."""
+"""Checkpoints on the disk: found, verified, and read by any number of ranks, however many saved them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.checkpoint.commit import check, mend_latest, set_aside, steps
+from penstock.checkpoint.commit import check, repair_latest, set_aside, steps
+from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
 from penstock.checkpoint.manifest import Manifest, verify
-from penstock.checkpoint.pieces import LOCAL, Piece, piece_of
-from penstock.checkpoint.snapshot import Snapshot
-from penstock.checkpoint.storage import INDEX, ShardReader, read_pieces
-from penstock.checkpoint.team import RankProblem, Team, present_team
+from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, piece_of
+from penstock.checkpoint.storage import INDEX, read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError
 
@@ -28,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A checkpoint directory that has been verified. No tensor has been read yet."""
+class Checkpoint:
+    """A checkpoint directory that has been verified. Its tensors are read on demand."""
 
     path: Path
     manifest: Manifest
@@ -58,9 +57,9 @@ class Stored:
         """What it holds, for rank `rank` of `world` (default: as many as saved it).
 
         `like` maps the names of the model's parameters to the parameters. Whatever the checkpoint holds under such a
-        name (a weight, its average, the optimizer's moments) in the parameter's shape comes back as the parameter
-        lies: on its device and, where it is a DTensor, as a DTensor of the same placements of which only this rank's
-        part is read. Everything else, and all of it without `like`, comes whole and on the CPU. Not collective.
+        name (a weight, its average, the optimizer's moments) in the parameter's shape is put where the parameter is:
+        on its device and, for a DTensor, into a DTensor of the same placements, of which only this rank's part is
+        read. Everything else, or all of it without `like`, is read whole to the CPU. Not collective.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -82,8 +81,8 @@ class Stored:
             for name in names
         }
         for group, tree in self.document["state"].items():
-            owners |= {f"{group}/{path}": owner for path, owner in _owners(tree, like)}
-        owners |= {f"{LOCAL}/{path}": None for path, _ in _owners(documents[LOCAL], {})}
+            owners |= {f"{group}/{path}": owner for path, owner in _with_parameters(tree, like)}
+        owners |= {f"{LOCAL}/{path}": None for path, _ in _with_parameters(documents[LOCAL], {})}
         read = self.read(owners)
         weights = {
             group: {name: read[f"{group}/{name}"] for name in names}
@@ -94,7 +93,7 @@ class Stored:
         return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Tensors by `set/name`, each laid out as the tensor it is wanted like, if its shape is the same."""
+        """Tensors by `set/name`, each on the device and with the placements of its model, if the shapes agree."""
         missing = sorted(wanted.keys() - self.index.keys())
         if missing:
             raise CheckpointError(
@@ -103,7 +102,7 @@ class Stored:
         pieces, tensors = {}, {}
         for name, like in wanted.items():
             tensors[name], pieces[name] = _empty(self.index[name], like)
-        read_pieces(ShardReader(self.path, self.index, self.world), pieces)
+        read_pieces(self.path, self.index, self.world, pieces)
         return tensors
 
     def _tree(self, group: str, document: Any, read: Mapping[str, Tensor]) -> Any:
@@ -140,13 +139,13 @@ def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
     return tensor, Piece(local, like.shape, piece_of(like).offsets)
 
 
-def _owners(
+def _with_parameters(
     tree: Any, like: Mapping[str, Tensor], owner: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor that a document names, with the parameter under whose name it stands."""
+    """Every tensor that a document names, with the parameter whose state it is."""
     if isinstance(tree, list):
         for item in tree:
-            yield from _owners(item, like, owner)
+            yield from _with_parameters(item, like, owner)
     elif isinstance(tree, dict):
         name = tree.get("$tensor", tree.get("$array"))
         if isinstance(name, str):
@@ -154,11 +153,11 @@ def _owners(
             return
         numbered = {**like, **_numbered(tree, like)} if "param_groups" in tree else like
         for key, item in tree["$items"] if "$items" in tree else tree.items():
-            yield from _owners(item, numbered, numbered.get(key, owner))
+            yield from _with_parameters(item, numbered, numbered.get(key, owner))
 
 
 def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:
-    """The parameters by the numbers that an optimizer's state has for them, where it was not saved by name."""
+    """The parameters by their numbers in an optimizer's state that was not saved by name."""
     return {
         number: like[name]
         for group in optimizer["param_groups"]
@@ -167,7 +166,7 @@ def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mappi
     }
 
 
-def open_verified(path: Path) -> Stored:
+def open_verified(path: Path) -> Checkpoint:
     """The checkpoint directory `path`, every byte of it verified.
 
     Raises:
@@ -179,7 +178,7 @@ def open_verified(path: Path) -> Stored:
         raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
 
 
-def _opened(path: Path, manifest: Manifest) -> Stored:
+def _opened(path: Path, manifest: Manifest) -> Checkpoint:
     documents = {name: _read_json(path / f"{name}.json") for name in ("state", "config")}
     if manifest.format == 1:
         index = index_of_whole_files(path, manifest.files)
@@ -192,19 +191,19 @@ def _opened(path: Path, manifest: Manifest) -> Stored:
         and isinstance(state.get("state"), dict)
         and isinstance(documents["config"], dict)
     ):
-        raise CheckpointError(f"Checkpoint {path} is refused: state.json is not that of a checkpoint.")
+        raise CheckpointError(f"Checkpoint {path} is refused: state.json is not a checkpoint's.")
     if isinstance(state["weights"], list):  # format 1 named the sets alone
         names = [name.partition("/") for name in index]
         listed = {group: [n for g, _, n in names if g == group] for group in state["weights"]}
         state = {**state, "weights": listed}
-    return Stored(path, manifest, index, state, documents["config"])
+    return Checkpoint(path, manifest, index, state, documents["config"])
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{path} is refused: it is no JSON.") from None
+        raise CheckpointError(f"{path} is refused: it is not JSON.") from None
 
 
 def load(path: Path) -> Snapshot:
@@ -216,41 +215,40 @@ def load(path: Path) -> Snapshot:
     return open_verified(path).load()
 
 
-def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Stored | None:
+def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
     """The newest checkpoint in `folder` that verifies, or None where there is none at all.
 
-    Each one that is refused is logged by name and, once an older one has been accepted, renamed to
-    `step-N.refused` so that it is neither tried again nor in the way. Collective where torch.distributed runs: the
-    ranks share the work and find the same.
+    Each one that is refused is logged. Once an older one has been accepted, it is renamed to `step-N.refused`, so that
+    it is not tried again. Collective where torch.distributed runs: the ranks share the work and get the same result.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be trusted.
     """
-    team = present_team(group)
+    coordinator = current_coordinator(group)
     refused: list[tuple[Path, CheckpointError]] = []
-    for step in reversed(team.first(lambda: steps(folder))):
+    for step in reversed(coordinator.first(lambda: steps(folder))):
         path = folder / f"step-{step}"
         try:
-            stored = _accepted(path, team)
+            stored = _accepted(path, coordinator)
         except CheckpointError as problem:
             _log.warning("%s The checkpoint before it is tried.", problem)
             refused.append((path, problem))
             continue
-        team.first(lambda: _settle(folder, [bad for bad, _ in refused], stored.path.name))  # noqa: B023
+        coordinator.first(lambda: _settle(folder, [bad for bad, _ in refused], stored.path.name))  # noqa: B023
         return stored
     if refused:
         listed = "\n".join(f"- {problem}" for _, problem in refused)
         raise CheckpointError(
             f"No checkpoint in {folder} can be trusted:\n{listed}\n"
-            f"Restore one from a backup, or start anew with --no-resume."
+            f"Restore one from a backup, or start again with --no-resume."
         )
     return None
 
 
-def _accepted(path: Path, team: Team) -> Stored:
+def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     """The checkpoint `path`, if every rank trusts it."""
 
-    def opened() -> Stored:
+    def opened() -> Checkpoint:
         try:
             return _opened(path, manifest)
         except OSError as problem:
@@ -259,9 +257,9 @@ def _accepted(path: Path, team: Team) -> Stored:
             ) from problem
 
     try:
-        manifest = check(path, team)
-        mine: list[Stored] = []
-        team.all(lambda: mine.append(opened()))
+        manifest = check(path, coordinator)
+        mine: list[Checkpoint] = []
+        coordinator.all(lambda: mine.append(opened()))
     except OSError as problem:
         raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
     except RankProblem as problem:
@@ -272,11 +270,11 @@ def _accepted(path: Path, team: Team) -> Stored:
 def _settle(folder: Path, refused: Iterable[Path], name: str) -> None:
     for bad in refused:
         set_aside(bad)
-    mend_latest(folder, name)
+    repair_latest(folder, name)
 
 
 def newest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Snapshot | None:
-    """`find`, and what it found read whole: by every rank, so it is for models that each rank holds whole."""
-    team = present_team(group)
+    """Read what `find` finds, whole on every rank: for models that each rank holds whole."""
+    coordinator = current_coordinator(group)
     stored = find(folder, group=group)
-    return stored.load(rank=team.rank, world=team.world) if stored else None
+    return stored.load(rank=coordinator.rank, world=coordinator.world) if stored else None

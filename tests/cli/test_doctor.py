@@ -41,4 +41,4 @@ def test_json_is_whole(found: list[Finding], capsys: pytest.CaptureFixture[str])
 def test_all_well(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     found.remove(BAD)
     assert main(["doctor"]) == 0
-    assert "Everything that is here works." in capsys.readouterr().out
+    assert "Everything that is installed works." in capsys.readouterr().out

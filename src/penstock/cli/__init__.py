@@ -37,7 +37,7 @@ app.command(
 )
 app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store what was found.")
 app.command(
-    "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to mend what does not."
+    "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to fix what does not."
 )
 checkpoint = App(name="checkpoint", help="Verify, list, export and convert the checkpoints of a run.")
 checkpoint.command("penstock.cli.checkpoint:verify", name="verify", help="Check every byte of a checkpoint.")

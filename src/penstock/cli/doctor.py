@@ -1,4 +1,4 @@
-"""`penstock doctor`: say what works here, and how to mend what does not."""
+"""`penstock doctor`: say what works here, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def doctor(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     thorough: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say what works here, and how to mend what does not.
+    """Say what works here, and how to fix what does not.
 
-    Ends with code 3 if something that Penstock cannot do without is broken.
+    Ends with code 3 if something that Penstock requires is broken.
 
     Parameters
     ----------
@@ -61,6 +61,6 @@ def _show(findings: list[Finding]) -> None:
     console.print(table)
     broken = [finding for finding in findings if finding.status == "broken"]
     if not broken:
-        console.print("Everything that is here works.", style="green")
+        console.print("Everything that is installed works.", style="green")
     for finding in broken:
         console.print(f"broken: {finding.name}: {finding.remedy}", style="red", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Find out what works on this machine, by trying it, and say how to mend what does not.
+"""Find out what works on this machine by trying it, and say how to fix what does not.
 
-Nothing here trusts a version number where a small computation can tell. torch itself is imported inside the checks,
-so that a broken torch is a finding and not a traceback.
+Nothing here trusts a version number where a small computation can tell. The checks themselves import torch, so that a
+broken torch is a finding and not a traceback.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ __all__ = ["Finding", "examine", "healthy"]
 
 
 def examine(*, thorough: bool = False) -> list[Finding]:
-    """Everything worth knowing about this installation, in order of reading.
+    """All checks of this installation, in reading order.
 
-    With `thorough`, torch.compile compiles a real function (up to half a minute) instead of only its compiler.
+    With `thorough`, torch.compile compiles a real function (up to half a minute), and not only its compiler is tried.
     """
     findings = [installation.python(), *installation.core_packages(), installation.torch()]
     if findings[-1].status != "ok":

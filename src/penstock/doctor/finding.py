@@ -1,23 +1,27 @@
-"""What a check reports."""
+"""What a check reports, and how it runs Python in a process of its own."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "absent", "broken"]
 
+SUBPROCESS_SECONDS = 120
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: `ok`, `absent` (does without) or `broken` (does wrong or not at all, and should)."""
+    """The result of a check: `ok`, `absent` (Penstock works without it) or `broken` (it should work, and does not)."""
 
     area: str
     name: str
     status: Status
     detail: str
     remedy: str = ""
-    """One line that mends it; empty where there is nothing to mend."""
+    """How to fix it, in one line; empty where nothing needs fixing."""
     required: bool = False
     """Whether Penstock cannot work at all while this is broken."""
 
@@ -29,5 +33,20 @@ def first_line(error: object) -> str:
 
 
 def last_line(text: str) -> str:
+    """The last line of a traceback, short enough for a table."""
     lines = text.strip().splitlines()
     return first_line(lines[-1]) if lines else "it gave no reason"
+
+
+def run(words: list[str]) -> tuple[int, str]:
+    """Exit code and error output of a command; 1 and why, where it could not be run."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SUBPROCESS_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        return 1, str(failure)
+    return done.returncode, done.stderr
+
+
+def run_python(program: str) -> tuple[int, str]:
+    """Do what `run` does, for a short program in a new interpreter, which a crash cannot hurt."""
+    return run([sys.executable, "-c", program])

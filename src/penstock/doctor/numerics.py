@@ -1,4 +1,4 @@
-"""Checks of what each device computes, by computing it: number types, and the backends of attention."""
+"""Checks of what each device computes, made by computing: number types, and the backends of attention."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.doctor.finding import Finding, first_line
+from penstock.doctor.finding import Finding, Status, first_line
 
 
 def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of `what`, or the reason why it failed, with the warnings that torch explains itself in."""
+    """The result of `what`, or why it failed: torch often gives the reason in a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -24,9 +24,9 @@ def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def types(device: Any) -> Iterator[Finding]:
-    """Multiply matrices in each type, compare with the exact result, and say how fast it was beside fp32.
+    """Multiply matrices in each type, compare with the exact result, and say how fast it was compared with fp32.
 
-    A CPU without units for a type computes it right and up to a hundred times slower, which no version number tells.
+    A CPU without units for a type computes it correctly, but up to a hundred times slower. No version number says so.
     """
     import torch
     import torch.nn.functional as F
@@ -39,7 +39,7 @@ def types(device: Any) -> Iterator[Finding]:
         name: (a.to(dtype), b.to(dtype))
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
     }
-    # Tolerances are what rounding the operands costs, several times over; loose for fp32, because an environment
+    # A tolerance is several times the error of rounding the operands; that of fp32 is loose, because an environment
     # variable may ask for TF32.
     products: list[tuple[str, Callable[[], Any], float]] = [
         ("fp32", lambda: F.linear(a, b), 1e-2),
@@ -51,28 +51,25 @@ def types(device: Any) -> Iterator[Finding]:
     for name, product, tolerance in products:
         found, why = _attempt(product)
         if found is None:
-            yield Finding(area=f"types on {device.type}", name=name, status="absent", detail=why)
+            yield Finding(f"types on {device.type}", name, "absent", why)
             continue
         error = float((found.float() - exact).norm() / exact.norm())
         right = error < tolerance  # not-a-number compares false with everything, so it is not right
         seconds = _fastest(product, device)
         plain = plain or seconds
         speed = "" if name == "fp32" else f", {plain / seconds:.2g} × the speed of fp32"
-        yield Finding(
-            area=f"types on {device.type}",
-            name=name,
-            status="ok" if right else "broken",
-            detail=f"relative error of a product {error:.1e}{speed}"
-            + ("" if right else f", above {tolerance:g}"),
-            remedy="" if right else "Install another build of torch; this one computes wrongly here.",
-            required=name == "fp32",
+        detail = f"relative error of a product {error:.1e}{speed}" + (
+            "" if right else f", above {tolerance:g}"
         )
+        remedy = "" if right else "Install another build of torch; this one computes wrongly here."
+        status: Status = "ok" if right else "broken"
+        yield Finding(f"types on {device.type}", name, status, detail, remedy, required=name == "fp32")
 
 
 def _fastest(call: Callable[[], Any], device: Any) -> float:
-    """Seconds of the fastest of five calls: a glance, where `penstock probe` measures.
+    """Seconds of the fastest of five calls: a rough figure, where `penstock probe` measures.
 
-    On one CPU thread, because with more a busy neighbour slows small products a hundredfold, each by another factor.
+    It takes one CPU thread. With more, a busy neighbour slows small products up to a hundredfold, each differently.
     """
     import torch
 
@@ -100,7 +97,7 @@ def _fp8_product(a: Any, b: Any) -> Callable[[], Any]:
 
 
 def attention(device: Any) -> Iterator[Finding]:
-    """Run each backend of scaled_dot_product_attention alone, forward and backward, in fp32, bf16 and fp16."""
+    """Run each backend of scaled_dot_product_attention by itself, forward and backward, in fp32, bf16 and fp16."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -129,13 +126,11 @@ def attention(device: Any) -> Iterator[Finding]:
             if found is not None and bool(found.isfinite().all()):
                 able.append(word)
             reason = why or reason
-        yield Finding(
-            area=f"attention on {device.type}",
-            name=name,
-            status="ok" if able else ("broken" if name == "math" else "absent"),
-            detail=f"forward and backward in {', '.join(able)}" if able else reason,
-            remedy="Install another build of torch; its plainest attention fails here."
-            if name == "math" and not able
-            else "",
-            required=name == "math",
-        )
+        area, plainest = f"attention on {device.type}", name == "math"
+        if able:
+            yield Finding(area, name, "ok", f"forward and backward in {', '.join(able)}", required=plainest)
+        elif plainest:
+            remedy = "Install another build of torch; its plainest attention fails here."
+            yield Finding(area, name, "broken", reason, remedy, required=True)
+        else:
+            yield Finding(area, name, "absent", reason)

@@ -219,10 +219,8 @@ class _Text(_Family):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Stack, _Text):
-    """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
-
-    family: Literal["decoder"] = "decoder"
+class _OneStack(Stack, _Text):
+    """A model over tokens that has one stack of blocks."""
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
@@ -235,21 +233,19 @@ class DecoderConfig(Stack, _Text):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig(Stack, _Text):
+class DecoderConfig(_OneStack):
+    """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+    family: Literal["decoder"] = "decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(_OneStack):
     """A bidirectional encoder with a head for masked words (Devlin et al., NAACL 2019, "BERT")."""
 
     family: Literal["encoder"] = "encoder"
     token_types: int = 0
     """Rows of the table of segment embeddings; 0 is none."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from self.problems("model")
-        yield from _below_one(self, "model", ("vocabulary", "sequence"))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one sample that the blocks see."""
-        return self.sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,9 @@ MODEL = PRESETS["vit-s16"]
 
 
 def _values(kind: Any) -> st.SearchStrategy[Any]:
-    if get_origin(kind) is not None:
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    elif get_origin(kind) is not None:
         return st.sampled_from(get_args(kind))
     return {int: st.integers(1, 10**6), bool: st.booleans()}[kind]
 

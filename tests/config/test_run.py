@@ -32,7 +32,7 @@ from penstock.errors import ConfigError
         (lambda: ViTConfig(heads=7), "cannot be split over model.heads 7"),
         (lambda: ViTConfig(depth=0, width=0), "model.depth is 0"),
         (lambda: ViTConfig(stem="conv", patch_size=14), "must be a power of two"),
-        (lambda: ViTConfig(drop_path=1.0), "is a probability in [0, 1)"),
+        (lambda: ViTConfig(drop_path=1.0), "model.drop_path is 1.0, but must be at least 0 and below 1."),
         (lambda: ViTConfig(classifier="mean"), "model.classifier is 'mean'"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

@@ -1,22 +1,60 @@
 """Values in and out of the configuration dataclasses: type checks, text to value, and the words for what is wrong.
 
-A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, `T | None`, `tuple[T, ...]`, `dict[str, T]`, a
-dataclass of these, or a union of dataclasses told apart by their field `family`; nothing else may be a field's type,
-which keeps every configuration plain data.
+A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, `T | None`,
+`tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses told apart by their field `family`.
+Nothing else may be a field's type, which keeps every configuration plain data.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 NONE_WORDS = ("none", "null")
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field holds, as `Annotated[int, Range(1)]`. Neither infinity nor not-a-number is ever in it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    """Whether `low` itself is outside."""
+    open_high: bool = False
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with `value`, to complete `<key> is <value>, but ...`; None if nothing is."""
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high else value <= self.high
+        if above and below and math.isfinite(value):
+            return None
+        if math.inf not in (self.high, -self.low):
+            low, high = f"{self.low:g}", f"{self.high:.20g}"
+            if not (self.open_low or self.open_high):
+                return f"must be between {low} and {high}."
+            first = "above" if self.open_low else "at least"
+            return f"must be {first} {low} and {'below' if self.open_high else 'at most'} {high}."
+        if math.isinf(self.low):
+            return "must be finite."
+        finite = "" if math.isfinite(value) else " and finite"
+        return f"must be {'above' if self.open_low else 'at least'} {self.low:g}{finite}."
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, open_low=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Probability = Annotated[float, Range(0, 1, open_high=True)]
+Seed = Annotated[int, Range(0, 2**64 - 1)]
 
 
 class BadValue(ValueError):
@@ -29,13 +67,21 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+class OutOfRange(BadValue):
+    """A number of the right type that is outside the field's range; `value` is how it was read."""
+
+    def __init__(self, value: float, problem: str) -> None:
+        super().__init__(problem)
+        self.value = value
+
+
 _FIELD_TYPES: dict[Any, dict[str, Any]] = {}
 
 
 def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of a dataclass, in order of declaration."""
     if cls not in _FIELD_TYPES:  # resolving evaluates source text, so it is done once per class
-        hints = typing.get_type_hints(cls)
+        hints = typing.get_type_hints(cls, include_extras=True)
         _FIELD_TYPES[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     return _FIELD_TYPES[cls]
 
@@ -73,6 +119,8 @@ def describe(kind: Any) -> str:
     if is_union(kind):
         return " or ".join("none" if arm is type(None) else describe(arm) for arm in typing.get_args(kind))
     origin = typing.get_origin(kind)
+    if origin is Annotated:
+        return describe(typing.get_args(kind)[0])
     if origin is Literal:
         words = [repr(option) for option in typing.get_args(kind)]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
@@ -95,6 +143,12 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     if is_union(kind):
         return _convert_union(value, kind, text=text)
     origin = typing.get_origin(kind)
+    if origin is Annotated:
+        base, allowed = typing.get_args(kind)
+        made = convert(value, base, text=text)
+        if problem := allowed.problem(made):
+            raise OutOfRange(made, problem)
+        return made
     if origin is Literal:
         options = typing.get_args(kind)
         if isinstance(value, str) and value in options:
@@ -120,6 +174,8 @@ def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
     for arm in arms:
         try:
             return convert(value, arm, text=text)
+        except OutOfRange:
+            raise
         except BadValue:
             if len(arms) == 1 and not accepts_none(kind):
                 raise
@@ -197,16 +253,18 @@ def plain(value: Any) -> Any:
 def check_fields(config: Any, where: str) -> list[str]:
     """Problems of a freshly made dataclass whose fields do not hold what their types say; for `__post_init__`.
 
-    Python does not check annotations, so `Plan(precision="O7")` would otherwise fail far from here.
+    Python does not check annotations, so `Plan(precision="O7")` would otherwise fail far from here. `where` is the path
+    of the dataclass, empty for a root.
     """
+    path = f"{where}." if where else ""
     problems = []
     for name, kind in field_types(type(config)).items():
         value = getattr(config, name)
         try:
             converted = convert(value, kind)
         except BadValue as bad:
-            problems.append(f"{where}.{name} is {value!r}, but {bad}")
+            problems.append(f"{path}{name} is {value!r}, but {bad}")
             continue
         if type(converted) is not type(value) and not (type(converted) is float and type(value) is int):
-            problems.append(f"{where}.{name} is {value!r}, but must be {describe(kind)}.")
+            problems.append(f"{path}{name} is {value!r}, but must be {describe(kind)}.")
     return problems

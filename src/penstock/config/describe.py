@@ -9,7 +9,7 @@ import itertools
 import textwrap
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from penstock.config.convert import accepts_none, dataclasses_of, family_of, field_types, is_union
 
@@ -96,6 +96,8 @@ def type_word(kind: Any) -> str:
     if is_union(kind):
         arms = [type_word(arm) for arm in typing.get_args(kind) if arm is not type(None)]
         return "|".join(dict.fromkeys([*arms, "none"] if accepts_none(kind) else arms))
+    if typing.get_origin(kind) is Annotated:
+        return type_word(typing.get_args(kind)[0])
     if typing.get_origin(kind) is Literal:
         return "|".join(str(option) for option in typing.get_args(kind))
     if dataclasses.is_dataclass(kind):

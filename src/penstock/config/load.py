@@ -206,7 +206,7 @@ class _Node:
         try:
             self.values[key] = convert(value, kind, text=layer.text)
         except BadValue as bad:
-            layer.wrong(f"{path}{key} is {_show(value)}, but {bad}")
+            layer.wrong(f"{path}{key} is {_show(getattr(bad, 'value', value))}, but {bad}")
 
     def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)

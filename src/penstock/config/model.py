@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from penstock.config.convert import check_fields, nearest, word
+from penstock.config.convert import Count, Natural, Positive, Probability, Range, check_fields, nearest, word
 from penstock.errors import ConfigError
 
 Mlp = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"]
@@ -29,20 +29,20 @@ class Stack:
     (6144 / 1408) is no round number.
     """
 
-    width: int = 768
-    depth: int = 12
+    width: Count = 768
+    depth: Count = 12
     """Number of blocks."""
-    heads: int = 12
-    kv_heads: int | None = None
+    heads: Count = 12
+    kv_heads: Count | None = None
     """Heads of keys and values where several queries share them (Ainslie et al., EMNLP 2023); none: as many as
     `heads`."""
-    head_features: int | None = None
+    head_features: Count | None = None
     """Features of one head; none: `width / heads`."""
-    mlp_width: int = 3072
+    mlp_width: Count = 3072
     mlp: Mlp = "gelu"
     """Activation of the MLP; `swiglu` and `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
     norm: Norm = "layer"
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     bias: bool = True
     """Whether linear layers have biases, but for the projections to queries, keys and values."""
     qkv_bias: bool = True
@@ -52,20 +52,20 @@ class Stack:
     """Whether queries and keys are normalised per head."""
     parallel: bool = False
     """Whether attention and MLP read the same norm and run side by side (GPT-J), instead of one after the other."""
-    window: int | None = None
+    window: Count | None = None
     """Tokens that a token attends to (sliding window); none: all."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Probability, of attention scores and of both residual branches."""
-    experts: int = 0
+    experts: Natural = 0
     """Experts of a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
-    experts_per_token: int = 1
-    shared_experts: int = 0
+    experts_per_token: Count = 1
+    shared_experts: Natural = 0
     """Experts that every token visits."""
-    expert_width: int | None = None
+    expert_width: Count | None = None
     """Hidden width of one expert; none: `mlp_width`."""
-    expert_every: int = 1
+    expert_every: Count = 1
     """Every n-th block is a mixture, the others are dense."""
-    capacity: float = 1.0
+    capacity: Annotated[float, Range(1)] = 1.0
     """Tokens that an expert makes room for, as a multiple of an even share; 1 where none are dropped or padded."""
 
     @property
@@ -85,17 +85,6 @@ class Stack:
 
     def problems(self, where: str) -> Iterator[str]:
         """Every reason why no such stack can be; `where` is its name, such as `model.encoder`."""
-        names = ["width", "depth", "heads", "mlp_width", "expert_every"]
-        names += ["experts_per_token"] if self.experts else []
-        names += [
-            name
-            for name in ("kv_heads", "head_features", "window", "expert_width")
-            if getattr(self, name) is not None
-        ]
-        small = list(_below_one(self, where, names))
-        yield from small
-        if small:
-            return
         if self.head_features is None and self.width % self.heads:
             yield (
                 f"{where}.width {self.width} cannot be split over {where}.heads {self.heads}; use a number of heads "
@@ -111,15 +100,6 @@ class Stack:
                 f"{where}.experts_per_token is {self.experts_per_token}, but there are only "
                 f"{self.experts} {where}.experts to send a token to."
             )
-        for name in ("experts", "shared_experts"):
-            if getattr(self, name) < 0:
-                yield f"{where}.{name} is {getattr(self, name)}, but must be at least 0."
-        if not 0.0 <= self.dropout < 1.0:
-            yield f"{where}.dropout is {self.dropout}, but is a probability in [0, 1)."
-        if not self.norm_eps > 0.0:
-            yield f"{where}.norm_eps is {self.norm_eps}, but must be above 0."
-        if self.capacity < 1.0:
-            yield f"{where}.capacity is {self.capacity}, but an even share is 1, so it must be at least that."
 
 
 class _Family:
@@ -155,10 +135,10 @@ class ViTConfig(Stack, _Family):
     """Settings of older files by what they are called now."""
 
     family: Literal["vit"] = "vit"
-    image_size: int = 224
-    patch_size: int = 16
-    channels: int = 3
-    classes: int = 1000
+    image_size: Count = 224
+    patch_size: Count = 16
+    channels: Count = 3
+    classes: Count = 1000
     classifier: Classifier = "token"
     """`token`: a learned class token is read out. `pooled`: the mean over patches is, so 196 tokens instead of 197."""
     stem: Stem = "patchify"
@@ -167,16 +147,12 @@ class ViTConfig(Stack, _Family):
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector after (timm's `fc_norm`)."""
     layer_scale: float | None = None
     """Initial value of LayerScale (Touvron et al., ICCV 2021), or none."""
-    drop_path: float = 0.0
+    drop_path: Probability = 0.0
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
-        small = list(_below_one(self, "model", ("image_size", "patch_size", "channels", "classes")))
-        yield from small
-        if small:
-            return
         if self.image_size % self.patch_size:
             down = self.image_size // self.patch_size * self.patch_size
             near = f"{down} or {down + self.patch_size}" if down else f"{self.patch_size}"
@@ -189,8 +165,6 @@ class ViTConfig(Stack, _Family):
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
-        if not 0.0 <= self.drop_path < 1.0:
-            yield f"model.drop_path is {self.drop_path}, but is a probability in [0, 1)."
 
     @property
     def patches(self) -> int:
@@ -207,10 +181,10 @@ class ViTConfig(Stack, _Family):
 class _Text(_Family):
     """What all models over tokens of text have besides their blocks."""
 
-    vocabulary: int = 50257
-    sequence: int = 1024
+    vocabulary: Count = 50257
+    sequence: Count = 1024
     """Tokens of a sample; of an encoder–decoder, those of the encoder."""
-    max_positions: int | None = None
+    max_positions: Count | None = None
     """Rows of the table of learned positions; none: `sequence`."""
     embedding_norm: bool = False
     """Whether a norm follows the embeddings."""
@@ -224,7 +198,6 @@ class _OneStack(Stack, _Text):
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
-        yield from _below_one(self, "model", ("vocabulary", "sequence"))
 
     @property
     def tokens(self) -> int:
@@ -244,7 +217,7 @@ class EncoderConfig(_OneStack):
     """A bidirectional encoder with a head for masked words (Devlin et al., NAACL 2019, "BERT")."""
 
     family: Literal["encoder"] = "encoder"
-    token_types: int = 0
+    token_types: Natural = 0
     """Rows of the table of segment embeddings; 0 is none."""
 
 
@@ -255,14 +228,13 @@ class Seq2SeqConfig(_Text):
     family: Literal["seq2seq"] = "seq2seq"
     encoder: Stack = field(default_factory=Stack)
     decoder: Stack = field(default_factory=Stack)
-    decoder_sequence: int = 1024
+    decoder_sequence: Count = 1024
     """Tokens of a sample in the decoder."""
 
     def _problems(self) -> Iterator[str]:
         for name in ("encoder", "decoder"):
             stack = getattr(self, name)
             yield from check_fields(stack, f"model.{name}") or stack.problems(f"model.{name}")
-        yield from _below_one(self, "model", ("vocabulary", "sequence", "decoder_sequence"))
         if self.encoder.width != self.decoder.width:
             yield (
                 f"model.encoder.width {self.encoder.width} and model.decoder.width {self.decoder.width} differ, but "
@@ -324,12 +296,6 @@ def _changes(before: Any, after: Any, path: str) -> Iterator[str]:
             yield from _changes(old, new, f"{path}.{one.name}")
         elif new != old:
             yield f"--{path}.{one.name} {word(new)}"
-
-
-def _below_one(config: Any, where: str, names: list[str] | tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        if getattr(config, name) < 1:
-            yield f"{where}.{name} is {getattr(config, name)}, but must be at least 1."
 
 
 def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) -> ViTConfig:

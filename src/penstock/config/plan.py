@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from penstock.config import rules
-from penstock.config.convert import BadValue, check_fields, convert, field_types, nearest, word
+from penstock.config.convert import BadValue, Count, check_fields, convert, field_types, nearest, word
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.errors import ConfigError
@@ -30,10 +30,6 @@ Offload = Literal["none", "optimizer", "activations"]
 
 BASELINE = "baseline"
 """How a Plan of defaults prints."""
-
-_COUNTS = (
-    "micro_batch", "accumulate", "dp", "shard", "tp", "pp", "virtual", "cp", "ep", "recompute_every"
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,36 +56,36 @@ class Plan:
     """torch.compile: of each repeated block (`blocks`, one compilation serves all), or of the whole model."""
     host_memory: HostMemory = "release"
     """Whether memory that a step frees on a CPU goes back to the kernel or stays mapped for the next step."""
-    micro_batch: int = 8
+    micro_batch: Count = 8
     """Samples per forward pass on one device."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Forward and backward passes per optimizer step; micro-batches of the pipeline, where there is one."""
-    dp: int = 1
+    dp: Count = 1
     """Data parallel degree: replicas, whole or sharded, that see different samples."""
     sharding: Sharding = "ddp"
     """What the replicas share out among them: nothing, the optimizer's states (zero1), gradients too (zero2), weights
     too (fsdp), or all these within groups of `shard` replicas and nothing between the groups (hsdp)."""
-    shard: int = 1
+    shard: Count = 1
     """Replicas of a group that shares out everything, with sharding=hsdp."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallel degree: each block's matrices are split over so many devices."""
     sp: bool = False
     """Sequence parallelism: what tensor parallelism leaves whole is split over tokens (Korthikanti et al. 2022)."""
-    pp: int = 1
+    pp: Count = 1
     """Pipeline stages."""
     schedule: ScheduleKind = "1f1b"
     """Order of forward and backward passes in the pipeline."""
-    virtual: int = 1
+    virtual: Count = 1
     """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
-    cp: int = 1
+    cp: Count = 1
     """Context parallel degree: tokens of a sample are split over so many devices, keys and values go round."""
-    ep: int = 1
+    ep: Count = 1
     """Expert parallel degree: experts are split over so many of the data parallel replicas."""
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, the attention scores (selective), all but attention and every
     other matrix product (operators: torch's per-operator policy), or each block from its input, either whole (full) or
     until all that is needed is there (early: torch's own checkpointing, which leaves out a block's last product)."""
-    recompute_every: int = 1
+    recompute_every: Count = 1
     """Every n-th block recomputes."""
     fp8: bool = False
     """Whether linear layers inside the blocks multiply in fp8, with one scale per tensor."""
@@ -106,14 +102,7 @@ class Plan:
     """Which tensor parallel collectives hide: none, those that the gradients of weights can cover, or all that can."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, "plan")
-        if not problems:
-            problems = [
-                f"plan.{name} is {getattr(self, name)}, but must be at least 1."
-                for name in _COUNTS
-                if getattr(self, name) < 1
-            ]
-        if problems:
+        if problems := check_fields(self, "plan"):
             raise ConfigError(problems)
 
     @classmethod
@@ -154,7 +143,7 @@ class Plan:
                 try:
                     values[name] = convert(text, kinds[name], text=True)
                 except BadValue as bad:
-                    problems.append(f"plan.{name} is {text!r}, but {bad}")
+                    problems.append(f"plan.{name} is {getattr(bad, 'value', text)!r}, but {bad}")
         if problems:
             raise ConfigError(problems)
         return values

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from penstock.config.convert import check_fields
+from penstock.config.convert import Count, NotNegative, Range, Seed, check_fields
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
@@ -22,30 +23,25 @@ class ScaleConfig:
     """Images: `digits`, `imagefolder:PATH` or `pack:PATH`."""
     init_from: str | None = None
     """Folder or safetensors file of weights to start from, such as a run's export (Hugging Face, timm or Penstock)."""
-    batches: int = 16
+    batches: Count = 16
     """Batches whose gradients are measured."""
-    batch: int | None = None
+    batch: Count | None = None
     """Samples of each; none is 8 on a CPU and 64 on a GPU. A factory's batch is taken as it is."""
-    lr: float = 3e-4
+    lr: NotNegative = 3e-4
     """Learning rate of the fp32 AdamW step that follows each batch, so that more than the first weights is measured; 0
     leaves the weights alone."""
-    headroom: float = 2.0
+    headroom: Annotated[float, Range(1)] = 2.0
     """Factor by which gradients of other batches may be larger than the largest that was measured."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    seed: int = 0
+    seed: Seed = 0
     """Decides weights and sample order."""
     output: str = "runs/scale"
     """Folder of the report: scale.html, scale.svg and scale.json."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, "scale")
+        problems = check_fields(self, "")
         if not problems:
-            problems = [
-                f"{name} is {getattr(self, name)}, but must be at least {low}."
-                for name, low in (("batches", 1), ("batch", 1), ("seed", 0), ("headroom", 1), ("lr", 0))
-                if getattr(self, name) is not None and not getattr(self, name) >= low
-            ]
             if self.factory is not None and ":" not in self.factory:
                 problems.append(f"factory is {self.factory!r}; write package.module:function.")
             if self.factory is not None and self.init_from is not None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from penstock.config.convert import check_fields
+from penstock.config.convert import Count, Natural, Positive, Range, Seed, check_fields
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 
 QUICK_ROUNDS = 3
 QUICK_LOSS_STEPS = 8
-_LEAST = {"batch": 1, "procs": 1, "rounds": 2, "loss_steps": 0, "seeds": 2, "seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class LadderConfig:
     """Name of a preset (`vit-s16`), or `package.module:factory`: a function that returns (model, batch, loss)."""
     factory: str | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
-    batch: int | None = None
+    batch: Count | None = None
     """Samples per step of the baseline; none is 8 on a CPU and 64 on a GPU. A factory's batch is taken as it is."""
     data: DataConfig = field(default_factory=DataConfig)
     """Images of the loss runs: `digits`, `imagefolder:PATH` or `pack:PATH`."""
@@ -30,51 +30,41 @@ class LadderConfig:
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()
     """Rungs or groups of rungs to leave out, such as `compile`."""
-    procs: int = 1
+    procs: Count = 1
     """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
     alone: bool = False
     """Measure each rung by itself against the baseline, instead of climbing."""
     quick: bool = False
     """Few rounds and short loss runs: a first impression."""
-    rounds: int = 7
+    rounds: Annotated[int, Range(2)] = 7
     """Interleaved rounds of timing per rung."""
-    round_seconds: float = 0.3
+    round_seconds: Positive = 0.3
     """Least time that one contender is timed in each round; a slower step is timed by itself."""
-    loss_steps: int = 24
+    loss_steps: Natural = 24
     """Optimizer steps of each loss run; 0 makes none."""
-    seeds: int = 2
+    seeds: Annotated[int, Range(2)] = 2
     """Further seeds of the baseline, whose losses say how much chance alone changes."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
-    budget: float | None = None
+    budget: Positive | None = None
     """Seconds for the whole climb: loss runs and rounds are shortened to fit, and rungs that no longer fit are said."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: str | None = None
     """Name of a shipped Machine or path of one that `penstock probe` stored; none probes the cached one."""
-    seed: int = 0
+    seed: Seed = 0
     """Decides weights and sample order."""
     output: str = "runs/ladder"
     """Folder of the report: ladder.html and ladder.json."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, "ladder")
+        problems = check_fields(self, "")
         if not problems:
-            problems = [
-                f"{name} is {getattr(self, name)}, but must be at least {low}."
-                for name, low in _LEAST.items()
-                if getattr(self, name) is not None and getattr(self, name) < low
-            ]
             if self.procs > 1 and self.device.startswith("cuda:"):
                 problems.append(
                     f"device is {self.device!r}, one GPU, but procs is {self.procs}, and each process takes one of its "
                     "own; write cuda."
                 )
-            problems += [
-                f"{name} is {getattr(self, name)}, but must be above 0."
-                for name in ("round_seconds", "lr", "budget")
-                if getattr(self, name) is not None and getattr(self, name) <= 0
-            ]
             if self.factory is not None and ":" not in self.factory:
                 problems.append(f"factory is {self.factory!r}; write package.module:function.")
         if problems:

@@ -17,7 +17,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, Layout
 from penstock.errors import ConfigError
 from penstock.models import ViT, create
-from penstock.models.stem import PatchStem
+from penstock.models.vit import PatchStem
 
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)

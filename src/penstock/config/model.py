@@ -176,6 +176,12 @@ class ViTConfig(Stack, _Family):
         """Tokens that the blocks see: the patches, and the class token where there is one."""
         return self.patches + (self.classifier == "token")
 
+    @property
+    def stem_widths(self) -> tuple[int, ...]:
+        """Output channels of each stride-2 convolution of the `conv` stem: they double up to the model's width."""
+        halvings = self.patch_size.bit_length() - 1
+        return tuple(max(8, self.width >> (halvings - 1 - i)) for i in range(halvings))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Text(_Family):

@@ -16,8 +16,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, Layout
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
-from penstock.models.layers import Attention, Block, Branch
-from penstock.models.stem import ConvStem, PatchStem
+from penstock.models.block import Attention, Block, Branch
 
 
 class _Undrawn(TorchFunctionMode):
@@ -32,6 +31,59 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class PatchStem(nn.Module):
+    """One linear map per patch (Dosovitskiy et al., ICLR 2021, eq. 1): (B, C, H, W) → (B, N, D) or (N, B, D).
+
+    A convolution whose stride is its kernel is this matrix product, and the product is faster; the weight is
+    (D, C·P·P), the convolution's kernel flattened.
+    """
+
+    def __init__(self, config: ViTConfig, **where: Any) -> None:
+        super().__init__()
+        self.patch = config.patch_size
+        self.sequence_first = False
+        features = config.channels * config.patch_size**2
+        self.proj = nn.Linear(features, config.width, **where)
+
+    def forward(self, images: Tensor) -> Tensor:
+        batch, channels, height, width = images.shape
+        p = self.patch
+        patches = images.view(batch, channels, height // p, p, width // p, p)
+        order = (2, 4, 0, 1, 3, 5) if self.sequence_first else (0, 2, 4, 1, 3, 5)
+        rows = patches.permute(order).reshape(-1, channels * p * p)
+        shape = (-1, batch) if self.sequence_first else (batch, -1)
+        return self.proj(rows.view(*shape, rows.shape[-1]))  # type: ignore[no-any-return]
+
+
+class ConvStem(nn.Module):
+    """Stride-2 3×3 convolutions with batch norm and ReLU, then one linear map (Xiao et al., NeurIPS 2021,
+    §4).
+
+    There is one convolution per halving of the image, log₂(patch) in all; widths double up to D.
+    """
+
+    def __init__(self, config: ViTConfig, **where: Any) -> None:
+        super().__init__()
+        self.sequence_first = False
+        layers: list[nn.Module] = []
+        channels = config.channels
+        for width in config.stem_widths:
+            layers += [
+                nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False, **where),
+                nn.BatchNorm2d(width, **where),
+                nn.ReLU(),
+            ]
+            channels = width
+        self.layers = nn.Sequential(*layers)
+        self.proj = nn.Linear(channels, config.width, **where)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.layers(images).flatten(2)  # (B, C', N)
+        order = (2, 0, 1) if self.sequence_first else (0, 2, 1)
+        # Contiguous, so that the product is one matrix product of all rows and its bias is added inside.
+        return self.proj(maps.permute(order).contiguous())  # type: ignore[no-any-return]
+
+
 class ViT(nn.Module):
     """Images (B, C, S, S) to logits (B, classes); weights are drawn from torch's global generator.
 
@@ -40,40 +92,33 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ViTConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: ViTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
         with _Undrawn():
-            self._build(config, device, dtype)
+            self._build(config, device=device, dtype=dtype)
         self.init_weights()
 
-    def _build(self, config: ViTConfig, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _build(self, config: ViTConfig, **where: Any) -> None:
         stem = PatchStem if config.stem == "patchify" else ConvStem
-        self.stem: PatchStem | ConvStem = stem(config, device=device, dtype=dtype)
+        self.stem: PatchStem | ConvStem = stem(config, **where)
         self.class_token: nn.Parameter | None = None
         if config.classifier == "token":
-            self.class_token = nn.Parameter(torch.empty(config.width, device=device, dtype=dtype))
-        self.positions = nn.Parameter(torch.empty(config.tokens, config.width, device=device, dtype=dtype))
+            self.class_token = nn.Parameter(torch.empty(config.width, **where))
+        self.positions = nn.Parameter(torch.empty(config.tokens, config.width, **where))
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        last = max(config.depth - 1, 1)
-        self.blocks = nn.ModuleList(
-            Block(config, config.drop_path * i / last, device=device, dtype=dtype)
-            for i in range(config.depth)
-        )
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, device=device, dtype=dtype)
-        self.head = nn.Linear(config.width, config.classes, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList()
+        for i in range(config.depth):
+            rate = config.drop_path * i / max(config.depth - 1, 1) if config.drop_path else None
+            self.blocks.append(Block(config, {"layer_scale": config.layer_scale, "drop_path": rate}, **where))
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, **where)
+        self.head = nn.Linear(config.width, config.classes, **where)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: normal of deviation 0.02, biases 0, norms 1, convolutions by He et
-        al.
-        """
+        """Draw all weights anew: normal of deviation 0.02, biases 0, norms 1, convolutions by He et al."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

@@ -1,15 +1,20 @@
-"""The parts of a Transformer block.
+"""The Transformer block.
 
 Shapes: B samples, N tokens, D width, H heads, K features per head. Tokens come as (B, N, D), or as (N, B, D)
 where `sequence_first` is set; everything but attention and stochastic depth is blind to the order.
+
+Modules only ever call their submodules and read sizes from the tensors that they get. So a submodule may be replaced by
+one that holds a share of the weights, or computes in another type.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import ViTConfig
+from penstock.config.model import Stack
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.activation import activate
 from penstock.kernels.attention import attend, split_heads
@@ -21,25 +26,23 @@ _RATE_UNIT = 2.0**-24
 class Attention(nn.Module):
     """Multi-head self-attention; `backend` and `sequence_first` change how it is computed and never its result.
 
-    The number of heads is read from what the projection returns, so a projection that holds some of the heads computes
-    these.
+    There are as many heads as the projection returns. `where` is the device and the type of the weights.
     """
 
-    def __init__(
-        self, config: ViTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
-        self.head_width = config.head_width
+        self.head_width = sizes.head_width
         self.backend: AttentionBackend = "sdpa"
         self.sequence_first = False
+        inner = sizes.heads * sizes.head_width
         # Rows are ordered (head, {q, k, v}, K); kernels/attention.py says why.
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias, device=device, dtype=dtype)
+        self.qkv = nn.Linear(sizes.width, 3 * inner, bias=sizes.qkv_bias, **where)
         self.q_norm: nn.LayerNorm | None = None
         self.k_norm: nn.LayerNorm | None = None
-        if config.qk_norm:
-            self.q_norm = nn.LayerNorm(config.head_width, eps=config.norm_eps, device=device, dtype=dtype)
-            self.k_norm = nn.LayerNorm(config.head_width, eps=config.norm_eps, device=device, dtype=dtype)
-        self.out = nn.Linear(config.width, config.width, device=device, dtype=dtype)
+        if sizes.qk_norm:
+            self.q_norm = nn.LayerNorm(sizes.head_width, eps=sizes.norm_eps, **where)
+            self.k_norm = nn.LayerNorm(sizes.head_width, eps=sizes.norm_eps, **where)
+        self.out = nn.Linear(inner, sizes.width, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_heads(self.qkv(x), self.head_width)
@@ -52,14 +55,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(activation(up(x))), with dropout after the activation."""
 
-    def __init__(
-        self, config: ViTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
-        self.activation = config.mlp
-        self.up = nn.Linear(config.width, config.mlp_width, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        self.down = nn.Linear(config.mlp_width, config.width, device=device, dtype=dtype)
+        self.activation = sizes.mlp
+        self.up = nn.Linear(sizes.width, sizes.mlp_width, **where)
+        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
+        self.down = nn.Linear(sizes.mlp_width, sizes.width, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = activate(self.up(x), self.activation)
@@ -70,35 +71,34 @@ class Branch(nn.Module):
     """What happens to a residual branch before it is added: dropout, LayerScale, stochastic depth.
 
     LayerScale (Touvron et al., ICCV 2021, "Going deeper with Image Transformers", eq. 4) is a learned factor
-    per feature. The rate of stochastic depth is held as an integer, which casting the model to half precision
-    leaves alone, and as a tensor, so that blocks of different rates share one compiled graph.
+    per feature, at first `layer_scale`; none leaves it out. `drop_path` is the rate of stochastic depth, none leaves it
+    out. It is held as an integer, which casting the model to half precision leaves alone, and as a tensor, so that
+    blocks of different rates share one compiled graph.
     """
 
     drop_rate: Tensor
 
     def __init__(
-        self, config: ViTConfig, rate: float, *, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self, sizes: Stack, *, layer_scale: float | None = None, drop_path: float | None = None, **where: Any
+    ) -> None:
         super().__init__()
         self.sequence_first = False
-        self.rate = rate
-        self.initial_scale = config.layer_scale
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.rate = drop_path
+        self.initial_scale = layer_scale
+        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
         self.scale: nn.Parameter | None = None
-        if config.layer_scale is not None:
-            self.scale = nn.Parameter(torch.empty(config.width, device=device, dtype=dtype))
-        self.stochastic = config.drop_path > 0.0
+        if layer_scale is not None:
+            self.scale = nn.Parameter(torch.empty(sizes.width, **where))
+        self.stochastic = drop_path is not None  # read in `forward`: a rate there would be compiled in
         if self.stochastic:
-            self.register_buffer(
-                "drop_rate", torch.zeros((), dtype=torch.int32, device=device), persistent=False
-            )
+            rate = torch.zeros((), dtype=torch.int32, device=where.get("device"))
+            self.register_buffer("drop_rate", rate, persistent=False)
 
     def init_weights(self) -> None:
         """LayerScale to its initial value, and the rate of stochastic depth to this block's."""
         if self.scale is not None and self.initial_scale is not None:
             nn.init.constant_(self.scale, self.initial_scale)
-        if self.stochastic:
+        if self.rate is not None:
             with torch.no_grad():
                 self.drop_rate.fill_(round(self.rate / _RATE_UNIT))
 
@@ -114,19 +114,16 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)). `branch` are the options of `Branch`."""
 
-    def __init__(
-        self, config: ViTConfig, drop_path_rate: float, *, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: Stack, branch: dict[str, Any], **where: Any) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps, device=device, dtype=dtype)
-        self.attention = Attention(config, device=device, dtype=dtype)
-        self.branch1 = Branch(config, drop_path_rate, device=device, dtype=dtype)
-        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps, device=device, dtype=dtype)
-        self.mlp = MLP(config, device=device, dtype=dtype)
-        self.branch2 = Branch(config, drop_path_rate, device=device, dtype=dtype)
+        self.norm1 = nn.LayerNorm(sizes.width, eps=sizes.norm_eps, **where)
+        self.attention = Attention(sizes, **where)
+        self.branch1 = Branch(sizes, **branch, **where)
+        self.norm2 = nn.LayerNorm(sizes.width, eps=sizes.norm_eps, **where)
+        self.mlp = MLP(sizes, **where)
+        self.branch2 = Branch(sizes, **branch, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.branch1(self.attention(self.norm1(x)))

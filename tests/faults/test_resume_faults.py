@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from helpers.agents import free_port, no_orphans
-from helpers.doomed_runs import MODEL, TWO, config_in, launched, losses, same_end, samples, tally
+from helpers.doomed_runs import MODEL, TWO, config_in, finished, launched, losses, same_end, samples, tally
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.plan import Plan
@@ -39,12 +39,6 @@ Stopped = Callable[[str], tuple[RunConfig, RunConfig]]
 def note(row: str, **figures: Any) -> None:
     command = "make test-faults PYTEST=tests/faults/test_resume_faults.py"
     record(RESULTS, row, figures, command=command)
-
-
-def finished(config: RunConfig, *faults: str, options: tuple[str, ...] = TWO) -> str:
-    with launched(config, "samples", *faults, options=options) as agent:
-        assert agent.wait(240) == 0, agent.said
-    return agent.said
 
 
 def moved(config: RunConfig, folder: Path) -> RunConfig:
@@ -70,7 +64,7 @@ def stopped_at_8(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
             config = config_in(tmp_path_factory.mktemp(name), plan, steps=28)
             recipe = replace(config.recipe, augment=Augment(label_smoothing=0.1))
             configs.append(replace(config, model=replace(MODEL, dropout=0.0, drop_path=0.0), recipe=recipe))
-        finished(configs[0])
+        finished(configs[0], "samples")
         with launched(configs[1], "samples", "kill:0:9", options=(*TWO, "--max-restarts", "0")) as agent:
             assert agent.wait(120) == 128 + signal.SIGKILL, agent.said
         return configs[0], configs[1]
@@ -100,7 +94,8 @@ def test_a_run_goes_on_with_any_number_of_ranks(
     expected, deviations = losses(undisturbed), {}
     for size in sizes:
         config = moved(stopped, tmp_path / f"on-{size}")
-        finished(config, options=TWO if size == 2 else as_many_as(size))
+        with launched(config, "samples", options=TWO if size == 2 else as_many_as(size)) as agent:
+            assert agent.wait(240) == 0, agent.said
         assert samples(config) == samples(undisturbed)
         found = losses(config)
         assert len(found) == 28
@@ -156,7 +151,7 @@ def epochs(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config = config_in(
         tmp_path_factory.mktemp("epochs"), Plan(micro_batch=64, dp=2, optimizer="fused"), steps=36
     )
-    finished(config)
+    finished(config, "samples")
     return config
 
 
@@ -181,7 +176,7 @@ def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
             assert agent.wait(120) == 128 + signal.SIGKILL, agent.said
     for last in range(3) if len(kills) > 1 else (1,):
         config = reading_with(moved(killed, tmp_path / f"last-{last}"), last)
-        finished(config, *fault)
+        finished(config, "samples", *fault)
         seen = samples(config)
         assert seen == samples(epochs)
         assert len(seen) == 36
@@ -221,7 +216,7 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
         slowest = max(slowest, time.monotonic() - struck)
         assert "was killed by SIGKILL while reading" in agent.said
         no_orphans(folder)
-    finished(killed)
+    finished(killed, "samples")
     assert samples(killed) == samples(epochs)
     same_end(killed, epochs)
     if times > 1:

@@ -21,7 +21,7 @@ import torch
 
 from helpers.agents import free_port, no_orphans
 from helpers.doomed import poison
-from helpers.doomed_runs import PLANS, STEPS, TWO, config_in, launched, losses, same_end, tally
+from helpers.doomed_runs import PLANS, STEPS, TWO, config_in, finished, launched, losses, same_end, tally
 from helpers.rows import record
 from helpers.spawn import spawn
 from penstock import checkpoint
@@ -45,8 +45,7 @@ def note(row: str, **figures: Any) -> None:
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config = config_in(tmp_path_factory.mktemp(request.param), PLANS[request.param])
-    with launched(config, options=TWO) as agent:
-        assert agent.wait(180) == 0, agent.said
+    finished(config)
     assert len(losses(config)) == STEPS
     return config
 
@@ -118,8 +117,7 @@ def test_being_stopped_at_random_times_changes_no_bit(
         no_orphans(tmp_path)
     assert slowest < 25
     assert during, "no second signal fell into a save"
-    with launched(config, options=TWO) as agent:
-        assert agent.wait(180) == 0, agent.said
+    finished(config)
     same_end(config, undisturbed)
     if stops > 2:
         name = undisturbed.plan.sharding
@@ -149,8 +147,7 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Pa
         assert f"rank {rank} hangs:" in agent.said
         assert agent.said.index("in _strike") < agent.said.index(f"Stack of rank {1 - rank}")
         no_orphans(folder)
-        with launched(config, f"stop:{rank}:1", options=TWO) as agent:
-            assert agent.wait(120) == 0, agent.said
+        finished(config, f"stop:{rank}:1")
     if times > 1:
         note("SIGSTOP of a rank", times=times, code=8, timeout_seconds=timeout, slowest_seconds=slowest)
 
@@ -192,8 +189,7 @@ def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, tim
         no_orphans(tmp_path / "again")
         slowest = max(slowest, time.monotonic() - killed)
     for each in (config, reference):
-        with launched(each, options=TWO) as agent:
-            assert agent.wait(120) == 0, agent.said
+        finished(each)
     same_end(config, reference)
     if times > 1:
         note("SIGKILL of the supervisor", times=times, orphans_after_10_seconds=0, slowest_seconds=slowest,

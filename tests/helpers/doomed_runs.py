@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 
+from helpers import doomed
 from helpers.agents import Agent
+from helpers.spawn import spawn
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
@@ -69,6 +71,14 @@ def launched(config: RunConfig, *faults: str, options: tuple[str, ...] = (), nam
     """An agent whose ranks train as `config` says, doomed by `faults`."""
     program = ("-m", "helpers.doomed", str(written(config)), *faults)
     return Agent(*options, "--", *program, log=Path(config.output).parent / name)
+
+
+def finished(config: RunConfig, *faults: str, world: int = 2) -> None:
+    """Train as `config` says to the end on `world` forked ranks, which start in a tenth of the time of an agent's.
+    What an agent does is not tested so.
+    """
+    codes = spawn(doomed.main, world, written(config), list(faults), group=False, timeout=240)
+    assert codes == [0] * world
 
 
 def tally(config: RunConfig) -> list[Tally]:

@@ -30,6 +30,11 @@ from helpers.agents import needs_to_be_alone
 R = TypeVar("R")
 
 _QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# What most ranks need, and would take 3 s each to import (an optimizer imports dynamo).
+_PRELOADED = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *("pytest", "helpers.spawn", "penstock.build", "penstock.train.loop"),
+]
 _GRACE = 0.5
 """Seconds in which other ranks may still report after the first failure; whoever failed first is then told first."""
 _LOG_TAIL = 4000
@@ -183,11 +188,7 @@ def _stack(rank: _Rank) -> str:
 def _start_server() -> None:
     """Start the server that ranks are forked from, single-threaded whatever this process is."""
     with _environment({**os.environ, **_QUIET}):
-        # Sharded tests need these, and each rank would take 1.7 s to import them (an optimizer imports dynamo).
-        heavy = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["torch", "torch.distributed", "helpers.spawn", *heavy]
-        )
+        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
         forkserver.ensure_running()
 
 

@@ -55,7 +55,7 @@ def test_nothing_to_run_is_refused(program: list[str]) -> None:
         ("--procs many", "--procs is 'many', but must be a number or auto."),
         ("--nnodes 3:2 --rdzv a:1", "--nnodes is 3:2"),
         ("--nnodes x", "--nnodes is 'x'"),
-        ("--nnodes 2", "Several nodes need a place to meet"),
+        ("--nnodes 2", "Several nodes need a rendezvous"),
         ("--nnodes 2 --rdzv host", "--rdzv is 'host', but must be HOST:PORT"),
         ("--nnodes 2 --rdzv host:99999", "--rdzv is 'host:99999'"),
         ("--nnodes 2 --rdzv host:1 --node-rank 2", "--node-rank is 2, but must be from 0 to 1"),

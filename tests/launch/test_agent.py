@@ -48,7 +48,7 @@ def test_the_first_failing_rank_is_told_first_and_the_budget_is_kept(tmp_path: P
 def test_what_would_fail_again_is_not_tried_again_and_keeps_its_code(tmp_path: Path) -> None:
     with toy(tmp_path, "code:1:3:6") as agent:
         assert agent.wait() == 6
-    assert "started again" not in agent.said
+    assert "restarted" not in agent.said
     no_orphans(tmp_path)
 
 
@@ -70,7 +70,7 @@ def test_all_ranks_save_the_same_step_when_the_agent_is_asked_to_stop(
         assert agent.wait() == 75
     assert time.monotonic() - asked < 10
     assert (tmp_path / "checkpoint").read_text() == str(steps(tmp_path)[-1][0])
-    assert f"{number.name} came" in agent.said
+    assert f"{number.name} received" in agent.said
     no_orphans(tmp_path)
 
 

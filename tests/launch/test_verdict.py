@@ -51,7 +51,11 @@ def test_who_was_asked_to_stop_and_did_asks_for_a_requeue() -> None:
 
 def test_ranks_that_say_the_same_say_it_once() -> None:
     failures = order(Failure(rank, 2, "plan.dp is 3.", seconds=float(rank)) for rank in range(4))
-    assert tell(failures) == ["rank 0 ended with code 2:", "plan.dp is 3.", "ranks 1, 2, 3 ended alike."]
+    assert tell(failures) == [
+        "rank 0 ended with code 2:",
+        "plan.dp is 3.",
+        "ranks 1, 2, 3 ended the same way.",
+    ]
 
 
 def test_different_causes_are_all_told() -> None:

@@ -22,7 +22,9 @@ app = App(
 )
 app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
 app.command(
-    "penstock.cli.launch:launch", name="launch", help="Start the ranks of a run, and again after a fault."
+    "penstock.cli.launch:launch",
+    name="launch",
+    help="Start the ranks of a run, and restart them after a fault.",
 )
 app.command("penstock.cli.run:run", name="run", help="Run a training script in mixed precision, unchanged.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")

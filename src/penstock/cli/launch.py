@@ -1,4 +1,4 @@
-"""`penstock launch`: start the ranks of a run, watch them, and start them again after a fault."""
+"""`penstock launch`: start the ranks of a run, watch them, and restart them after a fault."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ def launch(
     settle_seconds: float = _DEFAULTS.settle_seconds,
     lost_seconds: float = _DEFAULTS.lost_seconds,
 ) -> int:
-    """Start the ranks of a run, watch them, and start them again after a fault.
+    """Start the ranks of a run, watch them, and restart them after a fault.
 
-    Ends with the exit code of the rank that failed first (128 + N for signal N), 8 after a hang, and 75 when the run
-    was asked to stop by SIGTERM or SIGUSR1 and has saved. What cannot be mended by starting again is not tried again:
-    errors of configuration, environment, data, checkpoints, numbers and memory.
+    Ends with the exit code of the rank that failed first (128 + N for signal N), with 8 after a hang, and with 75 when
+    SIGTERM or SIGUSR1 asked the run to stop and it has saved. Errors that a restart cannot fix end the run:
+    configuration, environment, data, checkpoints, numbers and memory.
 
     Parameters
     ----------
     program
         After `--`: the arguments of `penstock train`, or `SCRIPT.py …`, or `-m MODULE …`.
     procs
-        Ranks on this node; `auto` is one per GPU, and one where there is none.
+        Ranks on this node; `auto` is one per GPU, or one without GPUs.
     nnodes
-        Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with as many as are there.
+        Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there.
     rdzv
-        HOST:PORT at which the agents of all nodes meet, served by the one on HOST. Start the same command on each.
+        HOST:PORT at which the agents of all nodes meet; the agent on HOST serves it. Start the same command on each.
     rdzv_id
         Name of the run at that endpoint.
     node_rank
-        This node's number; agreed on where it is left out.
+        This node's number. The agents choose one if it is left out.
     max_restarts
-        How often all ranks are started again after a fault.
+        How often all ranks are restarted after a fault.
     hang_seconds
-        A rank that finishes no step for so long hangs; all stacks are shown, and it counts as a fault. 0 is off.
+        A rank that finishes no step for so many seconds hangs: all stacks are shown, and it is a fault. 0 turns it off.
     start_seconds
-        The same until the first step, which may compile.
+        The same limit until the first step, which may compile.
     join_seconds
         How long to wait for the fewest nodes.
     settle_seconds
         How long to wait for more nodes once there are enough.
     lost_seconds
-        A node that has not been heard of for so long is lost.
+        A node that has been silent for so many seconds is lost.
     """
     settings = LaunchSettings(
         procs=parse_procs(procs),
@@ -80,10 +80,10 @@ def launch(
 
 
 def python_arguments(program: list[str]) -> list[str]:
-    """What is to follow `python`. Raises ConfigError where nothing is named; unknown options of `train` end it too."""
+    """The words after `python`. Raises ConfigError where nothing is named; unknown options of `train` end it too."""
     if not program:
         raise ConfigError(
-            "Nothing is named to launch. After --, give the arguments of `penstock train`, as in "
+            "There is nothing to launch. After --, give the arguments of `penstock train`, as in "
             "`penstock launch --procs 2 -- vit-digits`, or SCRIPT.py …, or -m MODULE …."
         )
     if program[0] == "-m":
@@ -95,7 +95,7 @@ def python_arguments(program: list[str]) -> list[str]:
     arguments = program if program[0] == "train" else ["train", *program]
     from penstock.cli import app
 
-    # Wrong options are told once here, and not by every rank; what the settings mean is for the ranks to say.
+    # Wrong options are reported once here, and not by every rank. The ranks check the settings' values.
     app.parse_args(arguments, exit_on_error=False, print_error=True)
     return ["-m", "penstock", *arguments]
 

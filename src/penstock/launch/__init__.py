@@ -1,7 +1,7 @@
-"""Starting the ranks of a run on one node or several, watching them, and starting them again after a fault.
+"""Starting the ranks of a run on one node or several, watching them, and restarting them after a fault.
 
-Free of torch, but for `nodes`, by which the agents of several nodes find each other: an agent of one node is up in a
-tenth of a second and holds little memory.
+Only `meeting`, by which the agents of several nodes find each other, imports torch. So an agent of one node starts in a
+tenth of a second and takes little memory.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from __future__ import annotations
 from typing import Final
 
 ELASTIC: Final = "PENSTOCK_ELASTIC"
-"""Environment variable of ranks that are to go on with as many of them as there are."""
+"""Environment variable that is set for ranks whose number may change from one start to the next."""

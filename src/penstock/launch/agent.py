@@ -1,4 +1,4 @@
-"""The agent: lives of the ranks, one after the other, until one ends well, cannot be helped, or the budget is spent."""
+"""The agent: it starts the ranks again until they end well, restarting cannot help, or the restarts are used up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.errors import ExitCode
 from penstock.launch.life import Life
 from penstock.launch.nodes import Alone, Nodes
-from penstock.launch.ranks import Layout
+from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import Asked, Requests
 from penstock.launch.verdict import Outcome
@@ -20,14 +20,14 @@ from penstock.launch.verdict import tell as lines_of
 
 
 def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None]) -> int:
-    """Run `program` as this node's ranks, and all of them again after a fault; returns the command's exit code.
+    """Run `program` as this node's ranks, and restart all of them after a fault. Returns the command's exit code.
 
-    `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks resume by
-    themselves; `penstock train` goes on from the newest checkpoint that verifies. `tell` shows a line. No process
-    that this has started is left when it returns, or when it is killed.
+    `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks must resume by
+    themselves, as `penstock train` does from the newest checkpoint that verifies. `tell` shows a line. When this
+    returns, or is killed, it leaves no process behind.
 
     Raises:
-        EnvironmentProblem: the other nodes did not come, or the one that serves the rendezvous was lost.
+        EnvironmentProblem: the other nodes did not come, or the node that serves the rendezvous was lost.
     """
     with (
         tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
@@ -38,19 +38,19 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
         while True:
             try:
                 with requests.interrupting():
-                    layout = nodes.meet(restarts)
+                    assignment = nodes.meet(restarts)
             except Asked:
                 outcome = Outcome(_when_asked(requests))
                 nodes.report(outcome)
                 return outcome.code
-            restarts = layout.restarts
-            outcome = _live(program, settings, Path(folder), layout, requests, nodes, tell)
+            restarts = assignment.restarts
+            outcome = _live(program, settings, Path(folder), assignment, requests, nodes, tell)
             spent = restarts >= settings.max_restarts
             if spent and not outcome.regroup:
                 outcome = replace(outcome, final=True)
             if outcome.code != ExitCode.DONE:
-                # A node that leaves an elastic run does not end it for those that can go on without.
-                enough = requests.signal is not None and layout.nodes > settings.nodes[0]
+                # A node that leaves an elastic run does not end it for the others, if they are enough.
+                enough = requests.signal is not None and assignment.nodes > settings.nodes[0]
                 nodes.report(replace(outcome, final=outcome.final and not enough))
             for line in [] if outcome.regroup else lines_of(outcome.failures):
                 tell(line)
@@ -59,7 +59,7 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
             if not outcome.regroup:
                 restarts += 1
                 tell(
-                    f"all ranks are started again, from the newest checkpoint that verifies "
+                    f"all ranks are restarted from the newest checkpoint that verifies "
                     f"(restart {restarts} of at most {settings.max_restarts})."
                 )
 
@@ -68,14 +68,14 @@ def _live(
     program: Sequence[str],
     settings: LaunchSettings,
     folder: Path,
-    layout: Layout,
+    assignment: Assignment,
     requests: Requests,
     nodes: Nodes,
     tell: Callable[[str], None],
 ) -> Outcome:
-    life = Life(program, layout, settings, folder, requests=requests, nodes=nodes, tell=tell)
+    life = Life(program, assignment, settings, folder, requests=requests, nodes=nodes, tell=tell)
     try:
-        return life.watch()
+        return life.wait()
     finally:
         life.end()
 
@@ -85,7 +85,9 @@ def _end(
 ) -> int:
     worth = outcome.failures and outcome.code not in (ExitCode.DONE, ExitCode.SAVED_REQUEUE)
     if worth and spent and restarts:
-        tell(f"the run has been started again {restarts} times, as --max-restarts allows, and ends here.")
+        tell(
+            f"the run has been restarted {restarts} times, as often as --max-restarts allows, and ends here."
+        )
     return outcome.code
 
 
@@ -96,7 +98,8 @@ def _when_asked(requests: Requests) -> int:
 def _nodes(settings: LaunchSettings) -> Nodes:
     if not settings.several:
         return Alone(settings.procs)
-    # torch's store prints the C++ stack of every connection that ends; the agent tells what it means. Read at import.
+    # torch's store prints the C++ stack of every connection that ends, and the agent says what it means. torch reads
+    # the level when it is imported.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
     os.environ.update(quiet)
     from penstock.launch.meeting import Meeting  # imports torch

@@ -1,6 +1,7 @@
-"""How a rank shows that it is alive: a few bytes of a file that it shares with its agent, written at every step.
+"""How a rank shows that it is alive: at every step it writes a few bytes of a file that it shares with its agent.
 
-Writing is a store into mapped memory, a few hundred nanoseconds, and no system call; the agent reads it when it likes.
+The file is mapped into memory, so writing takes a few hundred nanoseconds and no system call. The agent reads it at any
+time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 VARIABLE: Final = "PENSTOCK_HEARTBEAT"
-"""Environment variable with the path of this rank's file; absent where nobody watches."""
+"""Environment variable with the path of this rank's file; not set where there is no agent."""
 _BEAT = struct.Struct(
     "<qqd"
 )  # beats so far, the step, time.monotonic() of the last; one clock for all processes
@@ -29,19 +30,19 @@ class Beat:
     """What an agent reads."""
 
     count: int
-    """Beats so far; 0 before the first, and then nothing is known of the rank."""
+    """Beats so far. At 0 nothing is known of the rank."""
     step: int
     seconds: float
     """`time.monotonic()` at the last one."""
 
     @property
     def stepping(self) -> bool:
-        """Whether it has come to its steps; before, it only promised to."""
+        """Whether it has finished a step; before the first it has only announced them."""
         return self.step != _PROMISED
 
 
 class Heartbeat:
-    """One rank's file, from either side."""
+    """One rank's file, for the rank and for its agent."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -50,17 +51,17 @@ class Heartbeat:
 
     @staticmethod
     def create(path: Path) -> Heartbeat:
-        """The agent's side: a new file at `path`, without a beat."""
+        """For the agent: a new file at `path`, without a beat."""
         path.write_bytes(bytes(_BEAT.size))
         return Heartbeat(path)
 
     def beat(self, step: int) -> None:
-        """Note that `step` is done."""
+        """Record that `step` is done."""
         self._count += 1
         _BEAT.pack_into(self._memory, 0, self._count, step, time.monotonic())
 
     def promise(self) -> None:
-        """Say that steps will come, so that even a silence before the first is seen."""
+        """Announce steps, so that a hang before the first one is noticed."""
         self.beat(_PROMISED)
 
     def read(self) -> Beat:
@@ -83,14 +84,14 @@ def beat(step: int) -> None:
 
 
 def promise() -> None:
-    """Tell the agent, if there is one, that this process will come to steps."""
+    """Tell the agent, if there is one, that this process will take steps."""
     mine = _of_this_process()
     if mine is not None:
         mine.promise()
 
 
 def beating(items: Iterable[T], step: int) -> Iterator[T]:
-    """`items`, with a beat before each: for long work between two steps, such as an evaluation after `step`."""
+    """Yield `items` with a beat before each: for long work between two steps, such as an evaluation after `step`."""
     for item in items:
         beat(step)
         yield item

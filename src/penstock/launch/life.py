@@ -1,4 +1,4 @@
-"""One life of a node's ranks: from their start until all have ended, whoever ended them."""
+"""One life of a node's ranks: from their start until all have ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.errors import ExitCode
 from penstock.launch.nodes import Nodes
-from penstock.launch.ranks import Layout, Rank
+from penstock.launch.ranks import Assignment, Rank
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import Requests
 from penstock.launch.verdict import Failure, Outcome, judge
@@ -20,15 +20,15 @@ from penstock.launch.verdict import Failure, Outcome, judge
 Tell = Callable[[str], None]
 
 _TICK = 0.1
-"""Seconds between two looks at the ranks; output is passed on at once."""
+"""Seconds between two checks of the ranks; output is passed on at once."""
 _OTHERS_REPORT = 1.0
-"""Seconds that the other ranks have to say why they fail too, before all are killed."""
+"""Seconds that the other ranks have to report why they failed too, before all are killed."""
 _STACKS = 5.0
-"""Seconds in which ranks write their stacks, at most: a busy machine takes its time to wake a stopped process."""
+"""The most seconds that ranks have to write their stacks: a busy machine is slow to wake a stopped process."""
 _SETTLED = 0.3
-"""Seconds after which stacks that have not grown are whole."""
+"""Seconds after which stacks that have not grown are complete."""
 _CAUSE = 3.0
-"""Seconds in which another node may say that it was the first."""
+"""Seconds in which another node may report that it failed first."""
 _INTERRUPT = 5.0
 """Seconds that ranks have after Ctrl-C."""
 _GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE))
@@ -40,7 +40,7 @@ class Life:
     def __init__(
         self,
         program: Sequence[str],
-        layout: Layout,
+        assignment: Assignment,
         settings: LaunchSettings,
         folder: Path,
         *,
@@ -49,21 +49,23 @@ class Life:
         tell: Tell,
     ) -> None:
         self.settings, self.requests, self.nodes, self.tell = settings, requests, nodes, tell
-        self.layout = layout
+        self.assignment = assignment
         self.ranks: list[Rank] = []
         self._regrouping = False
         self._interrupted: float | None = None
         try:
             for local in range(settings.procs):
-                seen = layout.first_rank + local == 0
-                rank = Rank(program, layout, local, settings.procs, folder, seen, elastic=settings.elastic)
+                seen = assignment.first_rank + local == 0
+                rank = Rank(
+                    program, assignment, local, settings.procs, folder, seen, elastic=settings.elastic
+                )
                 self.ranks.append(rank)
         except BaseException:
             self.end()
             raise
 
-    def watch(self) -> Outcome:
-        """Wait for the end, forward what the agent is asked, pass on what ranks write; then the node's outcome."""
+    def wait(self) -> Outcome:
+        """Forward signals and pass on output until the ranks have ended. Returns the node's outcome."""
         first_failure: float | None = None
         while True:
             self._pass_on_output()
@@ -87,7 +89,7 @@ class Life:
         return self._outcome()
 
     def end(self) -> None:
-        """Leave no process of this life."""
+        """Kill every process of this life that is left."""
         for rank in self.ranks:
             rank.kill()
         self._show_lines()
@@ -104,17 +106,17 @@ class Life:
         if mine.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
             again = self._regrouping or self._goes_on_elsewhere()
             return replace(mine, regroup=again, final=not again)
-        if self.layout.nodes == 1:
+        if self.assignment.nodes == 1:
             return mine
         if failures and all(failure.consequence for failure in failures):
-            # A node that is lost says nothing: that takes until its silence is long enough.
+            # A lost node reports nothing. It is known only after it has been silent for long enough.
             heard = self._hear(lambda outcome: not outcome.regroup, self.settings.lost_seconds)
             return heard or mine
         return mine
 
     def _goes_on_elsewhere(self) -> bool:
-        """Ranks of all nodes stop at one step whichever node was asked; is this node to go on all the same?"""
-        if self.layout.nodes == 1:
+        """Whether this node restarts although its ranks stopped: ranks of all nodes stop when any node is asked to."""
+        if self.assignment.nodes == 1:
             return False
         heard = self._hear(lambda outcome: True)
         return heard is not None and not heard.final
@@ -128,7 +130,7 @@ class Life:
             time.sleep(_TICK)
 
     def _pass_on_output(self) -> None:
-        """Wait a tick for output, and show whole lines with the rank's number."""
+        """Wait a tick for output, and show complete lines with the rank's number."""
         pipes = [rank.pipe for rank in self.ranks if rank.pipe is not None and rank.code is None]
         if pipes:
             ready, _, _ = select.select(pipes, [], [], _TICK)
@@ -153,7 +155,7 @@ class Life:
                     continue
                 self._interrupted = time.monotonic()
             else:
-                self.tell(f"{number.name} came: every rank is asked to save and stop.")
+                self.tell(f"{number.name} received: every rank is asked to save and stop.")
             self._ask(number)
 
     def _ask(self, number: signal.Signals) -> None:
@@ -161,30 +163,30 @@ class Life:
             rank.send(number)
 
     def _make_room(self, heard: Outcome | None) -> None:
-        """Have the ranks save and stop where a node wants to join; they agree on the step with those of other nodes."""
+        """Have the ranks save and stop if a node wants to join. They agree on the step with the other nodes' ranks."""
         if self._regrouping or not self.nodes.waiting():
             return
         self._regrouping = True
         if heard is None:
-            self.tell("another node wants to join: the ranks save and start again with it.")
+            self.tell("another node wants to join: the ranks save and restart with it.")
             self.nodes.report(Outcome(int(ExitCode.SAVED_REQUEUE), final=False, regroup=True))
         self._ask(signal.SIGUSR1)
 
     def _hangs(self, rank: Rank, now: float) -> bool:
         beat = rank.heartbeat.read()
         if rank.code is not None or not beat.count:
-            return False  # ended, or a program of which nothing is known
+            return False  # ended, or a program that does not beat
         limit = self.settings.hang_seconds if beat.stepping else self.settings.start_seconds
         return 0 < limit < now - beat.seconds
 
     def _tell_hang(self) -> Outcome:
-        """All ranks fall silent when one does, for they wait for it: name the one that others wait for."""
+        """Name the rank that hangs. The others wait for it, so that all are silent."""
         alive = [rank for rank in self.ranks if not rank.poll()]
         beats = {rank.number: rank.heartbeat.read() for rank in alive}
         stopped = {rank.number for rank in alive if rank.ask_for_stack()}
         seen = time.monotonic()
         _wait_for_stacks(alive)
-        # Not of those alone whose time is up: who waits may have begun to wait before the other stopped.
+        # Not only ranks whose time is up: one that waits may have begun to wait before the other stopped.
         watched = [rank for rank in alive if beats[rank.number].count or rank.number in stopped]
         if not watched:
             return self._outcome()  # they have all ended after all
@@ -204,7 +206,7 @@ class Life:
 
 
 def _wait_for_stacks(ranks: Sequence[Rank]) -> None:
-    """Until all that were asked have written theirs; one that waits in the kernel never does."""
+    """Wait until all that were asked have written theirs. One that waits in the kernel never does."""
     end, before = time.monotonic() + _STACKS, list[int]()
     while time.monotonic() < end:
         time.sleep(_SETTLED)

@@ -1,9 +1,9 @@
-"""Agents of several nodes: torch.distributed's c10d rendezvous says who takes part in each life of the ranks, and its
-store carries what the agents tell each other.
+"""Agents of several nodes. torch.distributed's c10d rendezvous decides which nodes take part in each life of the ranks,
+and the agents exchange messages through its store.
 
-Of torchrun only the rendezvous is used. Its agent answers 1 whatever the ranks answered, and its store outlives the
-ranks' lives, so that a new life of gloo finds the addresses of the last and waits for ever; here rank 0 serves a new
-store in each life.
+Only torchrun's rendezvous is used. Its agent returns 1 whatever the ranks returned. Its store outlives the ranks'
+lives, so that gloo in a new life finds the addresses of the last and waits for ever; here rank 0 serves a new store in
+each life.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
 from penstock.launch.nodes import ReservedPort
-from penstock.launch.ranks import Layout
+from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.verdict import Failure, Outcome
 
 _LOOK = 0.5
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 _GOODBYE = 10.0
 """Seconds for which the agent that serves the store stays, so that the others hear the end."""
 
@@ -63,7 +63,7 @@ class Meeting:
         """Whether the others will have another life."""
 
     def __enter__(self) -> Self:
-        # Else the handler would serve one store for all lives of the ranks; see the first lines of this file.
+        # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
         logging.getLogger("torch.distributed.elastic").setLevel(
             logging.ERROR
         )  # the agent tells what it means
@@ -94,15 +94,15 @@ class Meeting:
         if self._port is not None:
             self._port.close()
         if self._goes_on or error is not None:
-            return  # without this node, whose silence tells the others that it is gone
-        # The end is told already; what cannot be said any more does not change it.
+            return  # the others go on, and this node's silence tells them that it is gone
+        # The end has been reported already; what fails here does not change it.
         with contextlib.suppress(DistError, RendezvousError, EnvironmentProblem):
             if self._handler is not None:
                 self._handler.shutdown()
             self._say_goodbye()
 
-    def meet(self, restarts: int) -> Layout:
-        """Wait for the others. Raises EnvironmentProblem when too few come, or the run ended elsewhere."""
+    def meet(self, restarts: int) -> Assignment:
+        """Wait for the others. Raises EnvironmentProblem if too few come, or the run has ended elsewhere."""
         assert self._handler is not None
         self._round += 1
         self._heard, self._waiting, self._goes_on, self._seen = None, False, False, {}
@@ -125,7 +125,7 @@ class Meeting:
             keys = [f"member/{node}" for node in range(info.world_size)]
             self._store.wait(keys, timedelta(seconds=self._settings.lost_seconds))
             members = [json.loads(value) for value in self._store.multi_get(keys)]
-        return self._layout(members, info.rank)
+        return self._assignment(members, info.rank)
 
     def report(self, outcome: Outcome) -> None:
         """Tell the others how this life ended here."""
@@ -137,7 +137,7 @@ class Meeting:
             self._store.set(f"report/{number}", json.dumps({"node": self._node, **asdict(outcome)}))
 
     def heard(self) -> Outcome | None:
-        """What another agent reported first; or that one is lost."""
+        """The first report of another agent, or that one is lost."""
         if time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
             with self._explained():
@@ -150,8 +150,8 @@ class Meeting:
         """Whether a node wants to join."""
         return self._waiting or (self._heard is not None and self._heard.regroup)
 
-    def _layout(self, members: list[dict[str, Any]], rank: int) -> Layout:
-        """Order the nodes as --node-rank says where all say it, else as the rendezvous did."""
+    def _assignment(self, members: list[dict[str, Any]], rank: int) -> Assignment:
+        """Order the nodes by --node-rank if all were given one, else as the rendezvous did."""
         places = [member["place"] for member in members]
         order = list(range(len(members)))
         if None not in places:
@@ -164,14 +164,14 @@ class Meeting:
         self._node = order.index(rank)
         procs = [member["procs"] for member in self._members]
         host, port = self._members[0]["master"]
-        # A node that joins late counts as the others do.
+        # A node that joins late takes over the others' counts.
         self._round = max(member["round"] for member in members)
         restarts = max(member["restarts"] for member in members)
         first, world = sum(procs[: self._node]), sum(procs)
-        return Layout(self._node, len(procs), first, world, (host, port), self._round, restarts)
+        return Assignment(self._node, len(procs), first, world, (host, port), self._round, restarts)
 
     def _reported(self) -> Outcome | None:
-        """The first report of another node in this life; one that ends the run goes before one that makes room."""
+        """The first report of another node in this life. One that ends the run comes before one that makes room."""
         assert self._store is not None
         found: list[Outcome] = []
         number = 1
@@ -184,7 +184,7 @@ class Meeting:
         return next((outcome for outcome in found if not outcome.regroup), found[0] if found else None)
 
     def _lost(self) -> Outcome | None:
-        """Count this agent's life on, and see whether every other's has gone on too."""
+        """Raise this agent's count, and check that every other agent's count has risen too."""
         assert self._store is not None
         self._store.add(f"alive/{self._node}", 1)
         now = time.monotonic()
@@ -203,7 +203,7 @@ class Meeting:
         return None
 
     def _say_goodbye(self) -> None:
-        """Whoever serves the store stays until the others need it no more."""
+        """Wait until the others no longer need the store, if this agent serves it."""
         if self._store is None:
             return
         self._store.add("left", 1)
@@ -221,7 +221,7 @@ class Meeting:
             yield
         except RendezvousClosedError as error:
             raise EnvironmentProblem(
-                f"The run {self._settings.run_id!r} at {where} has ended. Start it anew on all nodes."
+                f"The run {self._settings.run_id!r} at {where} has ended. Start it again on all nodes."
             ) from error
         except RendezvousTimeoutError as error:
             raise EnvironmentProblem(
@@ -230,13 +230,13 @@ class Meeting:
             ) from error
         except (DistError, RendezvousConnectionError, RendezvousError) as error:
             raise EnvironmentProblem(
-                f"The rendezvous at {where} does not answer ({_first_line(error)}). It is served by the agent on that "
-                "host: see that the host is up, the agent runs there and the port is open, then start again."
+                f"The rendezvous at {where} does not answer ({_first_line(error)}). The agent on that host serves it: "
+                "check that the host is up, the agent runs there and the port is open. Then start again."
             ) from error
 
 
 def _open_store(settings: LaunchSettings) -> tuple[Store, bool]:
-    """The agents' store, and whether this agent serves it: it does where HOST is this machine and nobody else does."""
+    """The agents' store, and whether this agent serves it. It does if HOST is this machine and nobody serves it yet."""
     host, port = settings.endpoint()
     timeout = timedelta(seconds=settings.join_seconds)
     serves = _is_here(host) if settings.node_rank is None else settings.node_rank == 0
@@ -250,7 +250,7 @@ def _open_store(settings: LaunchSettings) -> tuple[Store, bool]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine: only of those can a socket be bound."""
+    """Whether `host` is an address of this machine: a socket can be bound to no other."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
             probe.bind(address)
@@ -264,7 +264,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """This node's address on the way to `host`: what the others can reach it by. Sends nothing."""
+    """This node's address on the way to `host`, by which the others can reach it. Sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

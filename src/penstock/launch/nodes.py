@@ -1,4 +1,4 @@
-"""How the agents of several nodes act as one. This module is the part for a node alone; `meeting` needs torch."""
+"""What an agent asks of the other nodes' agents. `Alone` answers for one node, `meeting`, with torch, for several."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from penstock.launch.ranks import Layout
+from penstock.launch.ranks import Assignment
 from penstock.launch.verdict import Outcome
 
 
 class Nodes(Protocol):
-    """What an agent needs of the others."""
+    """The other nodes' agents, as this one sees them."""
 
     def __enter__(self) -> Self: ...
 
@@ -20,23 +20,23 @@ class Nodes(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def meet(self, restarts: int) -> Layout:
-        """Wait until the agents of the next life are there, and share the ranks out among them. `restarts` is how
-        often this agent has seen all ranks started again after faults.
+    def meet(self, restarts: int) -> Assignment:
+        """Wait until the agents of the next life are there, and share the ranks out among them. `restarts` counts how
+        often this agent has seen all ranks restarted after faults.
         """
 
     def report(self, outcome: Outcome) -> None:
         """Tell the others how this life ended here."""
 
     def heard(self) -> Outcome | None:
-        """What another agent was first to report of this life, or that one is lost. Cheap enough for every tick."""
+        """The first report of another agent on this life, or that one is lost. Cheap enough for every tick."""
 
     def waiting(self) -> bool:
-        """Whether a node wants to join this life's."""
+        """Whether another node wants to join."""
 
 
 class Alone:
-    """One node: nobody to ask."""
+    """A single node: there is nobody to ask."""
 
     def __init__(self, procs: int) -> None:
         self._procs = procs
@@ -52,13 +52,13 @@ class Alone:
         if self._port is not None:
             self._port.close()
 
-    def meet(self, restarts: int) -> Layout:
+    def meet(self, restarts: int) -> Assignment:
         if self._port is not None:
             self._port.close()
         self._port = ReservedPort("127.0.0.1")
         self._round += 1
         master = ("127.0.0.1", self._port.number)
-        return Layout(0, 1, 0, self._procs, master, self._round - 1, restarts)
+        return Assignment(0, 1, 0, self._procs, master, self._round - 1, restarts)
 
     def report(self, outcome: Outcome) -> None:
         return None
@@ -71,8 +71,8 @@ class Alone:
 
 
 class ReservedPort:
-    """A free port that nobody else is given while this is open, but on which a rank can listen: the socket is bound
-    and does not listen, and both ask for SO_REUSEADDR, as every server does.
+    """A free port that no other program is given while this is open, and on which a rank can listen. The socket is
+    bound and does not listen, and both set SO_REUSEADDR, as every server does.
     """
 
     def __init__(self, host: str) -> None:

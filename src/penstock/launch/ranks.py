@@ -1,4 +1,4 @@
-"""The processes of one node's ranks: started, read, asked, and ended with all their children."""
+"""The processes of one node's ranks: how they are started, read, signalled, and ended with all their children."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _TAIL = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where this node's ranks stand among all."""
+class Assignment:
+    """Which ranks of all are this node's."""
 
     node: int
     nodes: int
@@ -32,9 +32,9 @@ class Layout:
     master: tuple[str, int]
     """Address and port on which rank 0 will serve the store of its process group."""
     round: int = 0
-    """How often all ranks have been started before."""
+    """How often all ranks have been started before this."""
     restarts: int = 0
-    """How often of these after a fault."""
+    """How many of these starts came after a fault."""
 
 
 class Rank:
@@ -43,22 +43,22 @@ class Rank:
     def __init__(
         self,
         program: Sequence[str],
-        layout: Layout,
+        assignment: Assignment,
         local: int,
         procs: int,
         folder: Path,
-        seen: bool,
+        shows_output: bool,
         *,
         elastic: bool = False,
     ) -> None:
-        """Start it; with `seen`, its output goes where this process's does, else the agent passes it on by lines."""
-        self.number = layout.first_rank + local
+        """Start it. With `shows_output` it writes where this process does; else the agent passes its lines on."""
+        self.number = assignment.first_rank + local
         self._report = folder / f"{local}.report"
         self._stack = folder / f"{local}.stack"
         for left in (self._report, self._stack):
             left.unlink(missing_ok=True)
         self.heartbeat = Heartbeat.create(folder / f"{local}.beat")
-        environment = _environment(layout, local, procs) | {
+        environment = _environment(assignment, local, procs) | {
             heartbeat.VARIABLE: str(folder / f"{local}.beat"),
             report.VARIABLE: str(self._report),
             worker.STACK: str(self._stack),
@@ -66,14 +66,14 @@ class Rank:
         }
         if elastic:
             environment[ELASTIC] = "1"
-        out = None if seen else subprocess.PIPE
+        out = None if shows_output else subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, *_flags(), "-m", "penstock.launch.worker", *program],
             env=environment,
-            stdin=None if seen and procs == 1 else subprocess.DEVNULL,
+            stdin=None if shows_output and procs == 1 else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT if out else None,
-            process_group=0,  # its loader workers and whatever else it starts end with it
+            process_group=0,  # so that its loader workers and all else that it starts end with it
         )
         self.pid = self._process.pid
         self.started = time.monotonic()
@@ -86,7 +86,7 @@ class Rank:
         self.ended = 0.0
 
     def poll(self) -> bool:
-        """Whether it has ended. Its process group is kept until `kill`, which clears what it left."""
+        """Whether it has ended. Its process group stays until `kill`, which ends what it left."""
         if self.code is None:
             done = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if done is not None:
@@ -95,7 +95,7 @@ class Rank:
         return self.code is not None
 
     def lines(self) -> list[str]:
-        """Whole lines it has written since the last call; all that is there once it has ended."""
+        """Complete lines that it has written since the last call, and once it has ended, all the rest."""
         if self.pipe is None:
             return []
         with contextlib.suppress(BlockingIOError):
@@ -116,20 +116,20 @@ class Rank:
                 os.kill(self.pid, number)
 
     def failure(self) -> Failure | None:
-        """How it ended, if not well."""
+        """How it failed, if it did."""
         assert self.code is not None
         if self.code == ExitCode.DONE:
             return None
         told = report.read_report(self._report)
         if told is not None:
             return Failure(self.number, self.code, told.text, told.consequence, told.seconds)
-        # A process that dies of a signal says nothing, but faulthandler may have.
+        # A process that a signal kills writes no report, but faulthandler may have written its stack.
         stack = self._read_stack() if self.code < 0 else ""
         text = stack or (self._tail.strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else "")
         return Failure(self.number, self.code, text, False, self.ended)
 
     def ask_for_stack(self) -> bool:
-        """Have it write its threads' stacks, waking it up if it was stopped; whether it was."""
+        """Have it write its threads' stacks, and wake it up if it was stopped. Returns whether it was."""
         stopped = _is_stopped(self.pid)
         if not self.poll():
             _signal_main_thread(self.pid, worker.DUMP_SIGNAL)
@@ -138,11 +138,11 @@ class Rank:
         return stopped
 
     def stack(self) -> str:
-        """What `ask_for_stack` made it write."""
-        return self._read_stack() or "(it did not answer: it waits in the kernel, or had not begun)"
+        """The stacks that `ask_for_stack` asked for."""
+        return self._read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
 
     def stack_bytes(self) -> int:
-        """How much of it there is so far."""
+        """How many bytes of them are written."""
         try:
             return self._stack.stat().st_size
         except OSError:
@@ -154,7 +154,7 @@ class Rank:
         return ""
 
     def kill(self) -> None:
-        """Kill what is left of it and its children. After this there is no process of this rank."""
+        """Kill the process and its children. After this the rank has no process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.code is None:
@@ -163,7 +163,7 @@ class Rank:
         self._process.wait()
 
     def close(self) -> None:
-        """Forget it; call after `kill` and the last `lines`."""
+        """Release its pipe and file; call after `kill` and the last `lines`."""
         if self.pipe is not None:
             self.pipe.close()
         self.heartbeat.close()
@@ -175,30 +175,30 @@ def _flags() -> list[str]:
     return flags
 
 
-def _environment(layout: Layout, local: int, procs: int) -> dict[str, str]:
-    """What torch.distributed's `env://` reads, under the names that torchrun has made common."""
-    host, port = layout.master
+def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, str]:
+    """The variables that torch.distributed's `env://` reads, under torchrun's names."""
+    host, port = assignment.master
     environment: Mapping[str, str] = {
-        "RANK": str(layout.first_rank + local),
+        "RANK": str(assignment.first_rank + local),
         "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(layout.world),
+        "WORLD_SIZE": str(assignment.world),
         "LOCAL_WORLD_SIZE": str(procs),
-        "GROUP_RANK": str(layout.node),
-        "GROUP_WORLD_SIZE": str(layout.nodes),
+        "GROUP_RANK": str(assignment.node),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(layout.round),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.round),
     }
     threads = max(1, len(os.sched_getaffinity(0)) // procs) if hasattr(os, "sched_getaffinity") else 1
     chosen = {} if procs == 1 else {"OMP_NUM_THREADS": str(threads)}
-    # Rank 0 serves the store itself, afresh in each life: one that outlives them would hold the last life's answers.
+    # Rank 0 serves a new store in each life: one that outlives them would hold the last life's answers.
     inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
     return chosen | inherited | dict(environment)
 
 
 def _signal_main_thread(pid: int, number: signal.Signals) -> None:
-    """A signal for the process as a whole may be taken by any thread, while the main one, woken up, goes on. Its own
-    signal it takes where it stands.
+    """Signal the main thread. A signal for the whole process may go to any thread, while the main one wakes up and goes
+    on; a signal of its own stops it where it is.
     """
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc since 2.30
     if tgkill is None or tgkill(pid, pid, int(number)) != 0:

@@ -1,4 +1,4 @@
-"""How a rank tells its agent why it failed, so that the first failure of all is the first to be shown."""
+"""How a rank tells its agent why it failed, so that the failure that came first is shown first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final
 from penstock.errors import PenstockError
 
 VARIABLE: Final = "PENSTOCK_REPORT"
-"""Environment variable with the path that a failing rank writes to; absent where nobody reads it."""
+"""Environment variable with the path that a failing rank writes to; not set where there is no agent."""
 _LIMIT = 1_000_000
 _CONSEQUENCES = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|pair closure|broken pipe|peer|remote process"
@@ -31,18 +31,18 @@ class Report:
     """Why a rank failed."""
 
     seconds: float
-    """`time.time()` when it did: hosts' clocks are compared only where nothing better tells who was first."""
+    """`time.time()` when it failed. Clocks of hosts are compared only where nothing else tells which rank was first."""
     kind: str
     """Name of the exception's type."""
     text: str
-    """What to show: the message of an error that is the user's to mend, else the traceback."""
+    """What to show: the message of an error that the user can fix, else the traceback."""
     consequence: bool
     """Whether it only says that another rank is gone."""
 
 
 def write_report(error: BaseException, trace: TracebackType | None = None) -> bool:
-    """Write why this rank failed to where its agent reads it; false where there is none, and the error is to be shown
-    by who caught it.
+    """Write why this rank failed to where its agent reads it. Returns False where there is no agent: then the caller
+    shows the error.
     """
     path = os.environ.get(VARIABLE)
     if path is None:
@@ -69,6 +69,6 @@ def read_report(path: Path) -> Report | None:
 
 def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, PenstockError):
-        return str(error).startswith("On rank ")  # raised on behalf of the rank that met it
+        return str(error).startswith("On rank ")  # raised on behalf of the rank that failed
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & set(_OF_TRANSPORT)) and bool(_CONSEQUENCES.search(str(error)))

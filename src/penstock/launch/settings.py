@@ -1,4 +1,4 @@
-"""What `penstock launch` can be told."""
+"""The settings of `penstock launch`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _ENDPOINT = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[^:\s]+):(?P<port>[0-9]+)$"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """How many ranks on how many nodes, and what happens when one fails."""
+    """How many ranks run on how many nodes, and what happens when one fails."""
 
     procs: int = 1
     """Ranks on this node."""
     nodes: tuple[int, int] = (1, 1)
     """The fewest and the most nodes that the run goes on with."""
     rendezvous: str | None = None
-    """HOST:PORT where the agents of several nodes meet; the agent on HOST serves it."""
+    """HOST:PORT where the agents of several nodes meet. The agent on HOST serves it."""
     run_id: str = "penstock"
     """Agents with the same endpoint and name belong together."""
     node_rank: int | None = None
-    """This node's place; the agents agree on one by themselves where it is left out."""
+    """This node's number. The agents choose one if it is left out."""
     max_restarts: int = 3
-    """How often all ranks are started again after faults."""
+    """How often all ranks are restarted after faults."""
     hang_seconds: float = 600.0
-    """A rank that has begun and does not finish another step for so long hangs; 0 watches nothing."""
+    """A rank that finishes no further step for so many seconds hangs; 0 turns this off."""
     start_seconds: float = 1800.0
-    """As `hang_seconds`, until the first step."""
+    """The same limit until the first step."""
     join_seconds: float = 600.0
-    """How long agents wait for the fewest nodes."""
+    """How long agents wait for the fewest nodes to come."""
     settle_seconds: float = 10.0
     """How long they wait for more nodes once there are enough."""
     lost_seconds: float = 15.0
-    """An agent that has not been heard of for so long is lost."""
+    """An agent that has been silent for so many seconds is lost."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -52,7 +52,7 @@ class LaunchSettings:
         if not 1 <= low <= high:
             yield f"--nnodes is {low}:{high}, but must be N or MIN:MAX with 1 ≤ MIN ≤ MAX."
         if high > 1 and self.rendezvous is None:
-            yield "Several nodes need a place to meet: give each the same --rdzv HOST:PORT, where HOST is one of them."
+            yield "Several nodes need a rendezvous: give each the same --rdzv HOST:PORT, where HOST is one of them."
         if self.rendezvous is not None:
             yield from _endpoint_problems(self.rendezvous)
         if self.node_rank is not None and not 0 <= self.node_rank < high:
@@ -61,11 +61,11 @@ class LaunchSettings:
             yield f"--max-restarts is {self.max_restarts}, but must be at least 0."
         for name, value in (("hang", self.hang_seconds), ("start", self.start_seconds)):
             if not value >= 0:
-                yield f"--{name}-seconds is {value:g}, but must be at least 0; 0 watches nothing."
+                yield f"--{name}-seconds is {value:g}, but must be at least 0; 0 turns the limit off."
 
     @property
     def several(self) -> bool:
-        """Whether agents have to meet at all: a rendezvous was named."""
+        """Whether agents have to meet: a rendezvous was given."""
         return self.rendezvous is not None
 
     @property
@@ -96,7 +96,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_procs(text: str, environment: Mapping[str, str] | None = None) -> int:
-    """A number, or `auto`: one rank per visible GPU, one where there is none. Asks neither torch nor the driver."""
+    """A number, or `auto`: one rank per visible GPU, or one without GPUs. Uses neither torch nor the driver."""
     if text != "auto":
         try:
             return int(text)

@@ -1,4 +1,4 @@
-"""What the agent itself is asked by signals."""
+"""Signals that the agent itself receives."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NOTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Asked(BaseException):
-    """A signal came while the agent waited for other agents, where nothing can be forwarded yet."""
+    """A signal came while the agent waited for other agents, when it has no rank to forward it to."""
 
 
 class Requests:
-    """While entered, notes SIGTERM, SIGUSR1 and SIGINT instead of dying of them. Outside the main thread, nothing."""
+    """While entered, records SIGTERM, SIGUSR1 and SIGINT instead of dying of them. Only the main thread can do that."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first that came: how the run was asked to stop, if it was."""
+        """The first that came, if any: how the run was asked to stop."""
         self._pending: list[signal.Signals] = []
         self._before: dict[signal.Signals, Any] = {}
         self._raises = False
@@ -40,13 +40,13 @@ class Requests:
         self._before.clear()
 
     def take(self) -> list[signal.Signals]:
-        """What came since the last call, to be forwarded: every one, for a second one may mean more than the first."""
+        """All that came since the last call, to be forwarded: a second one may mean more than the first."""
         taken, self._pending = self._pending, []
         return taken
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `Asked` instead of being kept; one that is pending does so at once."""
+        """Inside, a signal raises `Asked`; one that came before does so at once."""
         self._raises = True
         try:
             if self.signal is not None:

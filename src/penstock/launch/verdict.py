@@ -1,10 +1,10 @@
-"""What a failure means: who failed first, which exit code the run ends with, and whether starting again can help."""
+"""What a failure means: which rank failed first, with which exit code the run ends, and whether a restart can help."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import ExitCode
 
@@ -20,35 +20,35 @@ FINAL = frozenset(
         130,
     }
 )
-"""Exit codes that the same command would end with again, or that were wished for: nothing is started again."""
+"""Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end."""
 _SHELL_SIGNAL = 128
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended, when not well."""
+    """How one rank failed."""
 
     rank: int
     code: int
     """Of the process: negative for the signal that killed it."""
     text: str = ""
-    """Traceback or message, if it left one."""
+    """Traceback or message, if there is one."""
     consequence: bool = False
     """Whether it only failed because another rank did."""
     seconds: float = 0.0
     """`time.time()` at which it failed."""
     stacks: str = ""
-    """Of a hung rank: where it stands."""
+    """Of a rank that hangs: where it waits."""
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 + the number of the signal that killed it."""
+        """As a shell reports it: 128 + the number of the signal that killed it."""
         return _SHELL_SIGNAL - self.code if self.code < 0 else self.code
 
     @property
     def how(self) -> str:
-        """The end in words."""
+        """How it ended, in words."""
         if self.stacks:
             return "hangs"
         if self.code < 0:
@@ -67,9 +67,9 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     """First failure first; empty when all ended well."""
     final: bool = True
-    """Whether starting again would change nothing, or is not wanted."""
+    """Whether a restart would not help, or is not wanted."""
     regroup: bool = False
-    """Whether the ranks only made room for a node that joins."""
+    """Whether the ranks only stopped to let a node join."""
 
 
 def judge(failures: Iterable[Failure], *, stopping: bool) -> Outcome:
@@ -79,18 +79,18 @@ def judge(failures: Iterable[Failure], *, stopping: bool) -> Outcome:
         return Outcome(int(ExitCode.DONE))
     first = ordered[0]
     if stopping and (first.code == ExitCode.SAVED_REQUEUE or -first.code in _STOPS):
-        # Killed by the very signal it was forwarded: it had not yet come so far as to have anything to save.
+        # Killed by the signal that was forwarded to it: it did not handle it yet, and had nothing to save.
         return Outcome(int(ExitCode.SAVED_REQUEUE), ordered)
     return Outcome(first.exit_code, ordered, final=stopping or first.code in FINAL)
 
 
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """First failure first: causes before consequences, deaths without a word before errors at about the same time."""
+    """Sort by what failed first: causes before consequences, silent deaths before errors at about the same time."""
     return tuple(sorted(failures, key=lambda f: (f.consequence, not f.stacks, f.seconds, f.code > 0, f.rank)))
 
 
 def tell(failures: Sequence[Failure]) -> list[str]:
-    """The failures as lines to show, the first with its traceback first."""
+    """The failures as lines to show, the first failure and its traceback first."""
     told: list[str] = []
     left = list(failures)
     while left:
@@ -105,20 +105,10 @@ def tell(failures: Sequence[Failure]) -> list[str]:
         same = [f.rank for f in alike if not f.consequence]
         lost = [f.rank for f in alike if f.consequence]
         if same:
-            told.append(f"{_ranks(same)} ended alike.")
+            told.append(f"{_ranks(same)} ended the same way.")
         if lost:
             told.append(f"{_ranks(lost)} then lost {'it' if not same else 'them'}.")
     return told
-
-
-def merge(mine: Outcome, theirs: Outcome | None) -> Outcome:
-    """This node's outcome in the light of what another said first: its cause goes before our consequence."""
-    if theirs is None:
-        return mine
-    only_lost = all(f.consequence for f in mine.failures)
-    if only_lost or not mine.failures:
-        return replace(theirs, failures=theirs.failures + mine.failures)
-    return replace(mine, final=mine.final or theirs.final, failures=mine.failures + theirs.failures)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
 """`python -m penstock.launch.worker PROGRAM …`: one rank, as its agent starts it.
 
-Runs a script, or `-m MODULE`, as Python itself would, and adds what makes it a good rank: it dies with its agent, its
-threads' stacks can be asked for while it hangs, why it fails is told the agent, and it leaves with the exit code of
-its error. gloo's threads may abort in an orderly exit after all work is done, so it leaves by `_exit`.
+It runs a script, or `-m MODULE`, as Python would. Besides, the process dies with its agent, writes its threads' stacks
+when asked while it hangs, reports to the agent why it failed, and ends with the exit code of its error. It ends by
+`_exit`, because in a normal exit gloo's threads may abort after all work is done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STACK: Final = "PENSTOCK_STACK"
 AGENT: Final = "PENSTOCK_AGENT"
 """Environment variable with the agent's process id."""
 DUMP_SIGNAL: Final = signal.SIGUSR2
-"""Writes the stacks of all threads to the file, from within the interpreter, even while it waits in C."""
+"""On this signal the interpreter writes the stacks of all threads to the file, even while it waits in C."""
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -42,14 +42,14 @@ def main(arguments: Sequence[str]) -> int:
         faulthandler.enable(stack, all_threads=True)
         faulthandler.register(DUMP_SIGNAL, stack, all_threads=True)
     if arguments[:2] == ["-m", "penstock"]:
-        promise()  # its training loop beats; of other programs it is known when they do
+        promise()  # its training loop beats; other programs may not
     try:
         _run(list(arguments))
     except SystemExit as left:
         return _code_of(left)
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the agent tells it
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the agent shows it
         if not write_report(error, _own_part(error.__traceback__)):
             traceback.print_exc()
         return int(error.exit_code) if isinstance(error, PenstockError) else 1
@@ -68,7 +68,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy, which tell the reader nothing."""
+    """The traceback without the frames of this file and of runpy."""
     skipped = {__file__, runpy.__file__, "<frozen runpy>"}
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename in skipped:
@@ -84,12 +84,12 @@ def _code_of(left: SystemExit) -> int:
 
 
 def _die_with_agent() -> None:
-    """Have the kernel kill this process when its agent ends, however that ends (Linux; elsewhere nothing)."""
+    """Have the kernel kill this process when its agent ends in any way. Only Linux can do that."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if (agent := os.environ.get(AGENT)) is not None and os.getppid() != int(agent):
-        os._exit(137)  # it ended before the kernel was asked
+        os._exit(137)  # the agent ended before the kernel was asked
 
 
 def _leave(code: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config.convert import dataclasses_of
-from penstock.config.describe import Setting, default_word, settings, type_word
+from penstock.config.describe import Field, default_word, settings, type_word
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, sequences, stacks
 from penstock.config.rules import RULES
@@ -31,7 +31,7 @@ empty. What each field of the Plan means is told in [plan.md](plan.md).
 
 def page() -> str:
     """The whole page."""
-    parts: dict[str, list[Setting]] = {}
+    parts: dict[str, list[Field]] = {}
     for setting in settings(RunConfig):
         head = setting.key.rpartition(".")[0]
         parts.setdefault(head, []).append(setting)
@@ -53,7 +53,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _row(setting: Setting) -> str:
+def _row(setting: Field) -> str:
     values = "text" if dataclasses_of(setting.kind) else type_word(setting.kind)
     return (
         f"| `{setting.key}` | {_cell(values)} | `{default_word(setting.default)}` | {_cell(setting.help)} |"

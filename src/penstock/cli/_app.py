@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.config.describe import Setting, default_word, settings, type_word
+from penstock.config.describe import Field, default_word, settings, type_word
 from penstock.config.load import load
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def configured(
     return decorate
 
 
-def _options(shown: list[Setting], positional: str | None) -> list[inspect.Parameter]:
+def _options(shown: list[Field], positional: str | None) -> list[inspect.Parameter]:
     options = []
     if positional is not None:
         about = next(setting for setting in shown if setting.key == positional)
@@ -118,7 +118,7 @@ def _options(shown: list[Setting], positional: str | None) -> list[inspect.Param
     return options
 
 
-def _is_part(head: str, shown: list[Setting]) -> bool:
+def _is_part(head: str, shown: list[Field]) -> bool:
     return any(setting.key.startswith(f"{head}.") for setting in shown)
 
 

@@ -68,7 +68,7 @@ def ladder(
         console = Console(width=PLAIN_WIDTH)
     messages = Console(stderr=True)
 
-    def watch(result: RungResult) -> None:
+    def show(result: RungResult) -> None:
         ratio = f"{result.to_previous.median:.2f}×" if result.to_previous else ""
         reason = f" ({result.reason})" if result.reason else ""
         messages.print(
@@ -79,7 +79,7 @@ def ladder(
         )
 
     report = climb(
-        config=replace(config, alone=alone or config.alone, quick=quick or config.quick), watch=watch
+        config=replace(config, alone=alone or config.alone, quick=quick or config.quick), on_result=show
     )
     html, data = write(report, config.output)
     console.print(table(report))

@@ -15,7 +15,7 @@ from penstock.config.convert import accepts_none, dataclasses_of, family_of, fie
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
+class Field:
     """One setting of a configuration."""
 
     key: str
@@ -52,7 +52,7 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Setting]:
+def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
     """Every setting of `cls`, depth first; a nested part that has a short text form comes before its fields.
 
     Of a part that is a union, the settings of all families follow, each once.
@@ -64,22 +64,22 @@ def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Setting
         key = f"{path}{name}"
         arms = dataclasses_of(kind)
         if not arms:
-            yield Setting(key, kind, value, docs.get(name, ""))
+            yield Field(key, kind, value, docs.get(name, ""))
             continue
         if hasattr(arms[0], "parse") or hasattr(arms[0], "SHORT_FIELD"):
-            yield Setting(key, kind, value, docs.get(name, "") or _first_line(arms[0]))
+            yield Field(key, kind, value, docs.get(name, "") or _first_line(arms[0]))
         if len(arms) == 1:
             yield from settings(arms[0], f"{key}.", value)
         else:
             yield from _of_families(arms, f"{key}.", value)
 
 
-def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Setting]:
+def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Field]:
     """The settings of a union: those of the default's family first, then what each further one adds."""
     own = arms[0] if default is None else type(default)
     words = tuple(family_of(arm) for arm in arms)
     seen = {f"{path}family"}
-    yield Setting(f"{path}family", Literal[words], family_of(own), "Which family of models this is.")
+    yield Field(f"{path}family", Literal[words], family_of(own), "Which family of models this is.")
     for arm in (own, *(arm for arm in arms if arm is not own)):
         for found in settings(arm, path, default if arm is own else None):
             if found.key not in seen:

@@ -46,7 +46,7 @@ EQUAL_STEPS = 6
 """Steps for which several processes are held to one."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
-Watch = Callable[[RungResult], None]
+OnResult = Callable[[RungResult], None]
 """Called with each rung's result as soon as it is there."""
 
 
@@ -55,7 +55,7 @@ def ladder(
     *,
     factory: str | Factory | None = None,
     config: LadderConfig | None = None,
-    watch: Watch | None = None,
+    on_result: OnResult | None = None,
     **settings: Any,
 ) -> LadderReport:
     """Climb the ladder and report what each rung gains on this machine, in speed, memory and loss.
@@ -86,7 +86,7 @@ def ladder(
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
         subject = subject_of(settled, factory, device, machine)
-        return _Climb(subject, settled, watch or (lambda result: None)).run(rungs)
+        return _Climb(subject, settled, on_result or (lambda result: None)).run(rungs)
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
@@ -123,10 +123,10 @@ def _notes(subject: Subject) -> list[str]:
 class _Climb:
     """One climb. `run` reads from top to bottom as what happens."""
 
-    def __init__(self, subject: Subject, config: LadderConfig, watch: Watch) -> None:
+    def __init__(self, subject: Subject, config: LadderConfig, on_result: OnResult) -> None:
         self.subject = subject
         self.config = config
-        self.watch = watch
+        self.on_result = on_result
         self.situation: Situation = subject.situation()
         self.arena = Arena(subject, config.seed, config.round_seconds, Team(subject, config))
         self.deadline = _Deadline(config.budget)
@@ -145,12 +145,12 @@ class _Climb:
         self._fit_into_budget(len(rungs))
         noise = self._noise()
         results = [self._baseline_result(noise)]
-        self.watch(results[0])
+        self.on_result(results[0])
         for index, rung in enumerate(rungs):
             start = time.perf_counter()
             result = self._rung(rung, noise, remaining=len(rungs) - index)
             results.append(replace(result, wall_seconds=time.perf_counter() - start))
-            self.watch(results[-1])
+            self.on_result(results[-1])
         return self._report(results, noise)
 
     def _rung(self, rung: Rung, noise: Noise | None, *, remaining: int) -> RungResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.step.accumulate import Accumulate, Runner
-from penstock.step.runner import StepResult, TrainStep
+from penstock.step.runner import Accumulate, Runner
+from penstock.step.train_step import StepResult, TrainStep
 
 __all__ = ["Accumulate", "Runner", "StepResult", "TrainStep"]

@@ -1,0 +1,124 @@
+"""One optimizer step over some micro-batches, without ever waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.host_memory import settle
+from penstock.optim import EMA, clipped_step
+from penstock.parallel import DataParallel
+from penstock.precision import (
+    LossScaler,
+    MasterWeights,
+    Overflow,
+    OverflowTrace,
+    matmul_precision,
+)
+from penstock.step.runner import Accumulate, Runner
+from penstock.tasks import Loss, classification_loss
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step. Tensors are on the device and may not be computed yet: reading them waits."""
+
+    loss: Tensor
+    """Mean over this rank's micro-batches, 0-d, detached, without loss scale."""
+    grad_norm: Tensor | None
+    """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. Not finite
+    means that a scaled fp16 step overflowed and was skipped."""
+
+
+class TrainStep:
+    """Forward and backward over micro-batches, then clipping, update and averaging.
+
+    The model computes as `apply_precision` had it; everything runs under the Plan's matmul precision, which is restored
+    on return. Gradients are those of the loss averaged over the micro-batches. fp16 gets a dynamic loss scale.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        plan: Plan,
+        device: torch.device | str,
+        loss: Loss = classification_loss,
+        clip_norm: float | None = None,
+        scaler: LossScaler | None = None,
+        ema: EMA | None = None,
+        masters: MasterWeights | None = None,
+        replicas: DataParallel | None = None,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0.0:
+            raise ConfigError(
+                f"recipe.clip_norm is {clip_norm}, but must be above 0; leave it out for no clipping."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.device = torch.device(device)
+        self.runner: Runner = Accumulate(model, loss, scaler=scaler, masters=masters, replicas=replicas)
+        self.clip_norm = clip_norm
+        self.scaler = scaler
+        self.ema = ema
+        self.masters = masters
+        self.replicas = replicas
+        self.skips: Callable[[Tensor, Tensor | None], Tensor] | None = None
+        """Given a step's mean loss and gradient norm: 1 where it must not be taken, 0-d fp32 on the device. Set by who
+        trains; see `penstock.optim.clip.can_refuse`.
+        """
+
+    def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
+        """Take one step. Raises ConfigError when there is no micro-batch."""
+        if not micro_batches:
+            raise ConfigError("A training step was given no micro-batch; give it at least one.")
+        settle(keep=self.plan.host_memory == "keep")
+        with matmul_precision(self.plan.matmul):
+            self.optimizer.zero_grad()
+            loss = self.runner(micro_batches)
+            refuse = None if self.skips is None else partial(self.skips, loss)
+            norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler, refuse=refuse)
+            if self.masters is not None:
+                self.masters.publish()
+            if self.ema is not None:
+                self.ema.update()
+        return StepResult(loss=loss, grad_norm=norm)
+
+    def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
+        """Where the forward and backward passes on micro-batches first give a number that is not finite, to explain why
+        a run ends. Weights stay as they are, gradients do not. All ranks must call it. Waits for the device.
+        """
+        trace = OverflowTrace([self.model])
+        with matmul_precision(self.plan.matmul), trace:
+            self.optimizer.zero_grad()
+            self.runner(micro_batches)
+        return trace.first((name, p.grad) for name, p in self.model.named_parameters())
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, the model computes as in training, under the Plan's precision, but in eval mode and without
+        gradients; afterwards each module's mode is what it was.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        if self.replicas is not None:
+            self.replicas.settle()
+        try:
+            with matmul_precision(self.plan.matmul), torch.no_grad():
+                yield
+        finally:
+            if self.replicas is not None:
+                self.replicas.settle()
+            for module, training in modes:
+                module.training = training

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
-from penstock.precision import master_parameters, scalers_of, unscale_
+from penstock.precision import master_parameters, plain, restore, scalers_of, unscale_
 from penstock.precision.lists import default_lists
 from penstock.precision.stepping import gradients_beside
 
@@ -670,12 +670,14 @@ def test_what_cannot_be_accelerated_says_why() -> None:
     with pytest.raises(ConfigError, match="losses is 0"):
         penstock.accelerate(model, opt, losses=0)
     with pytest.raises(ConfigError, match=r"model.float\(\)"):
-        penstock.accelerate(Net().bfloat16(), opt)
+        penstock.accelerate(Net().bfloat16())
     penstock.accelerate(model, opt, precision="O1")
     with pytest.raises(ConfigError, match="already accelerated"):
         penstock.accelerate(Net(), opt)
-    with pytest.raises(ConfigError, match="already accelerated"):
-        penstock.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"already accelerated, as O1.*\.restore\(model, optimizer\)"):
+        penstock.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="O2")
+    with pytest.raises(ConfigError, match="trains no weight of the model"):
+        penstock.accelerate(Net(), torch.optim.SGD(Net().parameters(), lr=0.1))
     hidden = Net()
     hidden.forward = hidden.forward  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="replaced on the instance"):
@@ -688,3 +690,180 @@ def test_optimizers_of_two_calls_do_not_mix() -> None:
     with pytest.raises(ConfigError, match="in one call"), penstock.scale_loss(torch.zeros(()), [one, two]):
         pass
     assert gradients_beside(one).session is not gradients_beside(two).session
+
+
+PHASES = [("O1", {}), ("O2", {}), ("O2", {"master": "remainder"}), ("O3", {})]
+
+
+@pytest.mark.parametrize("form", ["fused", "contiguous"])
+@pytest.mark.parametrize("second", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("first", "options"), PHASES)
+def test_a_second_phase_with_a_new_optimizer(first: str, options: Any, second: str, form: str) -> None:
+    if options and form == "contiguous":
+        pytest.skip("the remainder form has no flat buffers")
+    model, opt = made(first, "bf16", form, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+    train(model, opt, 3)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    restore(model, opt)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(torch.equal(value, exact[name]) for name, value in model.state_dict().items())
+    assert model.get_parameter("tied.weight") is model.get_parameter("back.weight")
+    assert type(model) is Net
+    assert not any(key.startswith("_penstock") for module in model.modules() for key in vars(module))
+    plain = torch.optim.AdamW(Net().parameters())
+    assert "penstock" not in opt.state_dict()
+    if form == "fused":
+        plain.load_state_dict(opt.state_dict())
+    opt.step()
+    scheduler.step()
+    new = OPTIMIZERS["sgd"](model.parameters())
+    dtype = "auto" if second == "O0" else "bf16"
+    again, new = penstock.accelerate(model, new, precision=second, dtype=dtype)
+    losses = train(again, new, 6)
+    assert losses[-1] < losses[0]
+
+
+def test_fp32_weights_take_a_new_optimizer_at_any_time() -> None:
+    model, opt = made("O1", "bf16")
+    train(model, opt, 2)
+    model, new = penstock.accelerate(
+        model, OPTIMIZERS["sgd"](model.parameters()), precision="O1", dtype="fp16"
+    )
+    losses = train(model, new, 6)
+    assert losses[-1] < losses[0]
+
+
+class Wrapper:
+    """As LARC of Apex: has an optimizer inside and is none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= min(
+                    1.0, 0.2 * float(parameter.detach().norm() / (parameter.grad.norm() + 1e-8))
+                )
+        self.optim.step()
+
+
+def test_a_wrapper_around_an_optimizer_says_what_to_do_and_that_works() -> None:
+    def run(level: str, dtype: str) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+        opt: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if level == "O1":
+            with pytest.raises(ConfigError, match="Accelerate the optimizer inside"):
+                penstock.accelerate(model, Wrapper(opt), precision=level)  # type: ignore[call-overload]
+        model, opt = penstock.accelerate(model, opt, precision=level, dtype=dtype)
+        wrapper = Wrapper(opt)
+        losses = []
+        for step in range(4):
+            x, y = batch(step)
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            with penstock.scale_loss(loss, opt) as scaled:
+                backward(scaled)
+            unscale_(opt)
+            wrapper.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = run("O0", "auto")
+    assert run("O1", "fp16") == pytest.approx(expected, rel=0.01)
+    assert run("O2", "fp16") == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach", "contiguous"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_gradients_that_are_still_scaled_warns_once(
+    level: str, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, opt = made(level, "fp16", optimizer)
+    train(model, opt, 2, clip=0.1)
+    for step in range(2):
+        opt.zero_grad()
+        x, y = batch(step)
+        for part in (0, 1):
+            with penstock.scale_loss(F.cross_entropy(model(x[part::2]), y[part::2]) / 2, opt) as scaled:
+                backward(scaled)
+        opt.step()
+    assert "were changed between" not in caplog.text
+    for step in range(2):
+        opt.zero_grad()
+        x, y = batch(step)
+        with penstock.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+            backward(scaled)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+    assert caplog.text.count("were changed between") == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_bare_lstm(level: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.LSTM(4, 4, batch_first=True)
+    if level == "O3" and dtype == "fp16":
+        pytest.skip("a CPU has no fp16 LSTM, and O3 has no op lists that would go round it")
+    model, opt = penstock.accelerate(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), precision=level, dtype=dtype
+    )
+    x = torch.randn(2, 3, 4)
+    before = model(x)[0]
+    assert before.dtype == torch.float32
+    with penstock.scale_loss(before.square().mean(), opt) as scaled:
+        backward(scaled)
+    opt.step()
+    assert (model(x)[0] - before).abs().max() > 1e-3
+    assert torch.equal(copy.deepcopy(model)(x)[0], model(x)[0]) or dtype == "fp16"
+    assert type(pickle.loads(pickle.dumps(model))) is nn.LSTM
+    restore(model, opt)
+    assert type(model) is nn.LSTM
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize("average", ["default", "multi", "lerp"])
+def test_averages_of_parameters_follow_the_plain_model(level: str, dtype: str, average: str) -> None:
+    model, opt = made(level, dtype)
+    exact = plain(model)  # shares the master weights
+    follower: Any = None
+    if average == "lerp":
+        follower = copy.deepcopy(exact)
+    else:
+        fn = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75) if average == "multi" else None
+        follower = torch.optim.swa_utils.AveragedModel(exact, multi_avg_fn=fn)
+    for step in range(3):
+        train(model, opt, 1, start=step)
+        if average == "lerp":
+            with torch.no_grad():
+                for mine, theirs in zip(follower.parameters(), exact.parameters()):
+                    mine.lerp_(theirs, 0.25)
+        else:
+            follower.update_parameters(exact)
+    for name, value in exact.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    x, _ = batch()
+    assert follower(x).dtype == torch.float32
+
+
+def test_one_loss_of_two_optimizers_with_an_overflow_in_one() -> None:
+    """As in torch, and other than in Apex: the other one steps. The page on mixed precision says so."""
+    torch.manual_seed(0)
+    first: nn.Module = nn.Linear(4, 4)
+    second: nn.Module = nn.Linear(4, 4)
+    opts: list[torch.optim.Optimizer] = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    (first, second), opts = penstock.accelerate([first, second], opts, precision="O1", dtype="fp16")
+    before = [m.get_parameter("weight").detach().clone() for m in (first, second)]
+    x = torch.randn(2, 4)
+    loss = first(x).mean() * 1e38 + second(x).mean()
+    with penstock.scale_loss(loss, opts) as scaled:
+        backward(scaled)
+    for opt in opts:
+        opt.step()
+    assert torch.equal(first.get_parameter("weight"), before[0])
+    assert not torch.equal(second.get_parameter("weight"), before[1])
+    assert scalers_of(opts[0])[0].scale.item() == 2.0**15

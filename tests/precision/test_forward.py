@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.errors import ConfigError
 from penstock.precision.lists import apply_modules, default_lists
 
 
@@ -82,3 +83,66 @@ def test_registries_of_classes_keep_the_original() -> None:
     assert Registered.kinds == {"member": Member}
     assert model(torch.ones(2, 8)).dtype == torch.float32
     assert isinstance(model, Member)
+
+
+class Coder(nn.Module):
+    """Is entered by more than `forward`, as autoencoders and language models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+        self.decoder = nn.Linear(4, 8)
+        self.products: list[torch.dtype] = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.encoder(x)
+        self.products.append(self.encoder[0](x).dtype)
+        return out
+
+    def decode(self, z: Tensor) -> Tensor:
+        out: Tensor = self.decoder(z)
+        self.products.append(out.dtype)
+        return out
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self(batch["x"]) - batch["x"]).square().mean()
+
+    def generate(self, length: int) -> list[Tensor]:
+        z, found = torch.zeros(1, 4), []
+        for _ in range(length):
+            found.append(self.decode(z))
+            z = self.encode(found[-1])
+        return found
+
+    def table(self) -> nn.Parameter:
+        return self.decoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_methods_beside_forward_compute_alike(level: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    made = Coder()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    model, optimizer = penstock.accelerate(made, optimizer, precision=level, dtype=dtype)
+    x = torch.randn(2, 8)
+    half = torch.bfloat16 if dtype == "bf16" else torch.float16
+    z = made.encode(x)
+    assert z.dtype == torch.float32
+    assert made.decode(z).dtype == torch.float32
+    if level == "O3":
+        with pytest.raises(ConfigError, match="inside the model in the type of its inputs"):
+            made.generate(2)
+    else:
+        assert [out.dtype for out in made.generate(2)] == [torch.float32] * 2
+    assert set(made.products) == {half}
+    assert made.table() is made.decoder.weight
+    with penstock.scale_loss(made.training_step({"x": x}), optimizer) as scaled:
+        scaled.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert torch.equal(made(x), model(x))
+    assert not torch.is_autocast_enabled("cpu")
+    twin = copy.deepcopy(made)
+    assert twin.decode(z).dtype == torch.float32

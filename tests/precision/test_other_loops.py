@@ -224,8 +224,9 @@ def test_two_optimizers_of_the_same_weights_are_refused_where_one_has_the_master
 
 
 def test_a_loss_is_scaled_once() -> None:
+    made = net()
     model, optimizer = penstock.accelerate(
-        net(), (o := SGD(net().parameters(), lr=0.1)), precision="O1", dtype="fp16"
+        made, (o := SGD(made.parameters(), lr=0.1)), precision="O1", dtype="fp16"
     )
     assert optimizer is o
     with penstock.scale_loss(loss_of(model), optimizer) as scaled:

@@ -164,3 +164,21 @@ def test_describe_names_every_property() -> None:
         "loss scale dynamic"
     )
     assert isinstance(p, Precision)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "float16"}, "write fp16"),
+        ({"dtype": "bfloat16"}, "write bf16"),
+        ({"dtype": "float32"}, 'write precision="O0"'),
+        ({"dtype": "fp16", "loss_scale": "128.0"}, r"write the number 128\.0"),
+        ({"opt_level": "O1"}, 'write precision="O1"'),
+        ({"keep_batchnorm_fp32": True}, 'write norms="fp32"'),
+        ({"num_losses": 3}, "write losses"),
+        ({"master_weights": True}, 'write master="copy"'),
+    ],
+)
+def test_names_of_before_are_answered_with_the_new_ones(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve("O2", **options)

@@ -128,7 +128,8 @@ class Bucket:
 def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
     def adopt(_: Tensor) -> None:
         alive = bucket()
-        if alive is not None:
+        # A parameter that was moved away may be another optimizer's by now.
+        if alive is not None and local(alive.parameters[index]).data_ptr() == alive.addresses[index]:
             alive.adopt_gradient(index)
 
     return adopt

@@ -24,6 +24,7 @@ from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.traps import loses_updates
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
+from penstock.precision.copies import strip, widen
 from penstock.precision.forward import apply_precision, unwrapped
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import MasterWeights
@@ -32,7 +33,7 @@ from penstock.precision.scaler import Agree, LossScaler, agree_over
 from penstock.precision.scaling import Skip
 from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, resolve
-from penstock.precision.stepping import attend, gradients_beside
+from penstock.precision.stepping import attend, gradients_beside, release
 
 M = TypeVar("M", nn.Module, Sequence[nn.Module])
 O = TypeVar("O", Optimizer, Sequence[Optimizer])  # noqa: E741
@@ -113,6 +114,28 @@ def accelerate(
     return model if optimizer is None else (model, optimizer)
 
 
+def restore(model: Any, optimizer: Any = None) -> None:
+    """Undo `accelerate`, in place: the model has its exact fp32 weights and computes in fp32, and the optimizer, over
+    these weights, is torch's again. Both take what `accelerate` took. For a second phase of training, make the new
+    optimizer over `model.parameters()` afterwards, and accelerate again at any level.
+
+    Raises:
+        ConfigError: the optimizer was not accelerated.
+    """
+    optimizers = _listed(optimizer)
+    for one in optimizers:
+        gradients_beside(one)
+    for module in map(unwrapped, _listed(model)):
+        widen(module)
+        strip(module)
+    for one in optimizers:
+        release(one)
+        if isinstance(one, RemainderAdamW):
+            for state in one.state.values():
+                state.pop("remainder", None)
+        _state_follows(one)
+
+
 @contextmanager
 def scale_loss(
     loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], *, loss_id: int = 0
@@ -156,6 +179,8 @@ def scale_loss(
         own.prepare(scaler)
         own.yielded = weakref.ref(scaled)
     yield scaled
+    for own in all_of:
+        own.look()
 
 
 def clip_grad_norm_(optimizer: Optimizer | Sequence[Optimizer], max_norm: float) -> Tensor:
@@ -213,12 +238,7 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
     # Without an optimizer to keep them, MasterWeights casts and sees to state dicts.
     MasterWeights.cast(models, dtype, norms=properties.norms, lists=properties.lists)
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
-                    state[key] = value.to(parameter.dtype)
-        if isinstance(optimizer, Contiguous):
-            optimizer.lay_out_again()
+        _state_follows(optimizer)
         if loses_updates(optimizer):
             _log.warning(
                 "torch's fused SGD does not update %s weights on a CPU (pytorch issue 191763), so this optimizer "
@@ -228,3 +248,13 @@ def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], propert
             for group in optimizer.param_groups:
                 group["fused"], group["foreach"] = False, False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def _state_follows(optimizer: Optimizer) -> None:
+    """Cast an optimizer's state to the types that its weights have now."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                state[key] = value.to(parameter.dtype)
+    if isinstance(optimizer, Contiguous):
+        optimizer.lay_out_again()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
+from penstock.precision.forward import already
 from penstock.precision.scaler import LossScaler
 from penstock.precision.scaling import Skip
 from penstock.precision.settings import Precision
@@ -22,6 +23,13 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     for value, kind, wanted in [(m, "model", nn.Module) for m in models] + [
         (o, "optimizer", Optimizer) for o in optimizers
     ]:
+        if kind == "optimizer" and not isinstance(value, wanted) and hasattr(value, "param_groups"):
+            raise ConfigError(
+                f"A {type(value).__name__} is no torch.optim.Optimizer, though it has param_groups: it wraps one, "
+                "perhaps. Accelerate the optimizer inside, wrap that afterwards, and call "
+                "penstock.precision.unscale_(optimizer) on the one inside before each step, so that the wrapper reads "
+                "gradients without loss scale."
+            )
         if not isinstance(value, wanted):
             raise ConfigError(
                 f"accelerate was given a {type(value).__name__} as {kind}; give it a {wanted.__module__}."
@@ -75,6 +83,10 @@ def check(
         if properties.weights == "half" and _in_ddp(model)
     ]
     for model in bare:
+        before = model.__dict__.get("_penstock_precision")
+        if before is not None and "half" in (before.weights, properties.weights):
+            problems.append(already(model))
+            continue
         halves = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
         if halves:
             problems.append(
@@ -83,11 +95,16 @@ def check(
             )
     if properties.weights == "half" and properties.master == "copy":
         problems += _shared_weights(bare, optimizers)
-    problems += [
-        f"This {type(optimizer).__name__} is already accelerated; make a new one."
-        for optimizer in optimizers
-        if "_penstock" in optimizer.__dict__
-    ]
+    owned = {id(p) for model in bare for p in model.parameters()}
+    for optimizer in optimizers:
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if "_penstock" in optimizer.__dict__:
+            problems.append(f"This {type(optimizer).__name__} is already accelerated; make a new one.")
+        elif trained and trained.isdisjoint(owned):
+            problems.append(
+                f"This {type(optimizer).__name__} trains no weight of the model; make it over model.parameters() of "
+                "this very model, after whatever replaces its weights."
+            )
     if problems:
         raise ConfigError(problems)
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from penstock.precision.fp8_linear import restore_from_fp8
 from penstock.precision.nests import tensors
-from penstock.precision.stored import Hook, Stored, adopt_weights, stored_of, take_masters
+from penstock.precision.stored import HalfWeight, Hook, Stored, adopt_weights, stored_of, take_masters
 from penstock.precision.subclass import StandIns
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -83,8 +83,14 @@ def plain(model: nn.Module) -> nn.Module:
         if stored is not None:
             memo[id(stored)] = Stored(stored.dtype)
     twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        for kind in _KINDS:
+    strip(twin)
+    return twin
+
+
+def strip(model: nn.Module) -> None:
+    """Take everything off a model that Penstock has put on it, but for the type of its weights."""
+    for module in model.modules():
+        for kind in reversed(_KINDS):
             kind.take_off(module)
         for mark in [name for name in module.__dict__ if name.startswith("_penstock")]:
             del module.__dict__[mark]
@@ -95,8 +101,35 @@ def plain(model: nn.Module) -> nn.Module:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "hook", hook), Hook):  # torch wraps some
                     del hooks[key]
-    restore_from_fp8(twin)
-    return twin
+    restore_from_fp8(model)
+
+
+@torch.no_grad()
+def widen(model: nn.Module) -> None:
+    """Give a model its fp32 weights back, in place: the masters where there are any, which optimizers hold."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        stored = stored_of(module)
+        if stored is None:
+            continue
+        for key, weight in list(module._parameters.items()):
+            if weight is None or weight.dtype not in _HALVES:
+                continue
+            if weight in stored.masters or isinstance(weight, HalfWeight):
+                if id(weight) not in found:
+                    stored.fp32(weight)  # takes over what was written to it
+                    found[id(weight)] = (
+                        stored.masters[weight] if weight in stored.masters else _fp32(weight, stored)
+                    )
+                setattr(
+                    module, key, found[id(weight)]
+                )  # not by _parameters: recurrent layers keep a second list
+            else:  # the optimizer holds this very parameter
+                weight.grad = None
+                weight.data = stored.fp32(weight)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype == stored.dtype:
+                module._buffers[key] = buffer.float()
 
 
 def _fp32(value: Tensor, stored: Stored | None) -> Tensor:

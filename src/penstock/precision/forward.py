@@ -1,22 +1,34 @@
-"""A model's forward pass under a `Precision`: the class is swapped for a subclass of the same name, so that state
-dicts, `isinstance`, compilation and signatures stay as they are.
+"""A model's forward pass under a `Precision`, and the other methods that it is entered by.
+
+The class is swapped for a subclass of the same name, so that state dicts, `isinstance`, compilation and signatures stay
+as they are.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from penstock.errors import ConfigError
-from penstock.precision.copies import ModuleStandIns
+from penstock.precision.copies import ModuleStandIns, plain
 from penstock.precision.lists import apply_modules, default_lists, region
 from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
+
+_KEY = "_penstock_precision"
+_INSIDE = "_penstock_inside"
+_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
+_OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same", re.IGNORECASE)
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def apply_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -25,6 +37,8 @@ def apply_precision(model: nn.Module, precision: Precision, device: torch.device
     """
     if precision.dtype is None:
         return
+    if model.__dict__.get(_KEY) is not None and precision.weights == "fp32":
+        unwrap_forward(model)  # fp32 weights take any number of optimizers
     if precision.autocast:
         precision = replace(precision, lists=precision.lists or default_lists(precision.dtype, device.type))
         apply_modules(model, precision.lists)
@@ -43,56 +57,127 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """From now on `model(…)` computes as `precision` says, in place."""
-    if "_penstock_precision" in model.__dict__:
-        raise ConfigError(
-            f"This {type(model).__name__} is already accelerated, as {model.__dict__['_penstock_precision'].level}; "
-            "accelerate a fresh one, or load its state dict into one."
-        )
+    """From now on `model(…)` computes as `precision` says, in place, and so do the methods of its class."""
+    before: Precision | None = model.__dict__.get(_KEY)
+    if before is not None and "half" in (before.weights, precision.weights):
+        raise ConfigError(already(model))
     if "forward" in model.__dict__:
         raise ConfigError(
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
-    _STAND_INS.take_off(model)  # made by `type(accelerated)(…)`
-    model.__dict__["_penstock_precision"] = precision
+    _STAND_INS.take_off(model)  # of an earlier optimizer, or made by `type(accelerated)(…)`
+    model.__dict__[_KEY] = precision
+    model.__dict__[_INSIDE] = _Inside()
     _STAND_INS.put_on(model)
+
+
+def already(model: nn.Module) -> str:
+    """Why a model with half weights cannot be accelerated again, and what to do."""
+    return (
+        f"This {type(model).__name__} is already accelerated, as {model.__dict__[_KEY].level}. For another phase of "
+        "training with a new optimizer call `penstock.precision.restore(model, optimizer)` with the old one: the "
+        "weights are fp32 again, and the new optimizer is made over them."
+    )
 
 
 def unwrap_forward(model: nn.Module) -> None:
     """Undo `wrap_forward`."""
-    if "_penstock_precision" in model.__dict__:
+    if _KEY in model.__dict__:
         _STAND_INS.take_off(model)
-        del model.__dict__["_penstock_precision"]
+        del model.__dict__[_KEY], model.__dict__[_INSIDE]
 
 
-def _forward(cls: type[nn.Module]) -> dict[str, Any]:
-    original: Callable[..., Any] = cls.forward
+class _Inside:
+    """How many of a model's own methods are under way."""
+
+    depth = 0
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """What a model is entered by: `forward`, and the public methods of its class."""
+    made = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
+    made["forward"] = _entered(cls.forward, always=True, counts=bool(made))
+    if hasattr(
+        cls, "save_pretrained"
+    ):  # of Hugging Face, which writes the type of the weights beside a state dict
+        made["save_pretrained"] = _of_the_plain_model(cls.save_pretrained)
+    return made
+
+
+def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public methods that a class or its bases define, but for those of torch and of Lightning, whose own loop sees
+    to them; generators run when nobody can see them.
+    """
+    theirs = set(dir(nn.Module))
+    for base in reversed(cls.__mro__):
+        framework = base.__module__.partition(".")[0] in _FRAMEWORKS
+        for name, function in vars(base).items():
+            if framework and name not in _STEPS:
+                theirs.add(name)
+            later = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
+            plainly = isinstance(function, FunctionType) and not later and not name.startswith("_")
+            if plainly and name not in theirs and getattr(cls, name) is function:
+                yield name, function
+
+
+def _entered(original: Callable[..., Any], *, always: bool, counts: bool = True) -> Callable[..., Any]:
+    """A method that computes in the model's precision; unless `always`, only where it is called from outside. Where
+    nobody asks, because there is but one method, calls are not counted.
+    """
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        precision: Precision | None = self.__dict__.get("_penstock_precision")
-        if precision is None:  # an instance that `type(accelerated)(…)` made is one of the original class
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        precision: Precision | None = self.__dict__.get(_KEY)
+        # An instance that `type(accelerated)(…)` made is one of the original class.
+        if precision is None or (not always and self.__dict__[_INSIDE].depth):
             return original(self, *args, **kwargs)
-        if not precision.autocast and precision.dtype is not None:
-            args = tuple(_to(precision.dtype, value) for value in args)
-            kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
-        if precision.autocast:
-            assert precision.dtype is not None
-            place = _device_type(self, args, kwargs)
-            with (
-                torch.autocast(place, dtype=precision.dtype),
-                region(precision.lists, place, precision.dtype),
-            ):
-                output = original(self, *args, **kwargs)
-        else:
-            output = original(self, *args, **kwargs)
-        return _to(torch.float32, output) if precision.outputs == "fp32" else output
+        if not counts:
+            return _to(precision.outputs, _computed(self, precision, original, args, kwargs))
+        inside: _Inside = self.__dict__[_INSIDE]
+        inside.depth += 1
+        try:
+            output = _computed(self, precision, original, args, kwargs)
+        finally:
+            inside.depth -= 1
+        # Methods may return weights, and those must stay themselves.
+        return _to(precision.outputs, output, but=() if always else Parameter)
 
-    return {"forward": forward}
+    return method
 
 
-_STAND_INS = ModuleStandIns(_forward)
+def _computed(
+    model: nn.Module, precision: Precision, original: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    if precision.dtype is None:
+        return original(model, *args, **kwargs)
+    if not precision.autocast:
+        args = tuple(_to(precision.dtype, value) for value in args)
+        kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
+        try:
+            return original(model, *args, **kwargs)
+        except RuntimeError as error:
+            if not _OF_TYPES.search(str(error)):
+                raise
+            raise ConfigError(
+                f"{error} In {precision.level} operations run in the type of their arguments, and weights are "
+                f"{precision.dtype_name}: make tensors inside the model in the type of its inputs, as "
+                "torch.zeros(…, dtype=x.dtype) does, or use O2, whose op lists cast them."
+            ) from error
+    place = _device_type(model, args, kwargs)
+    with torch.autocast(place, dtype=precision.dtype), region(precision.lists, place, precision.dtype):
+        return original(model, *args, **kwargs)
+
+
+def _of_the_plain_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original(plain(self), *args, **kwargs)
+
+    return method
+
+
+_STAND_INS = ModuleStandIns(_methods)
 
 
 def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -103,11 +188,14 @@ def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return "cpu" if parameter is None else parameter.device.type
 
 
-def _to(dtype: torch.dtype, value: Any) -> Any:
-    """Floating tensors of a nest as `dtype`; fp64 stays."""
+def _to(dtype: torch.dtype | str, value: Any, but: Any = ()) -> Any:
+    """Floating tensors of a nest as `dtype`, or as they are where this is "keep"; fp64 stays."""
+    if dtype == "keep":
+        return value
+    wanted = torch.float32 if dtype == "fp32" else dtype
 
     def cast(tensor: Tensor) -> Tensor:
-        wanted = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if wanted else tensor
+        stays = not tensor.is_floating_point() or tensor.dtype == torch.float64 or isinstance(tensor, but)
+        return tensor if stays else tensor.to(wanted)
 
     return replaced(value, cast)

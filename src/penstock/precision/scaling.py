@@ -47,6 +47,9 @@ class Gradients:
         """The scaled loss that was handed out last."""
         self.found: list[tuple[LossScaler, Tensor]] = []
         """Noted when gradients were unscaled before the step: whose they were, and 0-d fp32, 1 if any is not finite."""
+        self._left: list[tuple[int, int]] | None = None
+        """The gradients as the latest scaled backward pass left them: which tensors, and how often written to."""
+        self._warned = False
         self.stash: list[tuple[Tensor, Tensor]] = []
         """Unscaled gradients of other losses, by parameter, to be added to those of the latest."""
 
@@ -70,6 +73,27 @@ class Gradients:
             self.scale = scaler.scale.clone()
             self.scaler = scaler
         self.prepared = True
+
+    def look(self) -> None:
+        """A scaled backward pass is over: remember the gradients, so that the step can tell whether they were changed
+        before the scale was taken off.
+        """
+        self._left = self._state() or None
+
+    def _state(self) -> list[tuple[int, int]]:
+        gradients = (p.grad for p in self._given())
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+    def _warn_of_changes(self) -> None:
+        if self.scale is None or self._left is None or self._warned or self._state() == self._left:
+            return
+        self._warned = True
+        _log.warning(
+            "Gradients of this %s were changed between the backward pass and the step, while they were multiplied by "
+            "the loss scale: a clipping limit, say, was that many times too low. Clip with "
+            "penstock.clip_grad_norm_(optimizer, …), or call penstock.precision.unscale_(optimizer) first.",
+            type(self.optimizer).__name__,
+        )
 
     @torch.no_grad()
     def _put_aside(self) -> None:
@@ -152,6 +176,7 @@ class Gradients:
         return loss
 
     def _scaled_step(self, update: Callable[..., Any]) -> Any:
+        self._warn_of_changes()
         masters = self.session.masters
         if masters is not None:
             masters.collect(self.optimizer)
@@ -239,6 +264,7 @@ class Gradients:
         self.found = []
         self.stash = []
         self.prepared = False
+        self._left = None
 
     def _parameters(self) -> Iterable[Any]:
         return (p for group in self.optimizer.param_groups for p in group["params"])

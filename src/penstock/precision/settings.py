@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +38,19 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "fp8": ("none", "tensorwise", "rowwise"),
 }
 
+_APEX = {
+    "opt_level": 'precision="O1"',
+    "cast_model_type": "dtype",
+    "patch_torch_functions": "autocast",
+    "keep_batchnorm_fp32": 'norms="fp32", or norms="half" for False',
+    "master_weights": 'master="copy", or master="none" for False',
+    "cast_model_outputs": 'outputs="keep", or outputs="fp32"',
+    "num_losses": "losses",
+    "min_loss_scale": 'scaler={"floor": …}',
+    "max_loss_scale": 'scaler={"ceiling": …}',
+    "enabled": 'precision="O0" for False, and leave it out for True',
+    "verbosity": "nothing: leave it out; logging tells what was done",
+}
 _FP32 = torch.finfo(torch.float32)
 
 _log = logging.getLogger(__name__)
@@ -112,7 +126,9 @@ def resolve(
     if unknown:
         raise ConfigError(
             [
-                f"{name} is no property of a precision level.{nearest(name, _OVERRIDES)} "
+                f"{name} is Apex's name; write {_APEX[name]}."
+                if name in _APEX
+                else f"{name} is no property of a precision level.{nearest(name, _OVERRIDES)} "
                 f"There are {', '.join(_OVERRIDES)}."
                 for name in unknown
             ]
@@ -217,7 +233,10 @@ def _dtype(
             )
         return DTYPES[chosen], None
     if name not in DTYPES:
-        raise ConfigError(f"dtype={asked!r} is not known; choose bf16, fp16 or auto.")
+        known = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
+        meant = known.get(str(asked).removeprefix("torch."))
+        hint = f"write {meant}" if meant else "choose bf16, fp16 or auto"
+        raise ConfigError(f"dtype={asked!r} is not known; {hint}.")
     if name == "fp16" and device.type == "cpu":
         _once(
             "fp16 on a CPU is emulated and several times slower than fp32: it serves to study numerics. "
@@ -257,6 +276,9 @@ def cpu_has_bf16() -> bool | None:
 
 def _scale_problems(value: Any) -> Iterator[str]:
     if value == "dynamic":
+        return
+    if isinstance(value, str) and re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value):
+        yield f"loss_scale is the string {value!r}; write the number {value}."
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
         yield f'loss_scale is {value!r}, but must be "dynamic" or a finite number above 0, such as 1024.0.'

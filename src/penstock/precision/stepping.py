@@ -41,7 +41,19 @@ def attend(own: Gradients) -> None:
         def step(closure: Callable[[], Any] | None = None) -> Any:
             return own.step(functools.partial(_call, stepping), closure)
 
+        step.__dict__["_penstock"] = stepping
         optimizer.step = step  # type: ignore[method-assign]
+
+
+def release(optimizer: Optimizer) -> None:
+    """Undo `attend`, and forget what is beside the optimizer."""
+    optimizer.__dict__.pop("_penstock", None)
+    if not _STAND_INS.on(optimizer):
+        return
+    _STAND_INS.take_off(optimizer)
+    stepping = getattr(optimizer.__dict__.get("step"), "_penstock", None)
+    if stepping is not None:
+        optimizer.step = stepping  # type: ignore[method-assign]
 
 
 def _call(step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
@@ -53,9 +65,10 @@ def _methods(cls: type[Optimizer]) -> dict[str, Any]:
 
     @functools.wraps(original)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return gradients_beside(self).step(
-            functools.partial(_call, functools.partial(original, self)), closure
-        )
+        update = functools.partial(_call, functools.partial(original, self))
+        if "_penstock" not in self.__dict__:  # released; a scheduler that was made before still calls this
+            return update(closure)
+        return gradients_beside(self).step(update, closure)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         own = gradients_beside(self)

@@ -45,8 +45,9 @@ class StandIns:
     def _for(self, cls: type) -> type:
         if cls not in self._made:
             kept = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-            shown = property(lambda _: cls, lambda value, new: _CLASS.__set__(value, self._for(new)))
-            names = {**kept, "__class__": shown, **self._attributes(cls)}
+            original = vars(cls).get("_penstock_original", cls)  # one may stand in for another
+            shown = property(lambda _: original, lambda value, new: _CLASS.__set__(value, self._for(new)))
+            names = {**kept, "__class__": shown, "_penstock_original": original, **self._attributes(cls)}
             made = type(cls.__name__, (_Quiet, cls), names)
             made.__bases__ = (cls,)
             made.__qualname__ = cls.__qualname__

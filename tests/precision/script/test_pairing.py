@@ -191,7 +191,8 @@ def test_nothing_to_do_is_said() -> None:
     with _run() as told:
         pass
     assert told == [
-        "penstock: left alone the script: it made no optimizer of torch.optim, so it trains nothing"
+        "penstock: left alone the script: it made no optimizer of torch.optim; whether it updates weights by hand "
+        "cannot be seen from outside"
     ]
     with _run() as told:
         optimizer = SGD(_net().parameters(), lr=0.1)

@@ -72,7 +72,9 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
         raise ConfigError(problems)
     for name, module in modules.items():
         treatment = chosen.get(name) or _implied(module, lists)
-        if treatment is not None and (module is not model or name in chosen):
+        # The outermost module follows the lists by itself, but for a kernel that lacks the half type.
+        inner = module is not model or name in chosen
+        if treatment is not None and (inner or treatment.kind == "recurrent"):
             _treat(module, treatment)
 
 

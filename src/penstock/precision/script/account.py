@@ -70,7 +70,10 @@ class Account:
     def conclude(self, trained: int) -> None:
         """The script has ended; it made `trained` optimizers."""
         if not self._accelerated and not trained:
-            self.left("the script", "it made no optimizer of torch.optim, so it trains nothing")
+            self.left(
+                "the script",
+                "it made no optimizer of torch.optim; whether it updates weights by hand cannot be seen from outside",
+            )
         elif not self._accelerated and not self._told:
             self.left("the script", "no model that an optimizer trains was called with gradients")
 

@@ -74,9 +74,9 @@ def _seen(model: nn.Module) -> dict[str, torch.dtype]:
     return types
 
 
-def _types(model: nn.Module, plan: Plan, batch: Any) -> dict[str, torch.dtype]:
+def _types(model: nn.Module, plan: Plan, batch: Any, loss: Any = None) -> dict[str, torch.dtype]:
     # Hooks that were there before sharding's run after its own, once the weights are there.
-    built = build(model, plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
+    built = build(model, plan, recipe=RECIPE, dims=dims_of(plan, "cpu"), loss=loss)
     types = _seen(built.model)
     built.step([batch])
     return types
@@ -89,6 +89,27 @@ def _gathered() -> dict[str, dict[str, torch.dtype]]:
         found[f"vit {level}"] = _types(create(SCALED), plan, images(0, 2))
         found[f"mixed {level}"] = _types(Mixed(), plan, (torch.randn(2, 3, 64), torch.tensor([0, 1])))
     return found
+
+
+def _gathered_of_gpt2() -> dict[str, torch.dtype]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 8}
+    model = transformers.GPT2Model(transformers.GPT2Config(**sizes))
+    plan = Plan.parse("dp=2 sharding=fsdp micro_batch=2 precision=O1")
+    return _types(model, plan, (torch.zeros(2, 4, dtype=torch.long),), _mean)
+
+
+def _mean(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).last_hidden_state.float().mean()  # type: ignore[no-any-return]
+
+
+def test_linears_of_another_class_are_known_by_their_role() -> None:
+    """GPT-2's have their weights transposed, in a class of transformers."""
+    types = spawn(_gathered_of_gpt2, 2)[0]
+    linears = {name: dtype for name, dtype in types.items() if "attn.c_" in name or "mlp.c_" in name}
+    assert len(linears) == 2 * 2 * 4
+    assert set(linears.values()) == {torch.bfloat16}
+    assert {dtype for name, dtype in types.items() if name not in linears} == {torch.float32}
 
 
 def test_each_parameter_is_gathered_in_the_type_that_it_is_computed_with() -> None:

@@ -12,15 +12,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.model import Stack
+from penstock.config.model import Mlp, Stack
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.activation import activate
 from penstock.kernels.attention import attend, split_heads
-from penstock.kernels.drop_path import drop_path
 
 _RATE_UNIT = 2.0**-24
+
+
+def activate(x: Tensor, activation: Mlp) -> Tensor:
+    """GELU (Hendrycks & Gimpel, 2016), exact or by its tanh approximation, at every element."""
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
+    """Stochastic depth (Huang et al., ECCV 2016, eq. 2): zero the branch of each sample with probability `rate`, and
+    scale those kept by 1 / (1 − rate).
+
+    branch: (B, N, D), or (N, B, D) with `batch_dim` 1. `rate` is a tensor, not a number, so that blocks of
+    different rates share one compiled graph and nothing waits for the device.
+    """
+    shape = [1] * branch.dim()
+    shape[batch_dim] = branch.shape[batch_dim]
+    keep = 1.0 - rate
+    mask = (torch.rand(shape[batch_dim], device=branch.device) < keep).to(torch.float32) / keep
+    return branch * mask.to(branch.dtype).view(shape)
 
 
 class Attention(nn.Module):

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from penstock.config.plan import Plan
+from penstock.models.anatomy import anatomy_of
+from penstock.models.roles import Linear
 from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.master import is_norm
 from penstock.precision.settings import precision_of
@@ -62,16 +64,25 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     """
     if plan.precision not in ("O1", "O2"):
         return
+    anatomy = anatomy_of(model)
+    roles = () if anatomy.unknown else anatomy.parts(Linear)
+    modules = dict(model.named_modules())
+    linears = {
+        modules[linear.name] for linear in roles if linear.name in modules
+    }  # those of experts are parameters
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
+    for module in modules.values():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
-    in_half = _multiplied if plan.precision == "O1" else _no_norm
     for group in groups_of(units):
         kinds = set()
         for entry in group.fsdp_params:
-            half = all(in_half(module, name) for module, name in owners[id(entry.sharded_param)])
+            holders = owners[id(entry.sharded_param)]
+            if plan.precision == "O1":
+                half = all(_multiplied(module, name, module in linears) for module, name in holders)
+            else:
+                half = not any(is_norm(module) for module, _ in holders)
             kinds.add(half)
             if not half:
                 entry.init_dtype_attrs = functools.partial(_in_fp32, weakref.ref(entry))
@@ -79,22 +90,21 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
             group.post_backward = functools.partial(_reduced_alike, weakref.ref(group))
 
 
-def _multiplied(module: nn.Module, name: str) -> bool:
-    """Whether half precision is all that is taken of this parameter, by autocast or fp8, and for one use only."""
+def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
+    """Whether half precision is all that is taken of this parameter, by autocast or fp8, and for one use only.
+
+    `linear`: the model's anatomy calls the module a linear.
+    """
     if isinstance(module, Fp8Linear):
         # Rounded to fp8 from bf16, which is fp32's eight leading bits where fp8 has four, at half the traffic.
         return True
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))
-    kind = type(module)
-    if kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D":
-        return True  # GPT-2's linear layer, with its weight transposed
+    known = [base for base in _PRODUCTS if isinstance(module, base)]
+    if not known:
+        return linear and next(module.children(), None) is None
     # A class with a forward of its own may do more with its weight, such as standardise it.
-    return any(isinstance(module, base) and kind.forward is base.forward for base in _PRODUCTS)
-
-
-def _no_norm(module: nn.Module, name: str) -> bool:
-    return not is_norm(module)
+    return any(type(module).forward is base.forward for base in known)
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:

@@ -1,5 +1,5 @@
-"""Computing activations again in the backward pass instead of keeping them (Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016): a block keeps its input, and what it needs of the rest is made when it is needed.
+"""Recomputation: a block keeps its input for the backward pass, and computes the other activations again there (Chen et
+al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _ATTENTION = "scaled_dot_product"
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:
-    """Let each `plan.recompute_every`-th block of the model's Anatomy recompute as `plan.recompute` says, in place.
+    """Let every n-th block recompute, in place; `plan.recompute_every` is n, and `plan.recompute` says what is kept.
 
-    Must come before the model is compiled or sharded: the block's weights are then gathered once for its backward
-    pass, around what is computed again. Random numbers are drawn again as they were, and so are results. Raises
-    ConfigError when the blocks of a foreign model cannot be found.
+    Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
+    and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
+    when the blocks of a foreign model cannot be found.
     """
     if plan.recompute == "none":
         return
     for block in anatomy_of(model).block_modules(model)[:: plan.recompute_every]:
-        block.forward = _Again(block.forward, plan.recompute)
+        block.forward = _Recomputed(block.forward, plan.recompute)
 
 
-class _Again:
-    """A block's forward pass that keeps only its input; a class, so that a model with it can be pickled and copied."""
+class _Recomputed:
+    """A block's forward pass that keeps only its input. A class, so that a model with it can be pickled and copied."""
 
     def __init__(self, forward: Callable[..., Any], how: str) -> None:
         self.forward = forward
@@ -51,8 +51,8 @@ class _Again:
 
 
 def _contexts() -> Any:
-    """Keep what attention and every other matrix product gave, and make the rest again."""
-    products = {False: 0, True: 0}  # so far, in the forward pass and in what is computed again
+    """Keep the outputs of attention and of every second matrix product, and compute the rest again."""
+    products = {False: 0, True: 0}  # so far, in the forward pass and in the recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator._schema.name

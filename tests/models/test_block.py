@@ -1,11 +1,20 @@
-"""Stochastic depth drops whole samples, at its rate, and keeps the mean."""
+"""The parts of a block: activations, and stochastic depth, which drops whole samples at its rate and keeps the mean."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from penstock.kernels.drop_path import drop_path
+from penstock.models.block import activate, drop_path
+
+
+def test_both_activations_are_their_formulas() -> None:
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    torch.testing.assert_close(activate(x, "gelu"), x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    torch.testing.assert_close(activate(x, "gelu_tanh"), x * 0.5 * (1 + torch.tanh(inner)))
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])

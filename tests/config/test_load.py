@@ -121,11 +121,11 @@ def test_all_problems_are_told_at_once_with_their_origin(tmp_path: Path) -> None
     ("overrides", "message"),
     [
         ({"model": "vit-s17"}, "no model preset 'vit-s17'. Did you mean 'vit-s16'?"),
-        ({"plan": "fast"}, "'fast' is no setting"),
+        ({"plan": "fast"}, "'fast' is not a setting"),
         ({"recipe": "fast"}, "recipe is 'fast', but must be a table of"),
         ({"recipe.augment": 3}, "recipe.augment is 3, but must be a table of"),
         ({"recipe": None}, "recipe is none, but must be a table of"),
-        ({3: 4}, "the key 3 is no text"),
+        ({3: 4}, "the key 3 is not text"),
         ({"seed.x": "1"}, "seed is {'x': '1'}, but must be a whole number"),
     ],
 )
@@ -146,7 +146,7 @@ def test_bad_files(tmp_path: Path) -> None:
         (".json", "{"),
         (".yaml", "a: !!python/name:os"),
     ):
-        with pytest.raises(ConfigError, match="is no valid"):
+        with pytest.raises(ConfigError, match="is not valid"):
             read_file(_write(tmp_path, text, suffix))
     with pytest.raises(ConfigError, match="must hold a table of settings, not list"):
         read_file(_write(tmp_path, "[1, 2]", ".json"))

@@ -55,8 +55,11 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model": "gpt2", "model.image_size": "32"}, "It is one of the family vit, and this is decoder."),
-        ({"model": "vit-s16", "model.vocabulary": "5"}, "one of the family decoder or encoder or seq2seq"),
+        ({"model": "gpt2", "model.image_size": "32"}, "belongs to the family vit, and this is decoder."),
+        (
+            {"model": "vit-s16", "model.vocabulary": "5"},
+            "belongs to the family decoder or encoder or seq2seq",
+        ),
         (
             {"model.family": "gpt"},
             "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq.",

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError
         (lambda: RunConfig(device="gpu"), "device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
         (lambda: RunConfig(keep=1), "keep is 1, but must be at least 2."),
         (lambda: RunConfig(output=""), "output is empty"),
-        (lambda: ViTConfig(image_size=225), "the nearest that fit are 224 or 240."),
+        (lambda: ViTConfig(image_size=225), "the nearest multiples are 224 or 240."),
         (lambda: ViTConfig(heads=7), "cannot be split over model.heads 7"),
         (lambda: ViTConfig(depth=0, width=0), "model.depth is 0"),
         (lambda: ViTConfig(stem="conv", patch_size=14), "must be a power of two"),

@@ -96,7 +96,7 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
     hopper, ampere = _situation(load_machine("h100")), _situation(load_machine("a100-80g"))
     masters, remainder, fp8 = _named("masters"), _named("masters-remainder"), _named("fp8")
     assert "master=remainder completes" in str(remainder.refusal(FIRST, hopper))
-    assert "multiplies in fp8 where" in str(fp8.refusal(FIRST, hopper))
+    assert "replaces the bf16 products" in str(fp8.refusal(FIRST, hopper))
     fused = replace(FIRST, plan=Plan(micro_batch=8, optimizer="fused"))
     plan = remainder.apply(masters.apply(fused, hopper), hopper)
     assert remainder.refusal(masters.apply(fused, hopper), hopper) is None

@@ -139,7 +139,7 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
 def test_fp8_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(ConfigError, match="no rate for fp8"):
         predict(PRESETS["vit-b16"], load_machine("a100-80g"), Plan.parse(FP8 + " fp8=true"))
-    with pytest.raises(ConfigError, match="multiplies in fp8 where"):
+    with pytest.raises(ConfigError, match="replaces the bf16 products"):
         predict(PRESETS["vit-b16"], load_machine("h100"), Plan(fp8=True))
 
 

@@ -1,1 +1,1 @@
-"""Configuration: frozen dataclasses are the one truth. Nothing in here imports torch."""
+"""Configuration as frozen dataclasses. Nothing in this package imports torch."""

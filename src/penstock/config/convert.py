@@ -1,8 +1,8 @@
-"""Values in and out of the configuration dataclasses: type checks, text to value, and the words for what is wrong.
+"""Type checks and conversion of values for the configuration dataclasses, with messages for what is wrong.
 
 A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, `T | None`,
-`tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses told apart by their field `family`.
-Nothing else may be a field's type, which keeps every configuration plain data.
+`tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses distinguished by their field
+`family`. No other field types are allowed, so every configuration is plain data.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ FALSE_WORDS = ("false", "no", "off", "0")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers a field holds, as `Annotated[int, Range(1)]`. Neither infinity nor not-a-number is ever in it."""
+    """The numbers that a field may hold, as in `Annotated[int, Range(1)]`. Infinity and NaN are never
+    allowed."""
 
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False
-    """Whether `low` itself is outside."""
+    """Whether `low` itself is excluded."""
     open_high: bool = False
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with `value`, to complete `<key> is <value>, but ...`; None if nothing is."""
+        """What is wrong with `value`, to complete `<key> is <value>, but ...`, or None."""
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
         if above and below and math.isfinite(value):
@@ -58,17 +59,17 @@ Seed = Annotated[int, Range(0, 2**64 - 1)]
 
 
 class BadValue(ValueError):
-    """A value that its field cannot hold; the message completes the sentence `<key> is <value>, but ...`."""
+    """A value that its field cannot hold. The message completes the sentence `<key> is <value>, but ...`."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing when no option is near."""
+    """` Did you mean 'x'?`, or an empty string if no option is similar."""
     near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class OutOfRange(BadValue):
-    """A number of the right type that is outside the field's range; `value` is how it was read."""
+    """A number of the right type outside the field's range; `value` is the parsed number."""
 
     def __init__(self, value: float, problem: str) -> None:
         super().__init__(problem)
@@ -80,14 +81,14 @@ _FIELD_TYPES: dict[Any, dict[str, Any]] = {}
 
 def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of a dataclass, in order of declaration."""
-    if cls not in _FIELD_TYPES:  # resolving evaluates source text, so it is done once per class
+    if cls not in _FIELD_TYPES:  # resolving evaluates source text, so do it once per class
         hints = typing.get_type_hints(cls, include_extras=True)
         _FIELD_TYPES[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     return _FIELD_TYPES[cls]
 
 
 def dataclasses_of(kind: Any) -> tuple[type, ...]:
-    """The dataclasses that a value of `kind` can be, be it also none: one, several of a union, or not any."""
+    """The dataclasses among the types of `kind`: one, several for a union, or none."""
     if dataclasses.is_dataclass(kind):
         return (kind,) if isinstance(kind, type) else ()
     if is_union(kind):
@@ -98,7 +99,7 @@ def dataclasses_of(kind: Any) -> tuple[type, ...]:
 
 
 def family_of(cls: type) -> str:
-    """The word by which a dataclass is told apart in a union: the one value of its field `family`."""
+    """The word that identifies a dataclass in a union: the only value of its field `family`."""
     return str(typing.get_args(field_types(cls)["family"])[0])
 
 
@@ -113,7 +114,7 @@ def accepts_none(kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """The type in words that a user reads: `a whole number`, `'a' or 'b'`, …"""
+    """The type in words for a user: `a whole number`, `'a' or 'b'`, …"""
     if len(arms := dataclasses_of(kind)) > 1:
         return f"a table with the family {' or '.join(map(family_of, arms))}"
     if is_union(kind):
@@ -136,9 +137,9 @@ def describe(kind: Any) -> str:
 def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     """`value` as the type `kind`.
 
-    With `text`, strings were typed by a user on a command line and are parsed (`"1e-3"` becomes a float); without,
-    they come from a typed file or a Python call, where a string is a string. The word `none` stands for `None`
-    wherever a field allows it, because TOML has no null. Raises `BadValue`.
+    With `text`, strings come from a command line and are parsed (`"1e-3"` becomes a float). Without, they
+    come from a typed file or a Python call, where a string is a string. The word `none` means `None` if the
+    field allows it, because TOML has no null. Raises `BadValue`.
     """
     if is_union(kind):
         return _convert_union(value, kind, text=text)
@@ -228,19 +229,19 @@ def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
                 raise problem from None
     if kind is float:
         return float(value)
-    # 1e4 steps is a whole number to a user, whatever the parser makes of it; 1.5 steps and infinity are not.
+    # Users write whole numbers as 1e4 too, which parses as a float; 1.5 and infinity are not whole numbers.
     if isinstance(value, float) and not value.is_integer():
         raise problem
     return int(value)
 
 
 def word(value: Any) -> str:
-    """A value of a setting as it is written on a command line."""
+    """The value of a setting as written on a command line."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def plain(value: Any) -> Any:
-    """`value` as dicts, lists and scalars, the form that JSON, YAML and TOML share."""
+    """`value` as dicts, lists and scalars, which JSON, YAML and TOML can all hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -251,10 +252,10 @@ def plain(value: Any) -> Any:
 
 
 def check_fields(config: Any, where: str) -> list[str]:
-    """Problems of a freshly made dataclass whose fields do not hold what their types say; for `__post_init__`.
+    """Problems of a new dataclass whose values do not match its field types; for `__post_init__`.
 
-    Python does not check annotations, so `Plan(precision="O7")` would otherwise fail far from here. `where` is the path
-    of the dataclass, empty for a root.
+    Python does not check annotations, so `Plan(precision="O7")` would otherwise fail much later. `where` is
+    the path of the dataclass, empty for the root.
     """
     path = f"{where}." if where else ""
     problems = []

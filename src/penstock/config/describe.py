@@ -1,4 +1,5 @@
-"""Words about the configuration dataclasses, read from their source: for `--help` and for the reference pages."""
+"""Descriptions of the configuration dataclasses, read from their source, for `--help` and the reference
+pages."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ class Field:
     """One setting of a configuration."""
 
     key: str
-    """Dotted, from the configuration's root."""
+    """The dotted path from the configuration's root."""
     kind: Any
-    """Its type; a dataclass for a part that can be given whole (`--plan "precision=O1"`)."""
+    """Its type; a dataclass for a part that can be set as a whole (`--plan "precision=O1"`)."""
     default: Any
     help: str
-    """What the source says beneath the field; may be empty."""
+    """The docstring below the field; may be empty."""
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string beneath each field of a dataclass, one paragraph of plain text; fields without one are absent."""
+    """The docstring below each field of a dataclass, as one paragraph; fields without one are absent."""
     docs = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -55,7 +56,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
     """Every setting of `cls`, depth first; a nested part that has a short text form comes before its fields.
 
-    Of a part that is a union, the settings of all families follow, each once.
+    For a part that is a union, the settings of all families follow, each once.
     """
     docs = field_docs(cls)
     default = default if default is not None else cls()
@@ -75,11 +76,11 @@ def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
 
 
 def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Field]:
-    """The settings of a union: those of the default's family first, then what each further one adds."""
+    """The settings of a union: those of the default's family first, then what each other family adds."""
     own = arms[0] if default is None else type(default)
     words = tuple(family_of(arm) for arm in arms)
     seen = {f"{path}family"}
-    yield Field(f"{path}family", Literal[words], family_of(own), "Which family of models this is.")
+    yield Field(f"{path}family", Literal[words], family_of(own), "The family of the model.")
     for arm in (own, *(arm for arm in arms if arm is not own)):
         for found in settings(arm, path, default if arm is own else None):
             if found.key not in seen:
@@ -87,12 +88,12 @@ def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Fi
                 if arm is not own:
                     name = found.key.removeprefix(path).partition(".")[0]
                     having = ", ".join(family_of(arm) for arm in arms if name in field_types(arm))
-                    found = dataclasses.replace(found, help=f"Of {having}. {found.help}".strip())
+                    found = dataclasses.replace(found, help=f"For {having}. {found.help}".strip())
                 yield found
 
 
 def type_word(kind: Any) -> str:
-    """The type as short words for a help page: `a|b`, `INT`, `FLOAT|none`."""
+    """The type in short form for a help page: `a|b`, `INT`, `FLOAT|none`."""
     if is_union(kind):
         arms = [type_word(arm) for arm in typing.get_args(kind) if arm is not type(None)]
         return "|".join(dict.fromkeys([*arms, "none"] if accepts_none(kind) else arms))

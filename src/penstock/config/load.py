@@ -1,8 +1,9 @@
-"""One way to make a configuration: defaults, then a file, then the command line, each over the one before.
+"""Loads a configuration from its defaults, then a file, then the command line. Later layers override earlier
+ones.
 
-Every layer is read whole and every problem in it is collected, so that one run of a command lists all there is to
-fix. Keys are dotted (`recipe.lr`) or nested tables; both spellings mean the same in every layer. A part that is a
-union of dataclasses, such as the model, is the one whose `family` the layers name.
+Every layer is read completely and all its problems are collected, so one run of a command lists everything to
+fix. Keys are dotted (`recipe.lr`) or nested tables; both mean the same in every layer. For a part that is a
+union of dataclasses, such as the model, the key `family` selects the dataclass.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def load(
     base: T | None = None,
     origin: str = COMMAND_LINE,
 ) -> T:
-    """A `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`.
+    """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`.
 
-    Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a nested
-    part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it; dotted keys of the
-    same layer then apply on top, in any order. Raises `ConfigError` with every problem, each naming `origin` or file.
+    Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a
+    nested part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it.
+    Dotted keys of the same layer then apply on top, in any order. Raises `ConfigError` with every problem,
+    each naming `origin` or the file.
     """
     problems: list[str] = []
     tree = _Node.of(cls, base)
@@ -69,11 +71,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, origin: str = ...) -> 
 @overload
 def from_dict(cls: UnionType, values: Mapping[str, Any], *, origin: str = ...) -> Any: ...
 def from_dict(cls: Any, values: Mapping[str, Any], *, origin: str = "the given values") -> Any:
-    """A `cls`, a dataclass or a union of them, from typed values as `to_dict`, TOML or JSON give them.
+    """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
-    What is absent keeps its default.
-
-    Raises `ConfigError` with every problem.
+    Absent fields keep their defaults. Raises `ConfigError` with every problem.
     """
     problems: list[str] = []
     tree = _Node.of(cls, None)
@@ -85,16 +85,17 @@ def from_dict(cls: Any, values: Mapping[str, Any], *, origin: str = "the given v
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Every field as nested dicts, lists and scalars; `from_dict` gives an equal object back."""
+    """Every field as nested dicts, lists and scalars; `from_dict` returns an equal object."""
     result = plain(config)
     assert isinstance(result, dict)
     return result
 
 
 def dump_toml(config: Any) -> str:
-    """Every field, resolved, as TOML that `load(type(config), file=…)` turns into an equal object.
+    """Every field as TOML, from which `load(type(config), file=…)` makes an equal object.
 
-    TOML has no null: `None` is written as the string "none", which `load` reads back wherever a field allows it.
+    TOML has no null: `None` is written as the string "none", which `load` reads as `None` if the field allows
+    it.
     """
     lines: list[str] = []
     _dump_table(to_dict(config), "", lines)
@@ -102,7 +103,7 @@ def dump_toml(config: Any) -> str:
 
 
 def read_file(path: Path | str) -> dict[str, Any]:
-    """The table that a TOML, YAML or JSON file holds. Raises `ConfigError` naming the file."""
+    """The table in a TOML, YAML or JSON file. Raises `ConfigError` naming the file."""
     path = Path(path)
     parsers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
@@ -126,7 +127,7 @@ def read_file(path: Path | str) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         what = " ".join(str(error).split())
         raise ConfigError(
-            f"The configuration file {path} is no valid {path.suffix[1:].upper()}: {what}"
+            f"The configuration file {path} is not valid {path.suffix[1:].upper()}: {what}"
         ) from error
     if values is None:
         return {}
@@ -139,7 +140,7 @@ def read_file(path: Path | str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One source of values, and where its problems go."""
+    """One source of values, and the list that collects its problems."""
 
     origin: str
     text: bool
@@ -151,30 +152,31 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Node:
-    """A dataclass being put together: `base` gives what no layer has set.
+    """A dataclass under construction; `base` provides the values that no layer has set.
 
-    Of a union, `cls` is the dataclass that the layers so far ask for; a later one can change the family.
+    For a union, `cls` is the dataclass that the layers so far select; a later layer can select another
+    family.
     """
 
     cls: type
     base: Any
     arms: tuple[type, ...]
-    """All dataclasses that it can be: more than one of a union."""
+    """All dataclasses that it can become: several for a union."""
     values: dict[str, Any] = field(default_factory=dict)
     children: dict[str, _Node] = field(default_factory=dict)
     origins: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kind: Any, base: Any) -> _Node:
-        """For a value of `kind`, a dataclass or a union of them."""
+        """A node for a value of `kind`, a dataclass or a union of them."""
         arms = dataclasses_of(kind)
         return cls(arms[0] if base is None else type(base), base, arms)
 
     def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
-        """Lay `values` over what is there."""
+        """Override present values with `values`."""
         self.origins[layer.origin] = None
         renamed: dict[str, str] = getattr(self.cls, "RENAMED", {})
-        # A preset names every field and a family decides which there are, so these come before what stands beside them.
+        # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
         for name, value in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
             key = renamed.get(name, name)
@@ -192,7 +194,8 @@ class _Node:
                 self._merge_value(key, kinds[key], value, layer, path)
 
     def _choose_family(self, value: Any, layer: _Layer, path: str) -> None:
-        """Become the dataclass of the union whose family is `value`, with its own defaults, if it is another one."""
+        """Select the dataclass of the union whose family is `value`; if it changes, start from its
+        defaults."""
         families = {family_of(arm): arm for arm in self.arms}
         if value not in families:
             names = ", ".join(families)
@@ -229,7 +232,7 @@ class _Node:
             child.merge(inside, layer, f"{path}{key}.")
 
     def _whole_self(self, value: Any, layer: _Layer, path: str) -> None:
-        """Take a value that stands for the whole dataclass: an object of it, or its short text form."""
+        """Take a value for the whole dataclass: an object of it, or its short text form."""
         self.origins[layer.origin] = None
         short = getattr(self.cls, "SHORT_FIELD", None)
         if isinstance(value, self.arms):
@@ -252,7 +255,7 @@ class _Node:
         others = [family_of(arm) for arm in self.arms if key in field_types(arm)]
         near = nearest(key, field_types(self.cls))
         if others:
-            near = f" It is one of the family {' or '.join(others)}, and this is {family_of(self.cls)}."
+            near = f" It belongs to the family {' or '.join(others)}, and this is {family_of(self.cls)}."
         where = f"{path[:-1]} takes" if path else "known are"
         layer.wrong(
             f"{dotted} is not a setting.{near} Rename or remove it; {where} {', '.join(field_types(self.cls))}."
@@ -270,7 +273,7 @@ class _Node:
         return None
 
     def make(self, problems: list[str]) -> Any:
-        """The finished object, or none after adding to `problems`."""
+        """The finished object, or None after adding to `problems`."""
         before = len(problems)
         made = dict(self.values)
         made.update({name: child.make(problems) for name, child in self.children.items()})
@@ -297,19 +300,19 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """A part that one layer gives whole and also field by field: `--plan "…" --plan.optimizer fused`."""
+    """A part that one layer sets as a whole and also by field: `--plan "…" --plan.optimizer fused`."""
 
     whole: Any
     inside: Mapping[str, Any]
 
 
 def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
-    """The first level of `values` with dotted keys gathered: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+    """`values` with the first part of dotted keys split off: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
     whole: dict[str, Any] = {}
     inside: dict[str, dict[str, Any]] = {}
     for key, value in cast(Mapping[Any, Any], values).items():
         if not isinstance(key, str):
-            layer.wrong(f"the key {key!r} is no text; write it in quotes.")
+            layer.wrong(f"the key {key!r} is not text; write it in quotes.")
             continue
         head, dot, rest = key.partition(".")
         if dot:
@@ -330,7 +333,7 @@ def _show(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `1e-3` is a float, as YAML 1.2 has it and PyYAML (YAML 1.1) does not."""
+    """Safe YAML in which `1e-3` is a float, as in YAML 1.2 but not in PyYAML (YAML 1.1)."""
 
 
 _Loader.add_implicit_resolver(
@@ -348,7 +351,8 @@ _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
 def _dump_table(table: dict[str, Any], path: str, lines: list[str]) -> None:
-    """Scalars first, then sub-tables: TOML gives everything after a header to that header."""
+    """Write scalars first, then sub-tables, because in TOML everything after a header belongs to that
+    header."""
     for key, value in table.items():
         if not _is_table(value):
             lines.append(f"{_dump_key(key)} = {_dump_value(value)}")
@@ -379,10 +383,10 @@ def _dump_value(value: Any) -> str:
     if isinstance(value, float):
         return repr(
             value
-        )  # shortest form that reads back to the same bits; TOML takes inf and nan as Python prints them
+        )  # the shortest form that reads back to the same bits; TOML spells inf and nan as Python does
     if isinstance(value, int):
         return str(value)
     if isinstance(value, list):
         return f"[{', '.join(_dump_value(entry) for entry in value)}]"
-    # JSON's escapes are valid TOML; \x7f is the one character that JSON leaves bare and TOML forbids.
+    # JSON's escapes are valid TOML. \x7f is the one character that JSON does not escape and TOML forbids.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,5 @@
-"""What a model runs on: rates, sizes and latencies, from a datasheet or measured by `penstock probe`."""
+"""The hardware that a model runs on: rates, sizes and latencies, from a datasheet or from
+`penstock probe`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from penstock.config.convert import check_fields, field_types, nearest
 from penstock.errors import ConfigError, EnvironmentProblem
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
-"""Cost of one eager operator on a GPU, where nobody has measured it."""
+"""Assumed cost of one eager operator on a GPU, if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +35,27 @@ class GemmSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSample:
-    """One measured operator that is no large matrix product. `tokens` and `features` of a head are attention's."""
+    """One measured operator other than a large matrix product. `tokens` and `features` (of a head) are for
+    attention."""
 
     name: str
     per_second: float
-    """FLOPs of its products for `attention`, `attention_backward` and `bmm`; elements for all others."""
+    """For `attention`, `attention_backward` and `bmm`: FLOP/s of the products. For all others: elements per
+    second."""
     tokens: int = 0
     features: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One kind of device, and how such devices are linked. All rates are per device and in SI units.
+    """One kind of device and the links between such devices. All rates are per device and in SI units.
 
-    `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`, `fp8`,
-    `int8`, and on CPUs `fp32_medium`. A type that is absent cannot be computed in on this machine. A CPU has no
-    datasheet peak, so there a measured Machine holds the best rate of its probe here and in `achievable_flops` alike.
+    `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`,
+    `fp8`, `int8`, and on CPUs `fp32_medium`. The machine cannot compute in a type that is absent. A CPU has
+    no datasheet peak, so its Machine holds the best rate of the probe both here and in `achievable_flops`.
 
-    Rates by type and of samples are above 0. Of the other figures 0 means that it is not known. Raises ConfigError with
-    every figure that is negative, infinite or not a number.
+    Rates by type and of samples are above 0. For other figures 0 means unknown. Raises ConfigError with every
+    figure that is negative, infinite or not a number.
     """
 
     name: str
@@ -60,32 +63,32 @@ class Machine:
     source: Literal["datasheet", "measured"]
     peak_flops: dict[str, float]
     achievable_flops: dict[str, float] = field(default_factory=dict)
-    """Best rate ever seen of a large matrix product, by type: published sweeps, or measured here."""
+    """Best known rate of a large matrix product, by type: from published sweeps, or measured here."""
     memory_bytes: float = 0.0
     memory_bytes_per_second: float = 0.0
     launch_seconds: float = 0.0
-    """What one more operator costs, however small."""
+    """Cost of one operator, however small."""
     operator_seconds: float = 0.0
-    """The same of an operator in a training step on a CPU, with its module and autograd's bookkeeping; 0 where it was
-    not measured."""
+    """Cost of one operator in a training step on a CPU, including its module and autograd; 0 if not
+    measured."""
     page_seconds: float = 0.0
-    """What a CPU's kernel takes to clear and map one page of 4 KiB on its first touch."""
+    """Time that a CPU's kernel takes to clear and map a 4 KiB page on its first touch."""
     link_bytes_per_second: float | None = None
-    """To devices in the same node, one direction."""
+    """Rate to devices in the same node, in one direction."""
     devices_per_node: int = 1
     node_bytes_per_second: float | None = None
-    """Out of a node, over all its adapters."""
+    """Rate out of a node, over all its adapters."""
     host_bytes_per_second: float | None = None
-    """Between a device and the memory of its host, one direction."""
+    """Rate between a device and its host's memory, in one direction."""
     collective_bytes_per_second: float | None = None
-    """Measured bus bandwidth of all-reduce, where a probe ran distributed."""
+    """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
     multiprocessors: int | None = None
-    """Blocks of threads, one large tile each, that run at once."""
+    """Number of thread blocks, one large tile each, that run at the same time."""
     power_watts: float | None = None
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""
     kernels: tuple[KernelSample, ...] = ()
-    """Measured operators of a CPU that take longer than their memory traffic."""
+    """Measured CPU operators that take longer than their memory traffic."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,7 +103,7 @@ class Machine:
             value = getattr(self, name)
             least = 1 if name == "devices_per_node" else 0
             if isinstance(value, int | float) and not least <= value < math.inf:
-                unknown = "" if least else ", and 0 where it is not known"
+                unknown = "" if least else ", or 0 if it is not known"
                 yield f"machine.{name} is {value}, but must be finite and at least {least}{unknown}."
         if not self.peak_flops:
             yield "machine.peak_flops is empty, but needs the rate of one type at least, such as bf16."
@@ -127,13 +130,13 @@ class Machine:
                 yield f"machine.{name} is {size}, but must be at least {least}."
 
     def __hash__(self) -> int:
-        # The dicts would make the generated hash fail; equality still compares every field.
+        # The generated hash would fail on the dicts. Equality still compares every field.
         return hash((self.name, self.device, self.source))
 
 
 @cache
 def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
-    """Each shipped Machine, and the words by which a device's own name is recognised as it."""
+    """Each shipped Machine, and the words that identify it in a device's name."""
     from penstock.config.load import from_dict
 
     text = resources.files("penstock.config").joinpath("presets/machines.toml").read_text(encoding="utf-8")
@@ -155,7 +158,8 @@ def known_machines() -> tuple[str, ...]:
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
-    """A shipped Machine by name (`h100`), or one that `save_machine` stored (a path ending in .toml or .json).
+    """Load a shipped Machine by name (`h100`), or one that `save_machine` stored (a path ending in .toml or
+    .json).
 
     Raises `ConfigError` naming the nearest shipped machine, or the problems of the file.
     """
@@ -173,7 +177,8 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
 
 def save_machine(machine: Machine, path: str | Path) -> Path:
-    """Write `machine` as JSON or TOML, by the ending of `path`, whose folders are made; gives the path back."""
+    """Write `machine` as JSON or TOML, depending on the suffix of `path`. Creates its folders and returns
+    it."""
     from penstock.config.load import dump_toml, to_dict
 
     path = Path(path)
@@ -185,20 +190,22 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
         raise ConfigError(f"A machine is stored as .toml or .json, so {path} must end in one of them.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed, so that a process that reads at the same time sees the old or the new file whole.
+        # Write another file and rename it, so that concurrent readers see either the old or the new file
+        # complete.
         partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise EnvironmentProblem(
             f"The machine file {path} cannot be written: {error.strerror}. Choose another path, or set PENSTOCK_CACHE "
-            "to a folder that can be written."
+            "to a writable folder."
         ) from error
     return path
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: `$PENSTOCK_CACHE`, `$XDG_CACHE_HOME/penstock` or `~/.cache/penstock`."""
+    """The folder of stored measurements: `$PENSTOCK_CACHE`, `$XDG_CACHE_HOME/penstock` or
+    `~/.cache/penstock`."""
     if folder := os.environ.get("PENSTOCK_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -206,14 +213,14 @@ def cache_folder() -> Path:
 
 
 def cache_path(name: str) -> Path:
-    """The file in which the measured machine `name` is kept."""
+    """The file in which the measured machine `name` is stored."""
     return cache_folder() / "machines" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
 
 def cached_machine(name: str | None = None) -> Machine | None:
-    """The measured machine `name` from the cache, or the newest of all; none if there is none that can be read.
+    """The measured machine `name` from the cache, or the newest of all; None if none can be read.
 
-    A file that cannot be read is as good as none: measuring again replaces it.
+    An unreadable file counts as missing: measuring again replaces it.
     """
     if name is not None:
         paths = [cache_path(name)]
@@ -230,9 +237,9 @@ def cached_machine(name: str | None = None) -> Machine | None:
 
 
 def match_datasheet(device_name: str, memory_bytes: float) -> Machine | None:
-    """The shipped Machine that a device is by its own name (`NVIDIA A100-SXM4-80GB`), or none.
+    """The shipped Machine that matches a device's name (`NVIDIA A100-SXM4-80GB`), or None.
 
-    `memory_bytes` decides between sizes of the same chip; the result keeps the datasheet's figures.
+    `memory_bytes` decides between sizes of the same chip. The result keeps the datasheet's figures.
     """
     words = re.split(r"[^a-z0-9]+", device_name.lower())
     fitting = [machine for machine, match in _datasheets().values() if any(word in words for word in match)]

@@ -1,7 +1,7 @@
-"""What is trained: the family of a model and its sizes, and nothing of how it runs.
+"""The configuration of models: their family and sizes, but not how they run.
 
-`ModelConfig` is a union of one dataclass per family, told apart by `family`. All families share the sizes of a `Stack`
-of blocks, so whoever needs no more than these asks `stacks(config)` and need not know the family.
+`ModelConfig` is a union of one dataclass per family, distinguished by `family`. All families use the sizes of
+a `Stack` of blocks. Code that needs only these calls `stacks(config)` and does not depend on the family.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PoolNorm = Literal["before", "after"]
 class Stack:
     """Sizes of a stack of equal Transformer blocks (Vaswani et al., NeurIPS 2017).
 
-    Widths count features; `mlp_width` is the hidden width of the MLP and not a ratio, because ViT-g/14's ratio
-    (6144 / 1408) is no round number.
+    Widths count features. `mlp_width` is the MLP's hidden width and not a ratio, because ViT-g/14's ratio
+    (6144 / 1408) is not a round number.
     """
 
     width: Count = 768
@@ -34,7 +34,7 @@ class Stack:
     """Number of blocks."""
     heads: Count = 12
     kv_heads: Count | None = None
-    """Heads of keys and values where several queries share them (Ainslie et al., EMNLP 2023); none: as many as
+    """Heads of keys and values, if several queries share them (Ainslie et al., EMNLP 2023); none: as many as
     `heads`."""
     head_features: Count | None = None
     """Features of one head; none: `width / heads`."""
@@ -44,29 +44,31 @@ class Stack:
     norm: Norm = "layer"
     norm_eps: Positive = 1e-5
     bias: bool = True
-    """Whether linear layers have biases, but for the projections to queries, keys and values."""
+    """Whether linear layers have biases, except the projections to queries, keys and values."""
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
     positions: Positions = "learned"
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     parallel: bool = False
-    """Whether attention and MLP read the same norm and run side by side (GPT-J), instead of one after the other."""
+    """Whether attention and MLP read the same norm and run in parallel (GPT-J), instead of one after the
+    other."""
     window: Count | None = None
     """Tokens that a token attends to (sliding window); none: all."""
     dropout: Probability = 0.0
-    """Probability, of attention scores and of both residual branches."""
+    """Dropout probability of attention scores and of both residual branches."""
     experts: Natural = 0
-    """Experts of a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
+    """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
     experts_per_token: Count = 1
     shared_experts: Natural = 0
-    """Experts that every token visits."""
+    """Number of experts that every token visits."""
     expert_width: Count | None = None
     """Hidden width of one expert; none: `mlp_width`."""
     expert_every: Count = 1
-    """Every n-th block is a mixture, the others are dense."""
+    """Every n-th block is a mixture; the others are dense."""
     capacity: Annotated[float, Range(1)] = 1.0
-    """Tokens that an expert makes room for, as a multiple of an even share; 1 where none are dropped or padded."""
+    """Tokens that an expert has room for, as a multiple of an even share; 1 if no tokens are dropped or
+    padded."""
 
     @property
     def head_width(self) -> int:
@@ -84,7 +86,7 @@ class Stack:
         return self.mlp in ("swiglu", "geglu")
 
     def problems(self, where: str) -> Iterator[str]:
-        """Every reason why no such stack can be; `where` is its name, such as `model.encoder`."""
+        """Every reason why such a stack is impossible; `where` is its name, such as `model.encoder`."""
         if self.head_features is None and self.width % self.heads:
             yield (
                 f"{where}.width {self.width} cannot be split over {where}.heads {self.heads}; use a number of heads "
@@ -107,11 +109,11 @@ class _Family:
 
     @classmethod
     def parse(cls, name: str) -> ModelConfig:
-        """The preset called `name`, of whatever family. Raises `ConfigError` naming the nearest."""
+        """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
         return preset(name)
 
     def short_form(self) -> str:
-        """The name of the preset that this is, or `custom`."""
+        """The name of the equal preset, or `custom`."""
         return next((name for name, found in PRESETS.items() if found == self), "custom")
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class _Family:
             raise ConfigError(problems)
 
     def _problems(self) -> Iterator[str]:
-        """Every reason why there can be no such model; the first reasons rule out the later ones."""
+        """Every reason why such a model is impossible. If early checks fail, later ones are skipped."""
         raise NotImplementedError  # each family has its own
 
 
@@ -132,7 +134,7 @@ class ViTConfig(Stack, _Family):
     """
 
     RENAMED: ClassVar[dict[str, str]] = {"activation": "mlp"}
-    """Settings of older files by what they are called now."""
+    """Old names of settings, mapped to their present names."""
 
     family: Literal["vit"] = "vit"
     image_size: Count = 224
@@ -140,13 +142,15 @@ class ViTConfig(Stack, _Family):
     channels: Count = 3
     classes: Count = 1000
     classifier: Classifier = "token"
-    """`token`: a learned class token is read out. `pooled`: the mean over patches is, so 196 tokens instead of 197."""
+    """What the head reads: a learned class token (`token`), or the mean over patches (`pooled`), which means
+    196 tokens instead of 197."""
     stem: Stem = "patchify"
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     pool_norm: PoolNorm = "before"
-    """Whether the final norm acts on the tokens before pooling, or on the pooled vector after (timm's `fc_norm`)."""
+    """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
+    `fc_norm`)."""
     layer_scale: float | None = None
-    """Initial value of LayerScale (Touvron et al., ICCV 2021), or none."""
+    """Initial value of LayerScale (Touvron et al., ICCV 2021); none: no LayerScale."""
     drop_path: Probability = 0.0
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
     norm_eps: Positive = 1e-6
@@ -157,8 +161,8 @@ class ViTConfig(Stack, _Family):
             down = self.image_size // self.patch_size * self.patch_size
             near = f"{down} or {down + self.patch_size}" if down else f"{self.patch_size}"
             yield (
-                f"model.image_size {self.image_size} is no multiple of model.patch_size {self.patch_size}; "
-                f"the nearest that fit are {near}."
+                f"model.image_size {self.image_size} is not a multiple of model.patch_size {self.patch_size}; "
+                f"the nearest multiples are {near}."
             )
         if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             yield (
@@ -173,25 +177,26 @@ class ViTConfig(Stack, _Family):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the blocks see: the patches, and the class token where there is one."""
+        """Tokens that the blocks process: the patches, and the class token if there is one."""
         return self.patches + (self.classifier == "token")
 
     @property
     def stem_widths(self) -> tuple[int, ...]:
-        """Output channels of each stride-2 convolution of the `conv` stem: they double up to the model's width."""
+        """Output channels of each stride-2 convolution of the `conv` stem. They double up to the model's
+        width."""
         halvings = self.patch_size.bit_length() - 1
         return tuple(max(8, self.width >> (halvings - 1 - i)) for i in range(halvings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Text(_Family):
-    """What all models over tokens of text have besides their blocks."""
+    """Fields of all text models besides their blocks."""
 
     vocabulary: Count = 50257
     sequence: Count = 1024
-    """Tokens of a sample; of an encoder–decoder, those of the encoder."""
+    """Tokens of a sample; for an encoder–decoder, those of the encoder."""
     max_positions: Count | None = None
-    """Rows of the table of learned positions; none: `sequence`."""
+    """Rows in the table of learned positions; none: `sequence`."""
     embedding_norm: bool = False
     """Whether a norm follows the embeddings."""
     tied: bool = True
@@ -200,14 +205,14 @@ class _Text(_Family):
 
 @dataclass(frozen=True, kw_only=True)
 class _OneStack(Stack, _Text):
-    """A model over tokens that has one stack of blocks."""
+    """A text model with one stack of blocks."""
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample that the blocks see."""
+        """Tokens of one sample that the blocks process."""
         return self.sequence
 
 
@@ -224,12 +229,13 @@ class EncoderConfig(_OneStack):
 
     family: Literal["encoder"] = "encoder"
     token_types: Natural = 0
-    """Rows of the table of segment embeddings; 0 is none."""
+    """Rows in the table of segment embeddings; 0 means no table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqConfig(_Text):
-    """An encoder–decoder, whose decoder blocks attend to the encoder's output as well (Raffel et al., JMLR 2020)."""
+    """An encoder–decoder, whose decoder blocks also attend to the encoder's output (Raffel et al., JMLR
+    2020)."""
 
     family: Literal["seq2seq"] = "seq2seq"
     encoder: Stack = field(default_factory=Stack)
@@ -249,7 +255,7 @@ class Seq2SeqConfig(_Text):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample that the encoder sees."""
+        """Tokens of one sample that the encoder processes."""
         return self.sequence
 
 
@@ -263,14 +269,14 @@ def stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def sequences(config: ModelConfig) -> tuple[int, ...]:
-    """Tokens of one sample that each of `stacks` sees."""
+    """Tokens of one sample that each of `stacks` processes."""
     return (
         (config.sequence, config.decoder_sequence) if isinstance(config, Seq2SeqConfig) else (config.tokens,)
     )
 
 
 def preset(name: str) -> ModelConfig:
-    """The preset called `name`, of whatever family. Raises `ConfigError` naming the nearest."""
+    """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
     if name not in PRESETS:
         raise ConfigError(
             f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
@@ -279,7 +285,8 @@ def preset(name: str) -> ModelConfig:
 
 
 def option_words(config: ModelConfig) -> list[str]:
-    """The words that `penstock` takes for a model: the nearest preset of its family, and an option for each change."""
+    """The command-line words for a model: the nearest preset of its family, and an option for each changed
+    field."""
     near = (
         [name, *_changes(found, config, "model")]
         for name, found in PRESETS.items()
@@ -289,7 +296,7 @@ def option_words(config: ModelConfig) -> list[str]:
 
 
 def title(config: ModelConfig) -> str:
-    """A model in words for a headline: `vit-s16 (classifier pooled)`."""
+    """The model's name for a headline: `vit-s16 (classifier pooled)`."""
     name, *changes = option_words(config)
     told = ", ".join(change.removeprefix("--model.") for change in changes)
     return f"{name} ({told})" if told else name
@@ -323,7 +330,7 @@ def _mpt(width: int, depth: int, heads: int) -> DecoderConfig:
 
 
 def _llama(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
-    """Llama 3; what the others change is said beside them."""
+    """Llama 3; the presets of other Llamas state what they change."""
     return DecoderConfig(
         width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, mlp="swiglu",
         vocabulary=128256, sequence=8192, positions="rotary", norm="rms", bias=False, qkv_bias=False, tied=False,

@@ -1,7 +1,7 @@
-"""In which type everything of a training step is kept and computed: derived from the Plan here and nowhere else.
+"""The types in which a training step stores and computes: derived from the Plan here and nowhere else.
 
-The levels are those of NVIDIA Apex; their mechanisms those of Micikevicius et al., "Mixed Precision Training", ICLR
-2018. Types go by name, so that planning needs no torch.
+The levels are those of NVIDIA Apex; their mechanisms are those of Micikevicius et al., "Mixed Precision
+Training", ICLR 2018. Types are strings, so planning needs no torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 Masters = Literal["none", "copy", "remainder", "shards"]
 
 BYTES: dict[Dtype, float] = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.03}
-"""Of one number; one kept in 8 bits has its share of its block's scale (Dettmers et al., ICLR 2022)."""
+"""Bytes of one number. An 8-bit number includes its part of the block's scale (Dettmers et al., ICLR
+2022)."""
 MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0, "shards": 0.0}
-"""Of a master weight beside the weight that forward and backward read. `remainder` is the 16 bits that a bf16 weight
-lacks; `shards` are fp32 weights that every device keeps its share of, from which half ones are gathered."""
+"""Bytes of a master weight, in addition to the weight that forward and backward read. `remainder` is the 16
+bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
+are gathered from them."""
 MOMENTS = {"adamw": 2, "adam8bit": 2, "sgd": 1, "muon": 1}
 """Numbers that an optimizer keeps per weight."""
 
@@ -29,41 +31,42 @@ class Numerics:
     """The types of one training step. Made by `numerics_of`."""
 
     weights: Dtype
-    """Of weights as they lie on a device between steps."""
+    """Type of the weights on a device between steps."""
     gathered: Dtype
-    """Of weights as forward and backward get them: of shards, the type that they are gathered in."""
+    """Type of the weights that forward and backward read; for shards, the type in which they are gathered."""
     by_lists: bool
-    """Whether each operation runs in the type that the op lists give it (autocast), or in that of its arguments."""
+    """Whether each operation runs in the type that the op lists say (autocast), or in that of its
+    arguments."""
     compute: Dtype
-    """Of what matrix products read and write: the activations of linear layers and attention."""
+    """Type that matrix products read and write: the activations of linear layers and attention."""
     products: Dtype
-    """That linear layers inside the blocks multiply in."""
+    """Type in which linear layers inside the blocks multiply."""
     residual: Dtype
-    """Of the stream that residual branches are added to."""
+    """Type of the residual stream."""
     norms: Dtype
-    """Of the weights and the arithmetic of normalisation layers."""
+    """Type of the weights and the arithmetic of normalisation layers."""
     gradients: Dtype
-    """Of a weight's gradient, as the backward pass leaves it."""
+    """Type of a weight's gradient after the backward pass."""
     reduction: Dtype
-    """That gradients are accumulated over micro-batches and reduced over replicas in."""
+    """Type in which gradients are accumulated over micro-batches and reduced over replicas."""
     masters: Masters
-    """Where the fp32 value of a half weight is."""
+    """Where the fp32 value of a half weight is stored."""
     moments: Dtype
-    """Of what the optimizer keeps per weight."""
+    """Type of the numbers that the optimizer keeps per weight."""
     moments_per_weight: int
     loss_scale: bool
     """Whether the loss is scaled, so that small gradients do not vanish in fp16."""
     fp8: Literal["none", "tensorwise", "rowwise"]
-    """How products are scaled into fp8, if they are."""
+    """How products are scaled to fp8, if at all."""
 
     @property
     def master_bytes(self) -> float:
-        """Of one master weight, beside the weight."""
+        """Bytes of one master weight, in addition to the weight."""
         return MASTER_BYTES[self.masters]
 
     @property
     def state_bytes(self) -> float:
-        """That the optimizer keeps per weight, master weight and moments."""
+        """Bytes that the optimizer keeps per weight: master weight and moments."""
         return self.master_bytes + self.moments_per_weight * BYTES[self.moments]
 
     @property
@@ -73,7 +76,7 @@ class Numerics:
 
 
 def numerics_of(plan: Plan) -> Numerics:
-    """The types that `plan` trains in. What sharding changes of them counts only where there are replicas to share."""
+    """The types that `plan` trains in. Sharding changes them only if there are several replicas."""
     sharding = plan.sharding if plan.dp * plan.cp > 1 else "ddp"
     return _numerics(
         plan.precision,
@@ -99,13 +102,14 @@ def _numerics(
     if sharded and precision in ("O1", "O2"):
         masters = "shards"
     elif precision == "O2" or (precision == "O1" and sharding in ("zero1", "zero2")):
-        # With the optimizer's states sharded, whole half weights lie beside shards of fp32 ones, at O1 as at O2.
+        # If the optimizer's states are sharded, each device holds whole half weights and a shard of fp32
+        # ones, at O1 as at O2.
         masters = master
     weights: Dtype = compute if precision == "O3" or masters in ("copy", "remainder") else "fp32"
     gathered: Dtype = compute if precision == "O1" and sharding != "ddp" else weights
     if masters == "shards":
         gathered = compute
-    # Weights that are shared out are updated in fp32, so their gradients are added up in it.
+    # Sharded weights are updated in fp32, so their gradients are summed in fp32.
     added: Dtype = "fp32" if precision == "O1" or (precision == "O2" and sharding != "ddp") else weights
     reduction: Dtype = {"weights": added, "fp32": "fp32", "half": compute}[gradients]
     moments: Dtype = compute if precision == "O3" else "fp32"

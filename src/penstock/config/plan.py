@@ -1,4 +1,4 @@
-"""How a model runs: the central datum. It prints and parses as one line, and is stored with every run."""
+"""How a model runs. A Plan prints and parses as one line, and is stored with every run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ TensorOverlap = Literal["none", "weights", "all"]
 Offload = Literal["none", "optimizer", "activations"]
 
 BASELINE = "baseline"
-"""How a Plan of defaults prints."""
+"""The line that a Plan of defaults prints as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model runs on a machine. The defaults are the plain baseline that every optimisation is measured from."""
+    """How a model runs on a machine. The defaults are the plain baseline that optimisations are compared
+    with."""
 
     precision: Precision = "O0"
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
@@ -42,64 +43,74 @@ class Plan:
     dtype: HalfDtype = "bf16"
     """The half-width type that O1, O2 and O3 compute in."""
     master: Master = "copy"
-    """Where O2 keeps its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which spares 2 bytes."""
+    """Where O2 stores its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which saves 2
+    bytes."""
     matmul: Matmul = "highest"
-    """Precision of fp32 matrix products, in torch's words: `high` is TF32 on a GPU, `medium` bf16 passes on a CPU."""
+    """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU, `medium` bf16 passes
+    on a CPU."""
     optimizer: OptimizerForm = "loop"
-    """One launch per tensor, per chunk of tensors, per group (fused), or one flat buffer per group and dtype."""
+    """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
+    buffer of each group and dtype."""
     layout: Layout = "batch_first"
-    """Order of the token tensor inside the blocks: (batch, sequence, width) or (sequence, batch, width)."""
+    """The token order, which is the order of dimensions inside the blocks: (batch, sequence, width) or
+    (sequence, batch, width)."""
     attention: AttentionBackend = "sdpa"
-    """`sdpa` is torch's own choice; `plain` the two matrix products; the others pin one backend of SDPA;
-    `auto` is Penstock's choice by device, dtype and sequence length."""
+    """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
+    and sequence length; the others fix one backend of SDPA."""
     compile: Compile = "none"
-    """torch.compile: of each repeated block (`blocks`, one compilation serves all), or of the whole model."""
+    """What torch.compile compiles: nothing, each repeated block (`blocks`; they share one compilation), or
+    the whole model."""
     host_memory: HostMemory = "release"
-    """Whether memory that a step frees on a CPU goes back to the kernel or stays mapped for the next step."""
+    """Whether memory that a step frees on a CPU is returned to the kernel or stays mapped for the next
+    step."""
     micro_batch: Count = 8
     """Samples per forward pass on one device."""
     accumulate: Count = 1
-    """Forward and backward passes per optimizer step; micro-batches of the pipeline, where there is one."""
+    """Forward and backward passes per optimizer step. In a pipeline, its micro-batches."""
     dp: Count = 1
-    """Data parallel degree: replicas, whole or sharded, that see different samples."""
+    """Data parallel degree: the number of replicas, whole or sharded, which use different samples."""
     sharding: Sharding = "ddp"
-    """What the replicas share out among them: nothing, the optimizer's states (zero1), gradients too (zero2), weights
-    too (fsdp), or all these within groups of `shard` replicas and nothing between the groups (hsdp)."""
+    """What the replicas shard: nothing (ddp), the optimizer's states (zero1), gradients too (zero2), weights
+    too (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
     shard: Count = 1
-    """Replicas of a group that shares out everything, with sharding=hsdp."""
+    """Number of replicas in a group that shards everything, with sharding=hsdp."""
     tp: Count = 1
-    """Tensor parallel degree: each block's matrices are split over so many devices."""
+    """Tensor parallel degree: number of devices over which each block's matrices are split."""
     sp: bool = False
-    """Sequence parallelism: what tensor parallelism leaves whole is split over tokens (Korthikanti et al. 2022)."""
+    """Sequence parallelism: what tensor parallelism does not split is split over tokens (Korthikanti et al.
+    2022)."""
     pp: Count = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     schedule: ScheduleKind = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     virtual: Count = 1
     """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
     cp: Count = 1
-    """Context parallel degree: tokens of a sample are split over so many devices, keys and values go round."""
+    """Context parallel degree: number of devices over which a sample's tokens are split; keys and values are
+    passed around a ring."""
     ep: Count = 1
-    """Expert parallel degree: experts are split over so many of the data parallel replicas."""
+    """Expert parallel degree: number of data parallel replicas over which experts are split."""
     recompute: Recompute = "none"
-    """What the backward pass computes again: nothing, the attention scores (selective), all but attention and every
-    other matrix product (operators: torch's per-operator policy), or each block from its input, either whole (full) or
-    until all that is needed is there (early: torch's own checkpointing, which leaves out a block's last product)."""
+    """What the backward pass recomputes: nothing; the attention scores (selective); everything except
+    attention and every second matrix product (operators: torch's per-operator policy); or each block from its
+    input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
+    which omits a block's last product)."""
     recompute_every: Count = 1
     """Every n-th block recomputes."""
     fp8: bool = False
     """Whether linear layers inside the blocks multiply in fp8, with one scale per tensor."""
     algorithm: Algorithm = "adamw"
-    """What the optimizer computes, which decides how many numbers it keeps per weight."""
+    """The optimizer's algorithm, which decides how many numbers it keeps per weight."""
     gradients: GradientType = "weights"
-    """Type that gradients are accumulated and reduced in: that of the weights that the optimizer updates, fp32 where
-    these are shared out; or fp32, or half precision."""
+    """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
+    (fp32 if these are sharded), fp32, or half precision."""
     offload: Offload = "none"
-    """What lives in host memory."""
+    """What is kept in host memory."""
     overlap: bool = True
-    """Whether data parallel collectives hide behind forward and backward, where they can."""
+    """Whether data parallel collectives overlap with forward and backward, where possible."""
     tp_overlap: TensorOverlap = "weights"
-    """Which tensor parallel collectives hide: none, those that the gradients of weights can cover, or all that can."""
+    """Which tensor parallel collectives overlap with computation: none, those that fit behind the gradients
+    of weights, or all that can."""
 
     def __post_init__(self) -> None:
         if problems := check_fields(self, "plan"):
@@ -107,7 +118,8 @@ class Plan:
 
     @classmethod
     def parse(cls, line: str) -> Plan:
-        """The Plan that a line such as `precision=O1 optimizer=fused` writes; what is absent keeps its default.
+        """The Plan that a line such as `precision=O1 optimizer=fused` describes; other fields keep their
+        defaults.
 
         Words are separated by white space, in any order; `baseline` and an empty line are the defaults. Raises
         `ConfigError` with every problem of the line.
@@ -116,7 +128,8 @@ class Plan:
 
     @classmethod
     def named(cls, line: str) -> frozenset[str]:
-        """The settings that a line for `parse` names, those too that it gives their default. Raises as `parse`."""
+        """The settings that a line for `parse` names, including those set to their default. Raises as
+        `parse`."""
         return frozenset(cls._values(line))
 
     @classmethod
@@ -131,7 +144,7 @@ class Plan:
             name, equals, text = part.partition("=")
             if not equals:
                 problems.append(
-                    f"The plan's word {part!r} is no setting; write key=value, or {BASELINE} for the defaults."
+                    f"The plan's word {part!r} is not a setting; write key=value, or {BASELINE} for the defaults."
                 )
             elif name not in kinds:
                 problems.append(
@@ -149,9 +162,9 @@ class Plan:
         return values
 
     def line(self) -> str:
-        """The Plan as one line of key=value words: what differs from the defaults, or `baseline`.
+        """The Plan as one line: key=value words for what differs from the defaults, or `baseline`.
 
-        `Plan.parse` gives an equal Plan back.
+        `Plan.parse` returns an equal Plan.
         """
         words = [
             f"{f.name}={word(getattr(self, f.name))}"
@@ -164,16 +177,16 @@ class Plan:
         return self.line()
 
     def to_toml(self) -> str:
-        """Every field as TOML; `from_toml` gives an equal Plan back."""
+        """Every field as TOML; `from_toml` returns an equal Plan."""
         from penstock.config.load import dump_toml
 
         return dump_toml(self)
 
     @classmethod
     def from_toml(cls, text: str) -> Plan:
-        """The Plan that TOML text writes, as it is or as the table `plan` and nothing else.
+        """The Plan in a TOML text, at its top level or in one table `plan`.
 
-        What is absent keeps its default. Raises `ConfigError`.
+        Absent fields keep their defaults. Raises `ConfigError`.
         """
         import tomllib
 
@@ -182,14 +195,14 @@ class Plan:
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"The plan is no valid TOML: {error}.") from error
+            raise ConfigError(f"The plan is not valid TOML: {error}.") from error
         if values.keys() == {"plan"} and isinstance(values["plan"], dict):
             values = values["plan"]
         return from_dict(cls, values, origin="the plan")
 
     @property
     def gpus(self) -> int:
-        """Devices that the plan takes: expert parallel groups lie within the data parallel ones."""
+        """Number of devices of the plan. Expert parallel groups lie within the data parallel ones."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
@@ -199,7 +212,7 @@ class Plan:
 
     @property
     def runnable(self) -> bool:
-        """Whether training can run every setting of the plan today."""
+        """Whether training supports every setting of the plan."""
         return not rules.problems(self, run=True)
 
     def refuse_unrunnable(self) -> None:

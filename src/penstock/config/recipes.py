@@ -1,4 +1,4 @@
-"""What `penstock train NAME` does unless told otherwise: a recipe and a batch that suit the preset."""
+"""The defaults of `penstock train NAME`: a recipe and a batch that suit the preset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
 
 RUNS: dict[str, RunConfig] = {
-    # Some 1,440 images are seen 60 times. A digit mirrored is another sign, so nothing is flipped; crops stay mild, for
-    # one of eight pixels already moves a stroke.
+    # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
+    # mild, because one of eight pixels already moves a stroke.
     "vit-digits": RunConfig(
         model=PRESETS["vit-digits"],
         recipe=Recipe(
@@ -31,7 +31,8 @@ RUNS: dict[str, RunConfig] = {
 
 
 def preset_run(name: str) -> RunConfig:
-    """The run of model preset `name`, writing to `runs/NAME`; the general defaults where it has no recipe of its own.
+    """The run of model preset `name`, with output `runs/NAME`; general defaults if it has no recipe of its
+    own.
 
     Raises ConfigError naming the nearest preset.
     """
@@ -45,9 +46,11 @@ def load_run(
     file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """A run from the recipe of the preset that `overrides` or `file` name as `model`, then `file`, then `overrides`.
+    """A run from the recipe of the preset that `overrides` or `file` name as `model`, then `file`, then
+    `overrides`.
 
-    Without a model it is that of the digits. Raises ConfigError as `penstock.config.load.load` does.
+    Without a model, the recipe is that of `vit-digits`. Raises ConfigError as `penstock.config.load.load`
+    does.
     """
     model = (overrides or {}).get("model")
     if model is None:

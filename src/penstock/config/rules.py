@@ -1,9 +1,9 @@
-"""Every reason why a Plan cannot be: each stated once, and asked by all who need to know.
+"""Every reason why a Plan is not allowed, each stated once for all callers.
 
-A rule is a function that yields whole sentences, each naming the setting, what is wrong and what to do. Its parameters
-say what it must know: the Plan, the model, the machine. Its kind is `types` (types, kernels and what a device has),
-`layout` (degrees and how they divide the model) or `run` (what can be predicted but not run yet; the other kinds hold
-for predictions as well). `problems` asks them all at once.
+A rule is a function that yields whole sentences. Each names the setting, what is wrong and what to do. Its
+parameters are what it needs: the Plan, the model, the machine. Its kind is `types` (types, kernels and device
+features), `layout` (degrees of parallelism, and how they divide the model) or `run` (what can be predicted
+but not run yet). Rules of the first two kinds also apply to predictions. `problems` evaluates all rules.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 Kind = Literal["types", "layout", "run"]
 
 CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
-"""Backends of attention that exist on a CPU (torch/nn/attention)."""
+"""Attention backends that exist on a CPU (torch/nn/attention)."""
 HALF_ONLY_ATTENTION = ("flash", "cudnn")
-"""Those that compute in half precision only, on a GPU."""
+"""Attention backends that compute only in half precision on a GPU."""
 FLASH_HEAD_WIDTH = 256
-"""The widest heads that flash attention takes."""
+"""The widest heads that flash attention supports."""
 SKIPS_ON_DEVICE = ("fused", "contiguous")
 """Optimizer forms that can skip an overflowed step without making the host wait."""
 
@@ -37,31 +37,31 @@ _RUNS_ONLY: dict[str, Any] = {
     "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
-"""Settings that the planner predicts in full and the runtime runs with one value."""
+"""Settings that the planner predicts for all values and the runtime supports for one value."""
 _RUNS_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
-"""Settings that the runtime runs but for one value."""
+"""Settings that the runtime supports for all values but one."""
 _VIT_HAS: dict[str, Any] = {
     "kv_heads": None, "head_features": None, "norm": "layer", "bias": True, "positions": "learned", "parallel": False,
     "window": None, "experts": 0,
 }  # fmt: skip
-"""Sizes of a stack of which our Vision Transformer is built with one value."""
+"""Fields of a stack for which our Vision Transformer supports one value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One legality."""
+    """One condition that a Plan must meet."""
 
     name: str
     kind: Kind
     text: str
-    """What it asks for, in one sentence."""
+    """What it requires, in one sentence."""
     check: Callable[..., Iterator[str]]
     takes: tuple[str, ...]
-    """Its parameters, of plan, model and machine."""
+    """The names of its parameters, out of plan, model and machine."""
 
 
 RULES: list[Rule] = []
-"""All rules, in the order in which their problems are told."""
+"""All rules, in the order in which their problems are reported."""
 
 
 def _rule(kind: Kind) -> Callable[[Callable[..., Iterator[str]]], Callable[..., Iterator[str]]]:
@@ -82,9 +82,11 @@ def problems(
     run: bool = False,
     layout: bool = True,
 ) -> list[str]:
-    """Every reason why `plan` cannot be, as far as model and machine are given.
+    """Every reason why `plan` is not allowed. Rules that need a model or a machine are skipped if it is not
+    given.
 
-    With `run`, also why it cannot run; without `layout`, whatever its degrees are, for a search that chooses them.
+    With `run`, rules of the kind `run` are included. Without `layout`, rules of that kind are skipped, for a
+    search that chooses the degrees itself.
     """
     found: list[str] = []
     for check, takes_plan, takes_model, takes_machine in _asked(model is None, machine is None, run, layout):
@@ -97,7 +99,7 @@ def problems(
 def _asked(
     no_model: bool, no_machine: bool, run: bool, layout: bool
 ) -> tuple[tuple[Callable[..., Iterator[str]], bool, bool, bool], ...]:
-    """The checks that can be asked and are, each with which of plan, model and machine it takes."""
+    """The checks to run, each with flags for whether it takes plan, model and machine."""
     skipped = {kind for kind, asked in (("run", run), ("layout", layout)) if not asked}
     return tuple(
         (rule.check, "plan" in rule.takes, "model" in rule.takes, "machine" in rule.takes)
@@ -118,7 +120,7 @@ def require(
 
 
 def require_trainable(model: ModelConfig) -> ViTConfig:
-    """`model`, of a family that can be built and trained. Raises ConfigError for one that can be planned only."""
+    """`model`, if it can be built and trained. Raises ConfigError for a model that can only be planned."""
     if not isinstance(model, ViTConfig):
         raise ConfigError(
             f"model.family={model.family} can be predicted by `penstock plan`, but it cannot be built and trained yet; "
@@ -140,12 +142,12 @@ def require_trainable(model: ModelConfig) -> ViTConfig:
     return model
 
 
-# What contradicts itself in the Plan alone.
+# Contradictions within the Plan.
 
 
 @_rule("types")
 def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
-    """`dtype` is set only where something is computed in half precision."""
+    """`dtype` is set only if something is computed in half precision."""
     if plan.precision == "O0" and plan.dtype != "bf16":
         yield (
             f"plan.dtype={plan.dtype} has no effect with plan.precision=O0, which computes in fp32; "
@@ -155,7 +157,7 @@ def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
 
 @_rule("types")
 def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
-    """`master=remainder` is of O2 in bf16 with a fused optimizer whose weights are not sharded."""
+    """`master=remainder` needs O2 in bf16, a fused optimizer, and weights that are not sharded."""
     if plan.master != "remainder":
         return
     if (plan.precision, plan.dtype, plan.optimizer) != ("O2", "bf16", "fused"):
@@ -172,21 +174,21 @@ def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
 
 @_rule("types")
 def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
-    """`fp8` replaces bf16 products of O1 or O2."""
+    """`fp8` replaces the bf16 products of O1 or O2."""
     if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
         yield (
-            f"plan.fp8={word(plan.fp8)} multiplies in fp8 where plan.precision=O1 or O2 with dtype=bf16 would in bf16, "
+            f"plan.fp8={word(plan.fp8)} replaces the bf16 products of plan.precision=O1 or O2 with dtype=bf16, "
             f"but the plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
         )
 
 
 @_rule("layout")
 def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
-    """`shard` is set with `sharding=hsdp` only, and divides the replicas."""
+    """`shard` is set only with `sharding=hsdp`, and divides the number of replicas."""
     replicas = plan.dp * plan.cp
     if plan.sharding != "hsdp":
         if plan.shard > 1:
-            yield f"plan.shard={plan.shard} is of plan.sharding=hsdp only; use shard=1, or sharding=hsdp."
+            yield f"plan.shard={plan.shard} needs plan.sharding=hsdp; use shard=1, or sharding=hsdp."
     elif replicas % plan.shard:
         named = f"plan.dp={plan.dp}" + (f" times plan.cp={plan.cp}" if plan.cp > 1 else "")
         yield f"plan.shard={plan.shard} does not divide the replicas, {named}; use a shard that does."
@@ -194,14 +196,15 @@ def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
 
 @_rule("layout")
 def _sequence_parallel_needs_tensor_parallel(plan: Plan) -> Iterator[str]:
-    """`sp` splits what tensor parallelism leaves whole."""
+    """`sp` needs tensor parallelism."""
     if plan.sp and plan.tp == 1:
-        yield "plan.sp=true splits what tensor parallelism leaves whole, but plan.tp=1; use sp=false, or a larger tp."
+        yield "plan.sp=true splits what tensor parallelism does not, but plan.tp=1; use sp=false, or a larger tp."
 
 
 @_rule("layout")
 def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
-    """`virtual` above 1 needs an interleaved schedule over several stages, and micro-batches in groups of `pp`."""
+    """`virtual` above 1 needs an interleaved schedule over several stages, and a multiple of `pp`
+    micro-batches."""
     if plan.virtual == 1:
         return
     if plan.schedule != "interleaved":
@@ -210,8 +213,8 @@ def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
         )
     elif plan.accumulate % plan.pp:
         yield (
-            f"plan.accumulate={plan.accumulate} is no multiple of plan.pp={plan.pp}, by which an interleaved "
-            "schedule takes its micro-batches; use one that is, or schedule=1f1b with virtual=1."
+            f"plan.accumulate={plan.accumulate} is not a multiple of plan.pp={plan.pp}, but an interleaved schedule "
+            "takes micro-batches in groups of pp; use a multiple, or schedule=1f1b with virtual=1."
         )
     if plan.pp == 1:
         yield f"plan.virtual={plan.virtual} cuts pipeline stages into chunks, but plan.pp=1; use virtual=1."
@@ -221,15 +224,16 @@ def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
 def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
     """`ep` divides `dp`."""
     if plan.dp % plan.ep:
-        yield f"plan.ep={plan.ep} must divide plan.dp={plan.dp}, for experts are split over replicas."
+        yield f"plan.ep={plan.ep} must divide plan.dp={plan.dp}, because experts are split over replicas."
 
 
-# What the model does not admit.
+# Rules that need the model.
 
 
 @_rule("layout")
 def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """`tp` divides the heads and the MLP's hidden width; heads of keys divide or are divided by it."""
+    """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the heads of
+    keys."""
     if plan.tp == 1:
         return
     for stack in stacks(model):
@@ -240,8 +244,8 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
             )
         elif stack.kv % plan.tp and plan.tp % stack.kv:
             yield (
-                f"plan.tp={plan.tp} can neither split the model's {stack.kv} heads of keys evenly nor give "
-                f"each to as many devices; use a tp that divides {stack.kv}, or a multiple of it."
+                f"plan.tp={plan.tp} neither divides the model's {stack.kv} heads of keys nor is a multiple of them; "
+                f"use a tp that divides {stack.kv}, or a multiple of it."
             )
         dense = not stack.experts or stack.expert_every > 1
         widths = [stack.mlp_width] * dense + [stack.expert_width or stack.mlp_width] * bool(stack.experts)
@@ -255,7 +259,7 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
 
 @_rule("layout")
 def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """`cp` divides the tokens of a sample, and with `sp` so does `tp` what is left."""
+    """`cp` divides the tokens of a sample, and with `sp`, `tp` divides each part."""
     if plan.cp == 1 and not plan.sp:
         return
     for tokens in sequences(model):
@@ -272,13 +276,14 @@ def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @_rule("layout")
 def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """`pp` is at most the number of blocks, and `pp` times `virtual` divides it, with embedding and head or without."""
+    """`pp` is at most the number of blocks. `pp` times `virtual` divides that number, with or without
+    embedding and head."""
     chunks = plan.pp * plan.virtual
     if chunks == 1:
         return
     depth = sum(stack.depth for stack in stacks(model))
     if plan.pp > depth:
-        yield f"plan.pp={plan.pp} leaves stages without a block, for the model has {depth}; use at most that."
+        yield f"plan.pp={plan.pp} leaves stages without a block: the model has {depth}; use at most that."
     elif plan.virtual > 1 and depth % chunks and (depth + 2) % chunks:
         yield (
             f"plan.pp={plan.pp} times plan.virtual={plan.virtual} does not divide the model's {depth} "
@@ -303,7 +308,7 @@ def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @_rule("types")
 def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Flash attention takes heads of at most 256 features."""
+    """Flash attention supports heads of at most 256 features."""
     if plan.attention != "flash":
         return
     widest = max(stack.head_width for stack in stacks(model))
@@ -314,7 +319,7 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
         )
 
 
-# What the machine does not have.
+# Rules that need the machine.
 
 
 @_rule("types")
@@ -338,7 +343,7 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
 
 @_rule("types")
 def _host_memory_matters_on_cpus(plan: Plan, machine: Machine) -> Iterator[str]:
-    """`host_memory` changes the step of a CPU only."""
+    """`host_memory` affects only CPUs."""
     if plan.host_memory != "release" and machine.device == "cuda":
         yield (
             f"plan.host_memory={plan.host_memory} has no effect on a GPU's step, and machine {machine.name} is "
@@ -367,22 +372,22 @@ def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
             )
 
 
-# What can be predicted and not run yet.
+# What can be predicted but not run yet.
 
 
 @_rule("run")
 def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
-    """fp16 has a loss scale, which needs an optimizer that can skip a step on the device."""
+    """fp16 needs a loss scale, which needs an optimizer that can skip a step on the device."""
     if plan.precision != "O0" and plan.dtype == "fp16" and plan.optimizer not in SKIPS_ON_DEVICE:
         yield (
             f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
-            f"step without stopping the device to ask; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
+            f"step without making the host wait; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
         )
 
 
 @_rule("run")
 def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
-    """Training runs every setting of the Plan."""
+    """Training supports every setting of the Plan."""
     for name, value in _RUNS_ONLY.items():
         if getattr(plan, name) != value:
             yield (
@@ -399,7 +404,7 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
-    """The optimizer is offloaded where its states are sharded."""
+    """The optimizer is offloaded only if its states are sharded."""
     if plan.offload == "optimizer" and (plan.sharding == "ddp" or plan.dp == 1):
         yield (
             "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
@@ -409,7 +414,7 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _family_can_be_trained(model: ModelConfig) -> Iterator[str]:
-    """The model is of a family that can be built."""
+    """The model's family can be built."""
     try:
         require_trainable(model)
     except ConfigError as error:

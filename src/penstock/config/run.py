@@ -1,4 +1,4 @@
-"""One training run, whole: what, on which data, by which recipe and Plan. Stored resolved with every run."""
+"""The configuration of one training run: model, data, recipe and Plan. Stored, resolved, with every run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DataConfig:
     workers: Natural = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
-    """What a broken image does: end the run, or be logged and passed over (up to 1 % of them)."""
+    """What to do with a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
 
@@ -62,10 +62,10 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augment:
-    """Augmentation, applied in batches on the device. All off by default but flip and crop."""
+    """Augmentation, applied in batches on the device. Only flip and crop are on by default."""
 
     crop_scale_min: Share = 0.08
-    """Smallest share of the area a random resized crop keeps; 1 turns cropping off."""
+    """Smallest share of the area that a random resized crop keeps; 1 turns cropping off."""
     flip: Share = 0.5
     color: Share = 0.0
     """Strength in [0, 1] of random brightness, contrast, saturation and sharpness changes."""
@@ -85,7 +85,7 @@ class Augment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How weights are learned. Learning rates are per step at the given global batch, not scaled behind your back."""
+    """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
     epochs: Positive = 10.0
     steps: Count | None = None
@@ -93,7 +93,7 @@ class Recipe:
     lr: Positive = 1e-3
     """Peak learning rate, reached after the warm-up."""
     min_lr: NotNegative = 0.0
-    """Where the cosine ends."""
+    """Learning rate at the end of the cosine."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises linearly."""
     weight_decay: NotNegative = 0.05
@@ -102,14 +102,15 @@ class Recipe:
     beta2: Probability = 0.999
     eps: Positive = 1e-8
     clip_norm: Positive | None = 1.0
-    """Gradients are scaled down to this global 2-norm."""
+    """Maximum global 2-norm of the gradients; larger ones are scaled down to it."""
     loss_scale: Positive | None = None
-    """A constant loss scale, as `penstock scale` recommends one; if none, a dynamic one. Only fp16 has one."""
+    """A constant loss scale, such as `penstock scale` recommends; none: a dynamic one. Used only with
+    fp16."""
     spikes: Literal["log", "skip", "rewind"] = "log"
-    """What a loss that leaps up does: be logged, have its step skipped, or send the run back to the newest checkpoint
-    and on with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
+    """What to do when the loss jumps: log it, skip the step, or rewind to the newest checkpoint and continue
+    with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
     spike_deviations: Positive = 8.0
-    """A leap is a loss so many standard deviations above the mean of the last 50."""
+    """A jump is a loss more than this many standard deviations above the mean of the last 50."""
     ema_decay: Share | None = None
     """Decay per step of the exponential moving average of the weights that evaluation then uses."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
@@ -123,10 +124,10 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run. The same values give the same run again."""
+    """Everything that determines a run. The same values give the same run."""
 
     model: ModelConfig = PRESETS["vit-digits"]
-    """Name of a preset (`vit-s16`); its fields can be changed one by one beside it."""
+    """Name of a preset (`vit-s16`); single fields can be overridden."""
     data: DataConfig = field(default_factory=DataConfig)
     """`digits`, `imagefolder:PATH` or `pack:PATH`."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -135,21 +136,22 @@ class RunConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: str | None = None
-    """Name of a shipped Machine or path of one that `penstock probe` stored; none probes the cached one."""
+    """Name of a shipped Machine, or path of one that `penstock probe` stored; none: the cached one, which is
+    probed if missing."""
     seed: Seed = 0
-    """Decides weights, sample order, augmentation and dropout."""
+    """Determines weights, sample order, augmentation and dropout."""
     output: str = "runs/latest"
-    """Folder of the run: configuration, metrics, checkpoints, exported weights."""
+    """Folder for the run's configuration, metrics, checkpoints and exported weights."""
     init_from: str | None = None
     """Folder or safetensors file of weights to start from (Hugging Face, timm or Penstock names)."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     keep: Annotated[int, Range(2)] = 2
-    """Newest checkpoints kept; at least 2."""
+    """Number of newest checkpoints that are kept; at least 2."""
     save_in_background: bool = False
-    """Copy the state and go on training while the copy is written; takes the memory of the copy on the host."""
+    """Whether training continues while a copy of the state is written; the copy takes host memory."""
     log_every: Count = 10
-    """Steps between lines of the log; numbers stay on the device in between."""
+    """Steps between log lines; numbers stay on the device in between."""
 
     def __post_init__(self) -> None:
         _raise(check_fields(self, "") or list(self._problems()))

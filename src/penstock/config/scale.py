@@ -1,4 +1,4 @@
-"""What `penstock scale` is told: one frozen dataclass, the same names in a file and on the command line."""
+"""The configuration of `penstock scale`; the names are the same in a file and on the command line."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ScaleConfig:
     init_from: str | None = None
     """Folder or safetensors file of weights to start from, such as a run's export (Hugging Face, timm or Penstock)."""
     batches: Count = 16
-    """Batches whose gradients are measured."""
+    """Number of batches whose gradients are measured."""
     batch: Count | None = None
-    """Samples of each; none is 8 on a CPU and 64 on a GPU. A factory's batch is taken as it is."""
+    """Samples per batch; none: 8 on a CPU and 64 on a GPU. A factory's batch is used as it is."""
     lr: NotNegative = 3e-4
-    """Learning rate of the fp32 AdamW step that follows each batch, so that more than the first weights is measured; 0
-    leaves the weights alone."""
+    """Learning rate of the fp32 AdamW step after each batch, so that not only the initial weights are
+    measured; 0 leaves the weights unchanged."""
     headroom: Annotated[float, Range(1)] = 2.0
     """Factor by which gradients of other batches may be larger than the largest that was measured."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     seed: Seed = 0
-    """Decides weights and sample order."""
+    """Determines weights and sample order."""
     output: str = "runs/scale"
     """Folder of the report: scale.html, scale.svg and scale.json."""
 

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from penstock.build import build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.run import Augment, DataConfig
+from penstock.config.run import DataConfig
 from penstock.data import Batch
 from penstock.errors import ConfigError
-from penstock.models import create
 from penstock.tasks import ImageClassification, classification_loss, task_of
 
 TASK = ImageClassification()
@@ -48,12 +47,6 @@ def test_the_loss_takes_what_loaders_and_libraries_give() -> None:
     torch.testing.assert_close(classification_loss(wrapped, mapping), expected)
 
 
-def test_the_loss_is_made_of_outputs_apart_from_the_forward_pass() -> None:
-    model, batch = create(TINY), _batch()
-    outputs = model(*TASK.inputs(batch))
-    assert torch.equal(TASK.loss(outputs, batch), TASK(model, batch))
-
-
 def test_a_task_and_a_function_train_alike() -> None:
     def own(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch.images).float(), batch.targets)
@@ -62,15 +55,6 @@ def test_a_task_and_a_function_train_alike() -> None:
     built = [build(TINY, Plan(), loss=loss) for loss in (TASK, own, None)]
     losses = [[float(each.step([batch, batch]).loss) for _ in range(2)] for each in built]
     assert losses[0] == losses[1] == losses[2]
-
-
-def test_a_batch_of_the_loader_fits_the_model_and_so_does_a_blank_one() -> None:
-    source = TASK.open(DataConfig(), TINY, "val")
-    prepare = TASK.prepare(source, TINY, augment=Augment(), seed=1)
-    assert prepare.image_size == 8  # type: ignore[attr-defined]
-    assert len(source) == 355
-    (blank,) = TASK.blank(TINY, torch.device("cpu"))
-    assert create(TINY)(blank).shape == (1, 10)
 
 
 def test_a_default_number_of_classes_follows_the_data_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,6 +35,7 @@ class ImageClassification(Task):
     """
 
     unit = "images"
+    size_setting = "model.image_size"
     sums = ("top1", "top5", "loss")
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:

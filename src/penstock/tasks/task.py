@@ -31,6 +31,8 @@ class Task(ABC):
 
     unit: str
     """What a sample is called, in the plural."""
+    size_setting: str
+    """The setting that makes each sample smaller."""
     sums: tuple[str, ...]
     """What `tally` adds up, by name."""
 

@@ -14,21 +14,19 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock import checkpoint
 from penstock.build import build
-from penstock.checkpoint import BackgroundSaver
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
-from penstock.errors import PenstockError, SavedRequeue
+from penstock.errors import SavedRequeue
 from penstock.launch.heartbeat import beat, beating
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
@@ -51,6 +49,7 @@ from penstock.train.random_state import own_random, seed_random
 from penstock.train.records import Records
 from penstock.train.resume import find_checkpoint, locked, set_aside
 from penstock.train.run_state import Progress, RunState
+from penstock.train.saves import Saves
 from penstock.train.signals import StopRequest
 
 _log = logging.getLogger(__name__)
@@ -93,14 +92,14 @@ def train(
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
     config.plan.refuse_unrunnable()
-    task_of(config.model)
+    task = task_of(config.model)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
         joined(config.plan, device) as dims,
         locked(output, dims) as lock,
         StopRequest() as stop,
-        memory_advice(config.plan),
+        memory_advice(config.plan, task),
         own_random(device),
     ):
         records = Records(output, display, main=dims.main)
@@ -125,7 +124,6 @@ class _Run:
         tensorboard: bool,
     ) -> None:
         self.output = Path(config.output)
-        self.folder = self.output / "checkpoints"
         self.device = device
         self.dims = dims
         self.records = records
@@ -148,7 +146,7 @@ class _Run:
         stored = find_checkpoint(config, dims, resume=resume)
         if dims.main:
             (self.output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
-        self.saver = BackgroundSaver(self.folder, keep=config.keep) if config.save_in_background else None
+        self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.
         seed_random(config.seed, dims.rank)
@@ -183,7 +181,7 @@ class _Run:
             self.state.restore(stored)
         elif config.init_from:
             self._start_from(config.init_from)
-        self.resumed_at = self.saved_at = self.step
+        self.resumed_at = self.saves.newest_step = self.step
 
         # What is noted of its steps.
         self.batches: list[Any] = []
@@ -225,10 +223,8 @@ class _Run:
             self.records.display.end()
 
     def close(self) -> None:
-        """End threads, processes and files. A save under way is let finish; its failure is in the log."""
-        if self.saver:
-            with suppress(PenstockError, RuntimeError):
-                self.saver.close()
+        """End threads, processes and files."""
+        self.saves.close()
         self.loader.close()
         self.records.close()
 
@@ -266,15 +262,14 @@ class _Run:
 
     def _rewind(self, spikes: list[int]) -> None:
         """Become what the newest checkpoint holds, but go on with the samples after the spike."""
-        self._wait_for_save()
-        stored = checkpoint.find(self.folder)
+        stored = self.saves.find()
         if stored is None:
             if self.dims.main:
                 _log.warning("There is no checkpoint yet to go back to; the run goes on.")
             return
         number = self.monitor.count_rewind()
         self.state.restore(stored, rewinding=True)
-        self.saved_at = self.step
+        self.saves.newest_step = self.step
         self.records.rewind(self.step, again=self._recorded_again())
         self._record("rewind", spikes=spikes, number=number)
 
@@ -304,8 +299,8 @@ class _Run:
         """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
         last = stopping or self.step == self.calendar.total
         if last:
-            self._wait_for_save()
-        if self.saved_at == self.step:
+            self.saves.wait()
+        if self.saves.newest_step == self.step:
             return
         if self.monitor.observes_before_saving and len(self.pending):
             before = self.step
@@ -316,20 +311,9 @@ class _Run:
             return
         beat(self.step)
         started = time.perf_counter()
-        snapshot = self.state.snapshot()
-        if self.saver and not last:
-            self.saver.start(snapshot)
-        else:
-            checkpoint.save(self.folder, snapshot, keep=self.config.keep)
-        self.saved_at = self.step
+        path = self.saves.save(self.state.snapshot(), wait=last)
         beat(self.step)
-        path = self.folder / f"step-{self.step}"
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
-
-    def _wait_for_save(self) -> None:
-        """Wait for a save under way; raises what it failed with."""
-        if self.saver:
-            self.saver.wait()
 
     def _stop_if_asked(self, stop: StopRequest) -> None:
         """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life.
@@ -343,7 +327,7 @@ class _Run:
             self._log()
         self._save(stopping=True)
         raise SavedRequeue(
-            f"Stopped by {signal.Signals(heard).name} after step {self.step}, which is saved in {self.folder}. "
+            f"Stopped by {signal.Signals(heard).name} after step {self.step}, which is saved in {self.saves.folder}. "
             f"The same command goes on from there."
         )
 

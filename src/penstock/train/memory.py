@@ -9,13 +9,14 @@ import torch
 
 from penstock.config.plan import Plan
 from penstock.errors import OutOfMemory
+from penstock.tasks import Task
 
 _CPU_MESSAGE = "can't allocate memory"
 """What torch's CPU allocator says, in a plain RuntimeError."""
 
 
 @contextmanager
-def memory_advice(plan: Plan) -> Iterator[None]:
+def memory_advice(plan: Plan, task: Task) -> Iterator[None]:
     """Turn an allocator's failure inside into an `OutOfMemory` with what would make the run fit."""
     try:
         yield
@@ -23,7 +24,7 @@ def memory_advice(plan: Plan) -> Iterator[None]:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_MESSAGE in str(error)
         if not known:
             raise
-        raise OutOfMemory(f"{_first_line(error)} {_advice(plan)}") from error
+        raise OutOfMemory(f"{_first_line(error)} {_advice(plan, task)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -31,7 +32,7 @@ def _first_line(error: BaseException) -> str:
     return f"Memory ran out: {lines[0].rstrip('.')}." if lines else "Memory ran out."
 
 
-def _advice(plan: Plan) -> str:
+def _advice(plan: Plan, task: Task) -> str:
     ways = []
     if plan.micro_batch > 1:
         half = (plan.micro_batch + 1) // 2
@@ -44,5 +45,5 @@ def _advice(plan: Plan) -> str:
         ways.append("keep weights in half width too with precision=O3")
     if plan.attention in ("plain", "math"):
         ways.append("choose an attention that keeps no score matrix with attention=sdpa")
-    ways.append("take a smaller model or model.image_size")
+    ways.append(f"take a smaller model or {task.size_setting}")
     return f"To make it fit: {'; or '.join(ways)}."

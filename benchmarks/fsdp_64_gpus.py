@@ -18,8 +18,7 @@ from typing import Any
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.planner.outcome import Prediction
-from penstock.planner.prediction import predict
+from penstock.planner.prediction import Prediction, predict
 from penstock.report.record import environment
 
 MODEL = "vit-h16"

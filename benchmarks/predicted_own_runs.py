@@ -35,8 +35,7 @@ from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.ladder.trace import trace
-from penstock.planner.outcome import Prediction
-from penstock.planner.prediction import predict, predict_workload
+from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device
 from penstock.report.record import environment
 

@@ -40,7 +40,7 @@ from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm
 from penstock.models.convert.hf import hf_config
-from penstock.planner import counts
+from penstock.planner.describe import totals
 from penstock.precision import matmul_precision
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment
@@ -320,7 +320,7 @@ def summary(entry: Contestant, batch: int, machine: Machine) -> dict[str, Any]:
     if not entry.seconds:
         return found
     seconds = statistics.median(entry.seconds)
-    flops = counts.model_flops_per_sample(entry.config) * batch / seconds
+    flops = totals(entry.config).model_flops * batch / seconds
     half = any(word in entry.about for word in ("bf16", "fp16", "precision=O"))
     types = ("bf16", "fp16") if half else ("tf32", "fp32_medium", "fp32")
     peak = max(machine.achievable_flops.get(name, machine.peak_flops.get(name, 0.0)) for name in types)

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from penstock.planner import Prediction as Prediction
     from penstock.planner import predict as predict
     from penstock.planner import search as search
-    from penstock.planner.inference import Serving as Serving
-    from penstock.planner.inference import predict_inference as predict_inference
+    from penstock.planner.serve import Serving as Serving
+    from penstock.planner.serve import predict_inference as predict_inference
     from penstock.precision import accelerate as accelerate
     from penstock.precision import clip_grad_norm_ as clip_grad_norm_
     from penstock.precision import scale_loss as scale_loss
@@ -90,7 +90,7 @@ _HOME = {
     "Prediction": "penstock.planner",
     "Recipe": "penstock.config.run",
     "RunConfig": "penstock.config.run",
-    "Serving": "penstock.planner.inference",
+    "Serving": "penstock.planner.serve",
     "DecoderConfig": "penstock.config.model",
     "EncoderConfig": "penstock.config.model",
     "Seq2SeqConfig": "penstock.config.model",
@@ -120,7 +120,7 @@ _HOME = {
     "open_source": "penstock.data",
     "parameter_groups": "penstock.optim",
     "predict": "penstock.planner",
-    "predict_inference": "penstock.planner.inference",
+    "predict_inference": "penstock.planner.serve",
     "save_machine": "penstock.config.machine",
     "save_pretrained": "penstock.models.convert",
     "scale_loss": "penstock.precision",

@@ -22,8 +22,7 @@ from penstock.ladder.rung import Setting, Situation, choose
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject
 from penstock.ladder.words import command_of
-from penstock.planner.prediction import workload
-from penstock.planner.time import Workload
+from penstock.planner.describe import Workload, describe
 
 MODEL = ViTConfig(
     image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=2, mlp_width=64, classes=10
@@ -81,7 +80,7 @@ class Scripted(Subject):
 
     def workload(self, setting: Setting) -> Workload:
         assert setting.model is not None
-        return workload(setting.model, MACHINE, setting.plan)
+        return describe(setting.model, setting.plan, MACHINE.device)
 
     def blocks(self) -> int:
         return MODEL.depth

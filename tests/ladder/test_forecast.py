@@ -9,10 +9,9 @@ import pytest
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.ladder.forecast import Link, predict_ranks, rank_machine
-from penstock.planner.collectives import reduce_seconds
-from penstock.planner.iteration import data_group
-from penstock.planner.prediction import predict_workload, workload
+from penstock.ladder.forecast import Link, rank_machine
+from penstock.planner import Prediction, predict
+from penstock.planner.collectives import group_of, reduce_seconds
 from penstock.planner.rates import rates_of
 
 MODEL = PRESETS["vit-s16"]
@@ -23,9 +22,9 @@ CPU = Machine(
 LINK = Link(bandwidth=1e9, seconds=1e-3)
 
 
-def _predicted(line: str, machine: Machine = CPU, link: Link = LINK):  # type: ignore[no-untyped-def]
+def _predicted(line: str, machine: Machine = CPU, link: Link = LINK) -> Prediction:
     plan = Plan.parse(line)
-    return predict_ranks(workload(MODEL, machine, plan), machine, plan, blocks=MODEL.depth, link=link)
+    return predict(MODEL, rank_machine(machine, plan.gpus, link), plan)
 
 
 def test_ranks_share_a_cpu() -> None:
@@ -33,7 +32,7 @@ def test_ranks_share_a_cpu() -> None:
     assert half.peak_flops == {"fp32": 5e10}
     assert half.memory_bytes_per_second == 1e10
     assert half.memory_bytes == 4e9
-    alone = predict_workload(workload(MODEL, CPU, Plan()), CPU, Plan())
+    alone = predict(MODEL, CPU, Plan())
     both = _predicted("dp=2", link=Link(bandwidth=1e15, seconds=0.0))
     # With a link that costs nothing, two halves of a CPU are one CPU.
     assert both.samples_per_second == pytest.approx(alone.samples_per_second, rel=1e-3)
@@ -42,14 +41,15 @@ def test_ranks_share_a_cpu() -> None:
 def test_communication_is_the_planners() -> None:
     found = _predicted("dp=2")
     plan = Plan.parse("dp=2")
-    group, _ = data_group(rates_of(rank_machine(CPU, 2, LINK), plan), plan)
+    group = group_of(rates_of(rank_machine(CPU, 2, LINK), plan), 2, 1)
     assert group.bandwidth == 1e9
     gradients = 4.0 * found.parameters
     calls = -(-gradients // (25 * 2**20))
-    assert found.seconds["data"] == pytest.approx(reduce_seconds(group, gradients) + calls * 1e-3)
-    # Shards send half as much again (gather twice, scatter once), in three collectives for each unit.
+    assert found.seconds["data"] == pytest.approx(reduce_seconds(group, gradients, calls))
+    assert found.seconds["data"] > calls * LINK.seconds + gradients / 1e9
+    # Shards send half as much again (gather twice, scatter once), in three collectives for each block.
     shards = _predicted("dp=2 sharding=fsdp")
-    assert shards.seconds["data"] > 1.5 * found.seconds["data"]
+    assert shards.seconds["data"] > 1.4 * found.seconds["data"]
     assert shards.seconds["optimizer"] == pytest.approx(found.seconds["optimizer"] / 2)
     assert _predicted("dp=2 sharding=fsdp accumulate=2").seconds["data"] == pytest.approx(
         2 * shards.seconds["data"]
@@ -61,37 +61,34 @@ def test_shards_keep_no_copies_of_the_whole_for_autocast() -> None:
     words = "dp=2 precision=O1 micro_batch=64"  # so many samples that the peak is that of their activations
     replicas, shards = _predicted(words, machine), _predicted(f"{words} sharding=fsdp", machine)
     copies = replicas.activations["cast_weights"]
-    assert copies == pytest.approx(2 * replicas.parameters, rel=0.02)
+    assert copies == pytest.approx(2 * replicas.parameters, rel=0.04)  # of blocks
     assert shards.memory["activations"] == replicas.memory["activations"] - copies
-    assert sum(shards.activations.values()) == shards.memory["activations"]
+    assert sum(shards.activations.values()) == pytest.approx(shards.memory["activations"])
 
 
 def test_memory_of_replicas_and_shards() -> None:
-    alone = predict_workload(workload(MODEL, CPU, Plan()), CPU, Plan())
+    alone = predict(MODEL, CPU, Plan())
     replicas, shards, groups = (
         _predicted(f"dp=4 {words}") for words in ("", "sharding=fsdp", "sharding=hsdp shard=2")
     )
     assert replicas.memory["buckets"] == 4 * alone.parameters
-    assert replicas.memory_bytes == alone.memory_bytes + 4 * alone.parameters
-    assert shards.memory["weights"] == -(-alone.memory["weights"] // 4)
-    assert shards.memory["optimizer"] == -(-alone.memory["optimizer"] // 4)
-    assert groups.memory["optimizer"] == -(-alone.memory["optimizer"] // 2)
+    for part in ("weights", "optimizer"):
+        assert shards.memory[part] == alone.memory[part] / 4
+        assert groups.memory[part] == alone.memory[part] / 2
     assert shards.memory["activations"] == alone.memory["activations"]
     assert shards.memory_bytes < groups.memory_bytes < replicas.memory_bytes
-    half = _predicted("dp=4 sharding=fsdp", replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11}))
-    masters = _predicted(
-        "dp=4 sharding=fsdp precision=O2", replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11})
-    )
-    assert "master_weights" not in masters.memory
+    both = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e11})
+    half, masters = (_predicted(f"dp=4 sharding=fsdp {words}", both) for words in ("", "precision=O2"))
+    assert masters.memory["master_weights"] == 0
     assert masters.memory["weights"] == half.memory["weights"]
-    assert masters.memory["gathered"] == half.memory["gathered"] // 2
+    assert masters.memory["gathered_weights"] == half.memory["gathered_weights"] // 2
 
 
 def test_on_gpus_communication_hides() -> None:
     h100 = load_machine("h100")
     found = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(3e11, 2e-5))
     slow = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(1e9, 2e-5))
-    group, _ = data_group(rates_of(rank_machine(h100, 4, Link(3e11, 2e-5)), found.plan), found.plan)
+    group = group_of(rates_of(rank_machine(h100, 4, Link(3e11, 2e-5)), found.plan), 4, 1)
     whole = reduce_seconds(group, 4.0 * found.parameters)
     assert found.seconds["data"] < 0.2 * whole
     assert slow.seconds["data"] > 0.1  # 88 MB of gradients, twice over 1 GB/s, less the backward pass

@@ -12,9 +12,9 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.planner.counts import model_flops_per_sample, parameters
-from penstock.planner.operations import Op
-from penstock.planner.prediction import parameter_tensors, predict, predict_workload, workload
+from penstock.planner.describe import Workload, describe, totals
+from penstock.planner.memory import held
+from penstock.planner.prediction import predict, predict_workload
 
 CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=1e10,
@@ -26,17 +26,17 @@ def _square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()  # type: ignore[no-any-return]
 
 
-def _flops(operations: tuple[Op, ...]) -> int:
-    return sum(op.count * op.flops for op in operations)
+def _flops(work: Workload) -> float:
+    return sum(count * op.flops for count, op in work.operators())
 
 
 def test_a_perceptron_is_its_products_and_their_gradients() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     work = trace(model, torch.randn(4, 16), _square, 4)
-    products = [(op.phase, op.m, op.n, op.k) for op in work.operations if op.kind == "gemm"]
+    products = [(op.forward, op.m, op.n, op.k) for _, op in work.operators() if op.kind == "gemm"]
     # The input asks for no gradient, so the first layer has one product backward and the second has two.
-    assert products[:2] == [("forward", 4, 32, 16), ("forward", 4, 8, 32)]
-    assert sorted(products[2:]) == [("backward", 4, 32, 8), ("backward", 8, 32, 4), ("backward", 32, 16, 4)]
+    assert products[:2] == [(True, 4, 32, 16), (True, 4, 8, 32)]
+    assert sorted(products[2:]) == [(False, 4, 32, 8), (False, 8, 32, 4), (False, 32, 16, 4)]
     assert (work.parameters, work.tensors, work.samples) == (16 * 32 + 32 + 32 * 8 + 8, 4, 4)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -47,7 +47,7 @@ def test_views_cost_nothing_and_in_place_work_does() -> None:
             return x.view(2, 8).t().unsqueeze(0)[0].mul_(2.0) + 0.0
 
     work = trace(nn.Sequential(Views(), nn.Linear(2, 1)), torch.randn(16), _square, 1)
-    forward = [op.name for op in work.operations if op.phase == "forward"]
+    forward = [op.name for _, op in work.operators() if op.forward]
     assert not {"view", "t", "unsqueeze", "select", "detach"} & set(forward)
     assert "mul_" in forward
 
@@ -59,14 +59,14 @@ def test_flops_are_those_of_torch_and_of_the_planner(attention: str) -> None:
     model.set_attention(attention)
     images = torch.randn(3, 3, 16, 16)
     work = trace(model, images, _square, 3)
-    assert _flops(work.operations) == pytest.approx(3 * model_flops_per_sample(config), rel=0.02)
+    assert _flops(work) == pytest.approx(3 * totals(config).model_flops, rel=0.02)
     counter = FlopCounterMode(display=False)
     with counter:
         _square(model, images).backward()
     if attention == "plain":
-        assert _flops(work.operations) == counter.get_total_flops()
-    assert work.parameters == parameters(config)
-    assert work.tensors == parameter_tensors(config)
+        assert _flops(work) == counter.get_total_flops()
+    assert work.parameters == totals(config).parameters
+    assert work.tensors == describe(config, Plan()).tensors
 
 
 def test_a_traced_model_is_predicted_like_a_counted_one() -> None:
@@ -75,13 +75,13 @@ def test_a_traced_model_is_predicted_like_a_counted_one() -> None:
     model = create(config)
     model.set_attention("plain")
     traced = trace(model, torch.randn(4, 3, 64, 64), _square, 4)
-    counted = workload(config, CPU, plan)
-    assert traced.activation_bytes == pytest.approx(counted.activation_bytes, rel=0.05)
+    counted = sum(held(describe(config, plan, "cpu"), plan).kept.values())
+    assert traced.kept_bytes == pytest.approx(counted, rel=0.05)
     seconds = predict_workload(traced, CPU, plan).iteration_seconds
     assert seconds == pytest.approx(predict(config, CPU, plan).iteration_seconds, rel=0.15)
 
 
 def test_a_convolution_is_the_product_it_equals() -> None:
     work = trace(nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 10, 10), _square, 2)
-    convolution = next(op for op in work.operations if op.kind == "conv")
+    convolution = next(op for _, op in work.operators() if op.kind == "conv")
     assert (convolution.m, convolution.n, convolution.k) == (2 * 10 * 10, 8, 3 * 9)

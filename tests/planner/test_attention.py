@@ -8,15 +8,10 @@ import pytest
 
 from penstock.config.machine import load_machine
 from penstock.config.plan import Plan
-from penstock.planner.attention import (
-    CITED_FEATURES,
-    exponentials_per_second,
-    fused_seconds,
-    keys_computed,
-    products_rate,
-)
 from penstock.planner.constants import DEFAULT
-from penstock.planner.rates import rates_of
+from penstock.planner.operators import Op
+from penstock.planner.price import fused_seconds, keys_computed
+from penstock.planner.rates import CITED_FEATURES, Rates, exponentials_per_second, products_rate, rates_of
 
 FLASH = Plan(precision="O3", attention="flash")
 
@@ -48,22 +43,32 @@ def test_the_clock_follows_from_the_peak(name: str, flops_per_clock: int) -> Non
     assert peak / exponentials_per_second(peak, count) == flops_per_clock / 16
 
 
+def kernel_seconds(rates: Rates, scores: float, features: int, queries: float, *, backward: bool) -> float:
+    """Seconds of one pass over so many scores, whose queries are so many bytes."""
+    tokens = 4096
+    op = Op(
+        "attention", "attention", forward=not backward, batch=scores / tokens**2, m=tokens, n=tokens, k=features,
+        elements=queries / rates.compute,
+    )  # fmt: skip
+    return fused_seconds(op, rates)
+
+
 def test_the_stated_rate_is_reached_with_the_heads_it_was_stated_for() -> None:
     machine = load_machine("a100-80g")
     rates = replace(rates_of(machine, FLASH), memory=float("inf"))
     cited = machine.peak_flops["bf16"] * DEFAULT.flash_share
     for backward, flops in ((False, 4), (True, 10)):
-        seconds = fused_seconds(rates, 1e9, CITED_FEATURES, 0.0, backward=backward)
+        seconds = kernel_seconds(rates, 1e9, CITED_FEATURES, 0.0, backward=backward)
         assert flops * 1e9 * CITED_FEATURES / seconds == pytest.approx(cited)
-        narrow = fused_seconds(rates, 1e9, 64, 0.0, backward=backward)
+        narrow = kernel_seconds(rates, 1e9, 64, 0.0, backward=backward)
         assert seconds / 2 < narrow < seconds, "half the products, as many exponentials"
 
 
 def test_what_is_moved_is_added() -> None:
     rates = rates_of(load_machine("a100-80g"), FLASH)
     for backward, times in ((False, 2), (True, 10)):
-        without = fused_seconds(rates, 1e9, 64, 0.0, backward=backward)
-        more = fused_seconds(rates, 1e9, 64, 1e8, backward=backward)
+        without = kernel_seconds(rates, 1e9, 64, 0.0, backward=backward)
+        more = kernel_seconds(rates, 1e9, 64, 1e8, backward=backward)
         assert more - without == pytest.approx(times * 1e8 / rates.memory)
 
 

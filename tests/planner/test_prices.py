@@ -16,11 +16,10 @@ from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.explain import explain
 from penstock.planner.layout import blocks_by_stage, stage_blocks
-from penstock.planner.memory_model import in_flight, rested
-from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.memory import in_flight, rested
 from penstock.planner.pipeline import zero_bubble_idle
+from penstock.planner.prediction import MARGIN, Prediction
 from penstock.planner.search import Space, explore, layouts
-from penstock.planner.shapes import shape_of
 from penstock.schedules import Costs, generate, held, simulate
 
 H100 = load_machine("h100")
@@ -263,8 +262,7 @@ def test_what_is_fixed_is_not_searched() -> None:
 
 
 def test_every_kind_of_sharding_is_searched_and_none_is_empty() -> None:
-    shape = shape_of(PRESETS["llama3-8b"])
-    plans = list(layouts(shape, H100, 64, 512, Plan.parse(BASE), Space()))
+    plans = list(layouts(PRESETS["llama3-8b"], H100, 64, 512, Plan.parse(BASE), Space()))
     assert {plan.sharding for plan in plans if plan.dp > 1} == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
     assert all(1 < plan.shard < plan.dp * plan.cp for plan in plans if plan.sharding == "hsdp")
     assert not any(rules.problems(plan, PRESETS["llama3-8b"]) for plan in plans)

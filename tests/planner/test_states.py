@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.model import PRESETS
+from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Master, Plan
-from penstock.planner.memory_model import memory
-from penstock.planner.shapes import shape_of
-from penstock.planner.states import master_size, optimizer_size, stored_size, update_bytes
+from penstock.planner.describe import describe
+from penstock.planner.memory import memory
+from penstock.planner.states import update_bytes
 
 O2 = Plan(precision="O2", dtype="bf16", optimizer="fused")
 REMAINDER = replace(O2, master="remainder")
@@ -20,17 +21,19 @@ REMAINDER = replace(O2, master="remainder")
 def test_a_remainder_takes_half_of_a_copy(form: Master, missing: float, held: float) -> None:
     """What RemainderAdamW.memory() counts of real tensors: weight 2, remainder 2, moments 8."""
     plan = replace(O2, master=form)
-    assert master_size(plan) == missing
-    assert stored_size(plan) + optimizer_size(plan) == held
+    numerics = numerics_of(plan)
+    assert numerics.master_bytes == missing
+    assert BYTES[numerics.weights] + numerics.state_bytes == held
     for precision in ("O0", "O1", "O3"):
-        assert master_size(replace(plan, precision=precision)) == 0.0
+        assert numerics_of(replace(plan, precision=precision)).master_bytes == 0.0
 
 
 def test_the_memory_model_follows_the_form() -> None:
-    shape = shape_of(PRESETS["gpt-22b"])
-    copy, remainder = (memory(shape, plan, held=1e9) for plan in (O2, REMAINDER))
-    assert copy["master_weights"] == 4e9
-    assert remainder["master_weights"] == 2e9
+    model = PRESETS["gpt-22b"]
+    held = describe(model, O2).parameters
+    copy, remainder = (memory(describe(model, plan), plan) for plan in (O2, REMAINDER))
+    assert copy["master_weights"] == 4 * held
+    assert remainder["master_weights"] == 2 * held
     assert {name: size for name, size in copy.items() if name != "master_weights"} == {
         name: size for name, size in remainder.items() if name != "master_weights"
     }

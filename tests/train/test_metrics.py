@@ -17,7 +17,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.errors import EnvironmentProblem
 from penstock.planner import predict
-from penstock.planner.counts import model_flops_per_sample
+from penstock.planner.describe import totals
 from penstock.train.metrics import (
     Meter,
     MetricsFile,
@@ -49,7 +49,7 @@ def test_utilisation_is_the_planners_flops_over_the_named_peak() -> None:
     assert speed["step_seconds_median"] == 0.2
     assert speed["step_seconds_p95"] == 0.3
     assert speed["data_wait_share"] == pytest.approx(0.1)
-    flops = 3 * 8 / 0.6 * model_flops_per_sample(model)
+    flops = 3 * 8 / 0.6 * totals(model).model_flops
     assert speed["model_flops_per_second"] == pytest.approx(flops)
     assert speed["mfu"] == pytest.approx(flops / 2e11)
     assert speed["hfu"] >= speed["mfu"]

@@ -29,7 +29,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ExitCode, OutOfMemory
 
 if TYPE_CHECKING:
-    from penstock.planner.outcome import Prediction
+    from penstock.planner.prediction import Prediction
     from penstock.planner.search import Found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.config.load import dump_toml
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, title
 from penstock.errors import EnvironmentProblem
-from penstock.planner.outcome import Prediction
+from penstock.planner.prediction import Prediction
 
 
 def plan_file(config: ModelConfig, best: Prediction) -> str:

@@ -13,7 +13,7 @@ from penstock.config.convert import BadValue, convert
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.shapes import shape_of
+from penstock.planner.shapes import counted_tokens
 
 DEGREES = ("dp", "tp", "pp", "cp")
 """The settings of a Plan that multiply to its devices."""
@@ -111,7 +111,7 @@ def samples_of_run(
                 ]
             )
         return None
-    seen = images if tokens is None else tokens / shape_of(config).samples_are_tokens
+    seen = images if tokens is None else tokens / counted_tokens(config)
     assert seen is not None
     return seen * epochs
 

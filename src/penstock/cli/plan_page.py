@@ -10,7 +10,7 @@ from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
-from penstock.planner.outcome import MARGIN, Prediction
+from penstock.planner.prediction import MARGIN, Prediction
 from penstock.planner.search import Found, explore
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.plan_figures import Stack, devices_figure, stacked_bars

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.config.machine import Machine
 
 if TYPE_CHECKING:
-    from penstock.planner.outcome import Prediction
+    from penstock.planner.prediction import Prediction
     from penstock.planner.search import Found
 
 GIB = 2**30

@@ -82,6 +82,8 @@ class Machine:
     """Rate between a device and its host's memory, in one direction."""
     collective_bytes_per_second: float | None = None
     """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
+    collective_seconds: float = 0.0
+    """Time of a small all-reduce between processes; 0 if not measured."""
     multiprocessors: int | None = None
     """Number of thread blocks, one large tile each, that run at the same time."""
     power_watts: float | None = None

@@ -23,7 +23,7 @@ from penstock.errors import EnvironmentProblem
 from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.factory import Factory
-from penstock.ladder.forecast import predict_ranks
+from penstock.ladder.forecast import rank_machine
 from penstock.ladder.judge import HOPELESS, equality, ratios, tail_mean, verdict
 from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread
 from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
@@ -250,11 +250,9 @@ class _Climb:
 
     def _predict(self, setting: Setting) -> Prediction:
         work, machine = self.subject.workload(setting), self.subject.machine
-        if setting.plan.gpus == 1:
-            return predict_workload(work, machine, setting.plan)
-        return predict_ranks(
-            work, machine, setting.plan, blocks=self.subject.blocks(), link=self.arena.link()
-        )
+        if setting.plan.gpus > 1:
+            machine = rank_machine(machine, setting.plan.gpus, self.arena.link())
+        return predict_workload(work, machine, setting.plan)
 
     def _noise(self) -> Noise | None:
         """The baseline's loss under several seeds; none where no loss runs are made."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -31,8 +30,8 @@ from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.parallel import ParallelDims
-from penstock.planner.prediction import workload
-from penstock.planner.time import Workload
+from penstock.planner.describe import Workload, describe
+from penstock.planner.prediction import flops
 from penstock.tasks import Loss, task_of
 
 BATCH = {"cpu": 8, "cuda": 64}
@@ -76,10 +75,6 @@ class Subject(ABC):
     def train_command(self, setting: Setting) -> str:
         """How to train with a setting."""
 
-    @abstractmethod
-    def blocks(self) -> int:
-        """Repeated blocks, which are gathered one by one where weights are shared out; 1 where none are found."""
-
     def dims(self, plan: Plan) -> ParallelDims:
         """Where this process stands under a Plan."""
         return ParallelDims.of(plan, rank=self.rank if plan.gpus > 1 else 0)
@@ -91,8 +86,8 @@ class Subject(ABC):
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
         work = self.workload(setting)
-        each, _ = work.listed.flops(work.samples)
-        return each * setting.plan.accumulate * setting.plan.dp
+        each, _ = flops(work, "none", 1, False)
+        return round(each) * setting.plan.accumulate * setting.plan.dp
 
 
 class Configured(Subject):
@@ -120,9 +115,6 @@ class Configured(Subject):
             layouts=("batch_first", "batch_second"),
             procs=self.procs,
         )
-
-    def blocks(self) -> int:
-        return self._model.depth
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
@@ -155,7 +147,7 @@ class Configured(Subject):
 
     def workload(self, setting: Setting) -> Workload:
         assert isinstance(setting.model, ViTConfig)
-        return workload(setting.model, self.machine, setting.plan)
+        return describe(setting.model, setting.plan, self.machine.device)
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None
@@ -214,13 +206,6 @@ class Own(Subject):
             procs=self.procs,
         )
 
-    def blocks(self) -> int:
-        model, _, _ = self._make(0)
-        try:
-            return len(anatomy_of(model).blocks)
-        except ConfigError:
-            return 1
-
     def build(self, setting: Setting, seed: int) -> Built:
         model, _, loss = self._make(seed)
         return build(
@@ -240,15 +225,13 @@ class Own(Subject):
         return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
 
     def workload(self, setting: Setting) -> Workload:
-        """Traced once per batch size in fp32; what is kept for backward is halved where products are."""
+        """Traced once per batch size in fp32."""
         size = setting.plan.micro_batch
         if size not in self._traces:
             model, _, loss = self._make(0)
-            self._traces[size] = trace(model.to(self.device), self._enlarged(size), loss, size)
-        work = self._traces[size]
-        if setting.plan.precision == "O0":
-            return work
-        return replace(work, activation_bytes=work.activation_bytes // 2)
+            blocks = _blocks_in(model)
+            self._traces[size] = trace(model.to(self.device), self._enlarged(size), loss, size, units=blocks)
+        return self._traces[size]
 
     def train_command(self, setting: Setting) -> str:
         plan = setting.plan.line()
@@ -273,6 +256,14 @@ class Own(Subject):
             return torch.cat([leaf] * times) if grows else leaf
 
         return tree_map(move, self._batch)
+
+
+def _blocks_in(model: nn.Module) -> int:
+    """Repeated blocks, which are gathered one by one where weights are sharded; 1 where none are found."""
+    try:
+        return len(anatomy_of(model).blocks)
+    except ConfigError:
+        return 1
 
 
 def subject_of(

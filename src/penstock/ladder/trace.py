@@ -7,7 +7,7 @@ memory traffic. Views cost nothing and are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from penstock.ladder.tensor_memory import TensorMemory
-from penstock.planner.operations import Op, Operations, OpKind
-from penstock.planner.time import Workload
+from penstock.planner.describe import Workload
+from penstock.planner.operators import Op, OpKind
+from penstock.planner.traced import recorded
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (
-    ("norm", "norm"), ("softmax", "softmax"), ("clone", "copy"), ("copy", "copy"), ("cat", "copy"),
+    ("norm", "norm"), ("softmax", "softmax"), ("gelu", "activation"), ("silu", "activation"),
+    ("clone", "copy"), ("copy", "copy"), ("cat", "copy"),
     ("sum", "reduce"), ("mean", "reduce"),
 )  # fmt: skip
 
 
-def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int) -> Workload:
+def trace(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int, *, units: int = 1
+) -> Workload:
     """Run `loss(model, batch)` and its backward once, as they are, and say what they did.
+
+    `units` are the repeated blocks, which are gathered one by one where weights are shared out.
 
     Gradients that the run leaves are cleared. Raises whatever the model raises.
     """
@@ -38,17 +44,18 @@ def trace(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
             value = loss(model, batch)
         kept.let_go()
-        recorder.phase = "backward"
+        recorder.forward = False
         value.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Workload(
-        listed=Operations.of_one_batch(tuple(recorder.operations)),
+    return recorded(
+        recorder.operators,
         samples=samples,
         parameters=sum(parameter.numel() for parameter in trained),
         tensors=len(trained),
-        activation_bytes=kept.bytes,
-        working_bytes=max(0, living.peak - kept.bytes),
+        kept=kept.bytes,
+        working=max(0, living.peak - kept.bytes),
+        units=units,
     )
 
 
@@ -78,8 +85,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Op] = []
-        self.phase: Literal["forward", "backward"] = "forward"
+        self.operators: list[Op] = []
+        self.forward = True
 
     def __torch_dispatch__(
         self,
@@ -92,7 +99,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if read and written and not _is_view(func, read, written):
-            self.operations.append(self._op(func, args, kwargs or {}, out, (read, written)))
+            self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
         return out
 
     def _op(
@@ -106,17 +113,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, written = tensors
         name = func._overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
+        made = sum(tensor.numel() for tensor in written)
+        gradient = kind == "gemm" and not self.forward and k > max(m, n)  # a weight's sums over many rows
         return Op(
-            name=f"attention.{name}" if kind == "bmm" else name,
-            kind=kind,
-            phase=self.phase,
-            batch=batch,
-            m=m,
-            n=n,
-            k=k,
-            read_elements=sum(tensor.numel() for tensor in read),
-            written_elements=sum(tensor.numel() for tensor in written),
-        )
+            f"attention.{name}" if kind in ("bmm", "attention") else name, kind, self.forward, batch, m, n, k,
+            4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
+            weights=m * n if gradient else 0,
+        )  # fmt: skip
 
 
 def _is_view(func: Any, read: list[Tensor], written: list[Tensor]) -> bool:
@@ -132,7 +135,9 @@ def _product(
 ) -> tuple[OpKind, tuple[int, int, int, int]]:
     """The kind of an operation, and (batch, m, n, k) where it multiplies matrices."""
     if "scaled_dot_product" in name:
-        return "bmm", _attention_product(name, args)
+        first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
+        q, k = args[first], args[first + 1]
+        return "attention", (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return next((kind for part, kind in _KINDS if part in name), "pointwise"), (1, 0, 0, 0)
@@ -146,11 +151,3 @@ def _product(
         return "conv", (1, m, n, flops // max(2 * m * n, 1))
     m, n = result.shape[0], result.numel() // max(result.shape[0], 1)
     return "gemm", (1, m, n, flops // max(2 * m * n, 1))
-
-
-def _attention_product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
-    """Fused attention as one batch of products: two of (N, K) by (K, N') forward, and twice as much backward."""
-    first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
-    q, k = args[first], args[first + 1]
-    products = 4 if "backward" in name else 2
-    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], products * q.shape[3]

@@ -1,6 +1,6 @@
 """What a model under a Plan on a Machine costs: counts, time and memory, from first principles and free of torch."""
 
-from penstock.planner.outcome import Prediction as Prediction
+from penstock.planner.prediction import Prediction as Prediction
 from penstock.planner.prediction import predict as predict
 from penstock.planner.search import Space as Space
 from penstock.planner.search import search as search

@@ -30,6 +30,8 @@ class Group:
     """Latency of a tree up and down, and of the ring inside each node."""
     ramp_seconds: float
     ramp_bytes: float
+    call: float = 0.0
+    """What each call costs besides."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -40,7 +42,17 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     if inside >= size:
         step = rates.link_step
         tree = 4 * (size - 1).bit_length() * step
-        return Group(size, inside, rates.link, step, step, tree, rates.ramp_seconds, rates.ramp_bytes)
+        return Group(
+            size,
+            inside,
+            rates.link,
+            step,
+            step,
+            tree,
+            rates.ramp_seconds,
+            rates.ramp_bytes,
+            rates.call_seconds,
+        )
     bandwidth = min(rates.link, rates.node * inside / per_node)
     nodes = -(-size // inside)
     step = (nodes * rates.node_step + (size - nodes) * rates.link_step) / size
@@ -48,20 +60,27 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     return Group(size, inside, bandwidth, step, rates.node_step, tree, rates.ramp_seconds, rates.ramp_bytes)
 
 
-def gather_seconds(group: Group, moved: float) -> float:
+def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them."""
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
-    return (n - 1) / n * moved / group.bandwidth + _latency(group, n - 1) + _ramp(group, moved) / 2
+    called = calls * group.call
+    return (n - 1) / n * moved / group.bandwidth + _latency(group, n - 1) + _ramp(group, moved) / 2 + called
 
 
-def reduce_seconds(group: Group, moved: float) -> float:
+def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     """All-reduce of `moved` bytes, by a ring or a double tree, whichever is faster."""
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
-    return 2 * (n - 1) / n * moved / group.bandwidth + _latency(group, 2 * (n - 1)) + _ramp(group, moved)
+    called = calls * group.call
+    return (
+        2 * (n - 1) / n * moved / group.bandwidth
+        + _latency(group, 2 * (n - 1))
+        + _ramp(group, moved)
+        + called
+    )
 
 
 def exchange_seconds(group: Group, moved: float) -> float:

@@ -10,11 +10,8 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
-from penstock.planner.memory_model import memory
-from penstock.planner.outcome import MARGIN, Prediction
-from penstock.planner.prediction import predict
-from penstock.planner.search import GIB, Found, default_batch, explore, vary
-from penstock.planner.shapes import shape_of
+from penstock.planner.prediction import MARGIN, Prediction, predict
+from penstock.planner.search import GIB, Found, default_batch, explore, needed_bytes, vary
 
 SECOND_WORDS = {
     "gemm": "matrix products",
@@ -127,7 +124,6 @@ def _difference(best: Prediction, other: Prediction) -> str:
 
 def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterator[str]:
     """Neighbours of the best layout that would be faster if they fitted."""
-    shape = shape_of(model)
     limit = machine.memory_bytes * MARGIN
     plan = best.plan
     neighbours: list[tuple[str, Plan]] = []
@@ -143,7 +139,7 @@ def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterat
     if plan.tp > 1:
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
-        needed = sum(memory(shape, other).values())
+        needed = needed_bytes(model, machine, other)
         if limit and needed > limit:
             yield f"{words}, and all else as in the best: {(needed - limit) / GIB:.1f} GiB too much."
 
@@ -168,7 +164,7 @@ def sensitivity(
     fixed: frozenset[str] = frozenset(),
 ) -> list[Lever]:
     """What would help most, searched anew under each change; the largest gain first."""
-    batch = best.global_batch or default_batch(shape_of(model), gpus)
+    batch = best.global_batch or default_batch(model, gpus)
     changes: Sequence[tuple[str, Callable[[], tuple[Machine, int]]]] = (
         ("twice the memory", lambda: (replace(machine, memory_bytes=2 * machine.memory_bytes), batch)),
         (

@@ -1,4 +1,4 @@
-"""How blocks fall on pipeline stages."""
+"""How blocks fall on the stages of a pipeline."""
 
 from __future__ import annotations
 

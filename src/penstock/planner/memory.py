@@ -1,55 +1,255 @@
-"""How much memory one optimizer step takes at its worst moment, by what takes it. Free of torch.
+"""Bytes on the fullest device of a layout, by what takes them: what is alive when.
 
-Two moments compete. When the backward pass has begun, nearly all activations are there, the gradients that one block
-computes with, and, where gradients are cleared to None, next to no gradient of a weight yet. At the end of backward all
-gradients are there and no activation is, and the optimizer may want temporaries. What lies between them trades one for
-the other, layer by layer.
+Two moments compete. When the backward pass begins, nearly all activations are there, and the gradients that one block,
+or the output, computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
+want temporaries. What lies between them trades one for the other, block by block.
+
+A pipeline's first stage keeps as many micro-batches as there are stages; the last one keeps the output besides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.states import EIGHT_BIT, MOMENTS, master_size
-from penstock.planner.time import Workload
+from penstock.planner.constants import DEFAULT, Constants
+from penstock.planner.describe import Part, Workload
+from penstock.planner.layout import stage_blocks
+from penstock.planner.operators import COLLECTIVE
+from penstock.planner.recompute import kept_by
+from penstock.planner.states import Holding, holding
+
+BUFFER_BYTES = 64 * 2**20
+"""What collectives keep for themselves, per group."""
 
 
-def step_memory(work: Workload, plan: Plan) -> dict[str, int]:
-    """Bytes at the peak by part: `weights`, `master_weights` (under O2), `optimizer`, `gradients`, `activations`,
-    `working` (one block's backward pass) and `temporary` (what an unfused AdamW computes in between).
+class Held(NamedTuple):
+    """Bytes of one micro-batch through all blocks and ends."""
 
-    `activations` hold the half-precision copies of weights that autocast keeps too. The allocator's own overhead is not
-    counted, nor what libraries take for themselves.
-    """
-    size = 2 if plan.precision in ("O2", "O3") else 4
-    number = 2 if plan.precision == "O3" else 4
-    weights = work.parameters * size
-    moment = EIGHT_BIT if plan.algorithm == "adam8bit" else number
-    parts = {"weights": weights, "optimizer": int(MOMENTS[plan.algorithm] * moment * work.parameters)}
-    gradients = weights
-    if plan.precision == "O2":
-        parts["master_weights"] = int(work.parameters * master_size(plan))
-        # Collected in fp32 for the master weights.
-        gradients += work.parameters * number
+    blocks: dict[str, float]
+    """By kind, what blocks keep from forward to backward."""
+    entrance: dict[str, float]
+    exit: dict[str, float]
+    working: float
+    """What the last block's backward pass needs besides at its most, with what it makes again."""
+    output: float
+    """The same of the exit's."""
+
+    @property
+    def activations(self) -> dict[str, float]:
+        """By kind, what is kept while blocks run backward: all but the exit's."""
+        return _sum((self.blocks, self.entrance))
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """By kind, what is kept when the forward pass ends."""
+        return _sum((self.blocks, self.entrance, self.exit))
+
+
+def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, size in part.items():
+            total[name] = total.get(name, 0.0) + size
+    return total
+
+
+def held(work: Workload, plan: Plan) -> Held:
+    """What a micro-batch keeps, and what its backward pass needs besides."""
     # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.
-    standing = weights if plan.optimizer == "contiguous" or plan.accumulate > 1 else 0
-    begun = {
-        "gradients": standing,
-        "activations": work.activation_bytes,
-        "working": work.working_bytes,
-        "temporary": 0,
+    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or plan.dp * plan.cp > 1
+    gradient = 0.0 if standing else BYTES[numerics_of(plan).gradients]
+    return _held(work, plan.recompute, plan.recompute_every, plan.compile != "none", gradient)
+
+
+@lru_cache(maxsize=8192)
+def _held(work: Workload, recompute: str, every: int, compiled: bool, gradient: float) -> Held:
+    if work.kept_bytes is not None:
+        return Held({}, {"activations": work.kept_bytes}, {}, work.working_bytes, 0.0)
+    blocks: dict[str, float] = {}
+    ends: dict[str, dict[str, float]] = {}
+    working = output = learned = 0.0
+    for part in reversed(work.parts):
+        own = kept_by(part, recompute, compiled=compiled)
+        if part.block is None:
+            ends[part.name] = own
+            if part.name == "exit":
+                output, learned = live_bytes(part, gradient)
+            continue
+        whole = kept_by(part, "none")
+        for source, share in (
+            ((own, 1 / every), (whole, 1 - 1 / every)) if recompute != "none" else ((own, 1.0),)
+        ):
+            for name, size in source.items():
+                blocks[name] = blocks.get(name, 0.0) + part.count * size * share
+        remade = sum(whole.values()) - sum(own.values()) if recompute != "none" else 0.0
+        working = max(working, live_bytes(part, gradient)[0] + max(0.0, remade) + learned)
+    return Held(blocks, ends["entrance"], ends["exit"], working, output)
+
+
+@lru_cache(maxsize=8192)
+def live_bytes(part: Part, gradient: float) -> tuple[float, float]:
+    """The most that a part's backward pass has alive beyond all that is kept when it begins, and what is left at its
+    end: the gradients of its weights, at `gradient` bytes each (0 where they have their place already)."""
+    stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
+    alive, most, current = stream, stream, 0.0
+    for op in part.backward:
+        if op.kind in COLLECTIVE:
+            continue
+        alive += op.weights * gradient
+        if not op.weights:
+            alive += op.written
+            most = max(most, alive)
+            alive, current = alive - current, op.written
+        most = max(most, alive)
+        alive -= op.kept
+    learned = sum(op.weights for op in part.backward) * gradient
+    return most, learned
+
+
+def memory(
+    work: Workload, plan: Plan, constants: Constants = DEFAULT, *, cpu: bool = False
+) -> dict[str, float]:
+    """Bytes of the fullest device by part; their sum is the peak.
+
+    On one device what the allocator adds and what libraries take is not counted on a CPU, where tensors are what is
+    measured.
+    """
+    hold, numerics = holding(work, plan), numerics_of(plan)
+    shards = plan.dp * plan.cp
+    weights = hold.sharded if hold.gathers else hold.held
+    parts = {
+        "weights": BYTES[numerics.weights] * weights,
+        "optimizer": hold.kept * (numerics.state_bytes - numerics.master_bytes),
+        "master_weights": hold.kept * numerics.master_bytes,
     }
-    ended = {
-        "gradients": gradients, "activations": 0, "working": 0, "temporary": _scratch(work, plan, number),
+    if plan.offload == "optimizer":
+        # Shards live in host memory, weights too; what is not shared out stays.
+        parts["optimizer"] = parts["master_weights"] = 0.0
+        if hold.gathers:
+            parts["weights"] = 0.0
+    parts |= _moments(work, plan, hold, parts)
+    groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
+    parts["communication"] = 0.0 if cpu else groups * BUFFER_BYTES
+    parts["fragmentation"] = (
+        0.0
+        if cpu
+        else constants.fragmentation * sum(parts[name] for name in ("activations", "output", "working"))
+    )
+    return parts
+
+
+def _moments(work: Workload, plan: Plan, hold: Holding, parts: dict[str, float]) -> dict[str, float]:
+    """What is there besides weights and states, at the worse of two moments: when the backward pass begins, and when it
+    has ended."""
+    numerics = numerics_of(plan)
+    reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
+    shards = plan.dp * plan.cp
+    found = _worst_stage(work, plan)
+    gathered = _gathered(work, plan, hold)
+    buckets = 0.0
+    if hold.gathers or (shards > 1 and plan.sharding == "zero2"):
+        whole, standing = hold.sharded * reduced, True
+    elif plan.sharding == "ddp" or shards == 1:
+        standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
+        whole = hold.held * (reduced if standing else made)
+        if shards > 1 and not standing:
+            # Replicas reduce gradients in buckets beside the gradients themselves.
+            buckets = hold.held * reduced
+    else:
+        whole, standing = hold.held * reduced, True
+    if plan.offload == "optimizer" and hold.gathers:
+        whole = 0.0
+    begun = found | {
+        "gradients": whole if standing else 0.0, "gathered_weights": gathered, "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    return parts | max(begun, ended, key=lambda moment: sum(moment.values()))
+    ended = dict.fromkeys(found, 0.0) | {
+        "gradients": whole, "gathered_weights": 0.0, "temporary": _temporary(work, plan, hold), "buckets": buckets,
+    }  # fmt: skip
+    return max(begun, ended, key=lambda moment: sum(moment.values()))
 
 
-def _scratch(work: Workload, plan: Plan, size: int) -> int:
-    """What an AdamW update allocates in between: the root of the second moment, per tensor or of all at once."""
+def _temporary(work: Workload, plan: Plan, hold: Holding) -> float:
+    """What an update allocates in between: the gradients in fp32 for master weights, and of an unfused AdamW the root
+    of the second moment, per tensor or of all at once."""
+    numerics = numerics_of(plan)
+    number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
+    cast = 4.0 * hold.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     if plan.optimizer == "foreach":
-        return work.parameters * size
+        return cast + hold.kept * number
     if plan.optimizer == "loop":
-        return (
-            2 * size * work.parameters // max(work.tensors // 8, 1)
-        )  # the largest tensor is far above the mean
-    return 0
+        # The largest tensor is far above the mean.
+        return cast + 2 * number * hold.kept / max(hold.tensors // 8, 1)
+    return cast
+
+
+def _worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
+    """Activations, output and what a backward pass works with, on the stage where they are most together."""
+    one = held(work, plan)
+    blocks, ends, depth = sum(one.blocks.values()), sum(one.entrance.values()), max(1, work.depth)
+    late = sum(one.exit.values())
+    if plan.offload == "activations":
+        blocks = 2 * blocks / depth
+    if plan.pp == 1:
+        return {"activations": blocks + ends} | _larger(one.output + late, one.working)
+    first, _, last = stage_blocks(depth, plan.pp)
+    flying = in_flight(plan)
+    front = (blocks / depth * first * flying + ends * flying, 0.0)
+    resting = blocks
+    if plan.schedule == "zero_bubble":
+        # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
+        put_off = min(plan.pp, plan.accumulate) - 1
+        resting += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
+    waiting = 0.0
+    if plan.schedule == "gpipe":
+        # All micro-batches' outputs wait for their backward passes.
+        waiting = (plan.accumulate - 1) * late
+    back = (resting / depth * last * rested(plan) + waiting, one.output + late)
+    activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
+    return {"activations": activations} | _larger(output, one.working)
+
+
+def _larger(output: float, working: float) -> dict[str, float]:
+    """The output and a block's backward pass never need memory together."""
+    return {"output": output, "working": 0.0} if output >= working else {"output": 0.0, "working": working}
+
+
+@lru_cache(maxsize=8192)
+def weight_inputs(part: Part) -> float:
+    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what is left of a
+    micro-batch between the two halves of a split backward pass."""
+    products = [op for op in part.forward if op.kind == "gemm" and op.weights]
+    return sum(op.kept + op.written for op in products)
+
+
+def in_flight(plan: Plan) -> float:
+    """Micro-batches whose activations the first stage keeps at the most (Narayanan et al. 2021; Korthikanti et al.
+    2022, section 4.2.3 for interleaving)."""
+    m = float(plan.accumulate)
+    if plan.schedule == "gpipe":
+        return m
+    if plan.virtual > 1:
+        return min(m, plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.virtual)))
+    return min(m, float(plan.pp))
+
+
+def rested(plan: Plan) -> float:
+    """The same of the last stage: one, but all under GPipe, and of each chunk but the last p when interleaved."""
+    if plan.schedule == "gpipe":
+        return float(plan.accumulate)
+    if plan.virtual > 1:
+        return min(float(plan.accumulate), ((plan.virtual - 1) * plan.pp + 1) / plan.virtual)
+    return 1.0
+
+
+def _gathered(work: Workload, plan: Plan, hold: Holding) -> float:
+    """Whole weights of the blocks at hand and the next, and of the ends, where weights are sharded."""
+    if not hold.gathers:
+        return 0.0
+    size = BYTES[numerics_of(plan).gathered]
+    if not work.depth:
+        return 2 * hold.held * size / work.units
+    return (2 * (hold.block_dense + hold.block_experts) + hold.ends) * size

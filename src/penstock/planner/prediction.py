@@ -1,101 +1,180 @@
-"""What a Plan will cost, said before it runs."""
+"""What a Plan will cost, said before it runs: time, memory and utilisation of one optimizer step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import lru_cache
+
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.rules import require
-from penstock.planner.activations import activation_parts, working_bytes
-from penstock.planner.counts import parameters
-from penstock.planner.estimate import estimate
-from penstock.planner.memory import step_memory
-from penstock.planner.operations import conv_widths, listing
-from penstock.planner.outcome import MARGIN
-from penstock.planner.outcome import Prediction as Prediction
-from penstock.planner.rates import compute_type, peak_of
-from penstock.planner.time import Workload, step_parts
+from penstock.config.rules import problems
+from penstock.errors import ConfigError
+from penstock.planner.constants import DEFAULT, Constants
+from penstock.planner.describe import Part, Workload, describe, totals
+from penstock.planner.memory import held, in_flight, memory
+from penstock.planner.rates import Rates, rates_of
+from penstock.planner.recompute import computed_again
+from penstock.planner.step import step
+from penstock.planner.traced import as_planned
+
+MARGIN = 0.93
+"""Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Time and memory of one optimizer step. Seconds and bytes are those of the slowest and the fullest device."""
+
+    plan: Plan
+    machine: str
+    iteration_seconds: float
+    """One optimizer step: `plan.accumulate` micro-batches and one update."""
+    samples_per_second: float
+    """Over all devices."""
+    memory_bytes: int
+    """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
+    fits: bool
+    """Whether that leaves the context, libraries and the allocator their share of the machine's memory: `MARGIN`."""
+    model_flops_per_second_per_gpu: float
+    """Forward and backward of the model, attention in full; what is computed twice is not counted."""
+    mfu: float
+    """Model FLOP/s as a share of `peak_flops`."""
+    hfu: float
+    """The same with what is computed twice."""
+    peak_flops: float
+    """The machine's peak in the type that the plan computes its linear layers in."""
+    peak_name: str
+    seconds: dict[str, float]
+    """`iteration_seconds` by part."""
+    memory: dict[str, int]
+    """`memory_bytes` by part."""
+    activations: dict[str, int] = field(default_factory=dict)
+    """`memory["activations"]` by kind."""
+    micro_batches_held: float = 1.0
+    """Micro-batches whose activations the pipeline's first stage holds at its high-water mark; 1 without a pipeline."""
+    gpus: int = 1
+    global_batch: int = 0
+    """Samples of one optimizer step, over all devices."""
+    tokens_per_sample: int = 0
+    parameters: int = 0
+    bubble_fraction: float = 0.0
+    """Idle seconds of the pipeline over its busy seconds: (p-1)/(v m) for equal stages, less under zero_bubble."""
+    forward_seconds: float = 0.0
+    """Of the slowest stage, for one micro-batch."""
+    backward_seconds: float = 0.0
+    """The same with what is computed again."""
+    weight_gradient_seconds: float = 0.0
+    """Of `backward_seconds`, the gradients of weights, which a zero-bubble schedule puts off."""
+    memory_limit_bytes: int = 0
+    """The machine's memory; 0 where it is unknown."""
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens over all devices, per device."""
+        return self.samples_per_second * self.tokens_per_sample / self.gpus
+
+    def days(self, samples: float) -> float:
+        """Days to see so many samples."""
+        return samples / self.samples_per_second / 86400
+
+    def gpu_hours(self, samples: float) -> float:
+        """Device hours to see so many samples."""
+        return samples / self.samples_per_second / 3600 * self.gpus
 
 
 def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    A ViT on one device is predicted operator by operator, as Penstock's own modules launch them; every other model and
-    layout from its shape. Raises ConfigError where the machine cannot compute in the
-    plan's type, or for a layout that cannot be, with every reason.
+    Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
-    if isinstance(model, ViTConfig) and by_operators(plan):
-        return predict_workload(workload(model, machine, plan), machine, plan)
-    return estimate(model, machine, plan)
-
-
-_BY_OPERATORS: dict[str, object] = {
-    "sharding": "ddp", "recompute": "none", "gradients": "weights", "offload": "none",
-}  # fmt: skip
-
-
-def by_operators(plan: Plan) -> bool:
-    """Whether a plan is of one device and of settings that the prediction by operators knows."""
-    # Muon's products follow from the matrices, which the operators do not name.
-    return (
-        plan.gpus == 1
-        and plan.algorithm != "muon"
-        and all(getattr(plan, name) == value for name, value in _BY_OPERATORS.items())
-    )
-
-
-def workload(model: ViTConfig, machine: Machine, plan: Plan) -> Workload:
-    """The operations, parameters and activations of one micro-batch of `model`."""
-    batch, device = plan.micro_batch, machine.device
-    kept = activation_parts(model, batch, plan, device=device)
-    return Workload(
-        listed=listing(model, plan, device=device),
-        samples=batch,
-        tokens=model.tokens,
-        parameters=parameters(model),
-        tensors=parameter_tensors(model),
-        activation_bytes=sum(kept.values()),
-        activation_parts=kept,
-        working_bytes=working_bytes(model, batch, plan, device=device),
-    )
-
-
-def parameter_tensors(model: ViTConfig) -> int:
-    """How many tensors the parameters are: what an optimizer loops over."""
-    block = 2 * 2 + 4 * 2 - (not model.qkv_bias) + 4 * model.qk_norm + 2 * (model.layer_scale is not None)
-    stem = 2 if model.stem == "patchify" else 3 * len(conv_widths(model)) + 2
-    return stem + 1 + (model.classifier == "token") + model.depth * block + 2 + 2
+    refuse(model, machine, plan)
+    work = describe(model, plan, machine.device)
+    return predicted(work, machine, plan, rates_of(machine, plan), totals(model).parameters)
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
-    """As `predict`, for any model whose operations are known. Raises ConfigError as it does."""
-    peak_name = compute_type(plan, machine)
-    peak = peak_of(machine, peak_name)
-    require(plan)
-    seconds, forward = step_parts(work, machine, plan)
-    computing = (seconds["gemm"] + seconds["attention"] + seconds["pointwise"]) / plan.accumulate
-    memory = step_memory(work, plan)
-    total = sum(seconds.values())
-    useful, again = (plan.accumulate * flops for flops in work.listed.flops(work.samples))
+    """As `predict`, of operators that are known: those of `describe`, or those recorded of a model in fp32."""
+    rates_of(machine, plan)
+    found = problems(plan, machine=machine)
+    if found:
+        raise ConfigError(found)
+    work = work if work.kept_bytes is None else as_planned(work, plan)
+    return predicted(work, machine, plan, rates_of(machine, plan), work.parameters)
+
+
+@lru_cache(maxsize=4096)
+def refuse(model: ModelConfig, machine: Machine, plan: Plan) -> None:
+    """Raise ConfigError with every reason why there is nothing to predict."""
+    rates_of(machine, plan)
+    found = problems(plan, model, machine)
+    if found:
+        raise ConfigError(found)
+
+
+def predicted(
+    work: Workload,
+    machine: Machine,
+    plan: Plan,
+    rates: Rates,
+    parameters: int,
+    *,
+    parts: dict[str, float] | None = None,
+    constants: Constants = DEFAULT,
+) -> Prediction:
+    """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
+    time = step(work, rates, plan)
+    seconds = time.total
+    parts = memory(work, plan, constants, cpu=rates.cpu) if parts is None else parts
+    needed = int(sum(parts.values()))
+    useful, again = flops(work, plan.recompute, plan.recompute_every, plan.compile != "none")
+    # All devices of a replica share one micro-batch.
+    each = plan.accumulate / (plan.pp * seconds)
+    kinds = held(work, plan).activations
+    whole = sum(kinds.values())
+    activations = parts["activations"]
     return Prediction(
         plan=plan,
         machine=machine.name,
-        iteration_seconds=total,
-        samples_per_second=work.samples * plan.accumulate / total,
-        memory_bytes=sum(memory.values()),
-        fits=not machine.memory_bytes or sum(memory.values()) <= MARGIN * machine.memory_bytes,
-        model_flops_per_second_per_gpu=useful / total,
-        mfu=useful / total / peak,
-        hfu=(useful + again) / total / peak,
-        peak_flops=peak,
-        peak_name=peak_name,
-        seconds=seconds,
-        memory=memory,
-        activations=work.activation_parts if memory["activations"] else {},
-        global_batch=work.samples * plan.accumulate,
+        iteration_seconds=seconds,
+        samples_per_second=plan.global_batch / seconds,
+        memory_bytes=needed,
+        fits=not machine.memory_bytes or needed <= MARGIN * machine.memory_bytes,
+        model_flops_per_second_per_gpu=useful * each,
+        mfu=useful * each / rates.peak,
+        hfu=(useful + again) * each / rates.peak,
+        peak_flops=rates.peak,
+        peak_name=rates.peak_name,
+        seconds=time.seconds,
+        memory={name: int(size) for name, size in parts.items()},
+        activations={
+            name: int(activations * size / whole) for name, size in kinds.items() if size and activations
+        },
+        micro_batches_held=in_flight(plan) if plan.pp > 1 else 1.0,
+        gpus=plan.gpus,
+        global_batch=plan.global_batch,
         tokens_per_sample=work.tokens,
-        parameters=work.parameters,
-        forward_seconds=forward,
-        backward_seconds=computing - forward,
+        parameters=parameters,
+        bubble_fraction=time.bubble_fraction,
+        forward_seconds=time.forward_seconds,
+        backward_seconds=time.backward_seconds,
+        weight_gradient_seconds=time.weight_gradient_seconds,
         memory_limit_bytes=int(machine.memory_bytes),
     )
+
+
+@lru_cache(maxsize=8192)
+def flops(work: Workload, recompute: str, every: int, compiled: bool) -> tuple[float, float]:
+    """Model FLOPs of one micro-batch on one device, all stages together, and those that are computed twice."""
+    useful = again = 0.0
+    for part in work.parts:
+        share = 1.0 / part.block.capacity if part.block else 1.0
+        for op in (*part.forward, *part.backward):
+            useful += part.count * op.flops * (share if op.name.startswith("experts.") else 1.0)
+            again += part.count * op.repeated_flops
+        again += part.count * _repeated(part, recompute, compiled) / every
+    return useful, again
+
+
+def _repeated(part: Part, recompute: str, compiled: bool) -> float:
+    return sum(op.flops for op in computed_again(part, recompute, compiled=compiled)) if part.block else 0.0

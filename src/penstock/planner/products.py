@@ -1,4 +1,4 @@
-"""How fast a machine multiplies matrices: as measured nearby, or as its tiles and waves allow."""
+"""How long matrix products take: as measured nearby, or by what tiles and waves leave idle."""
 
 from __future__ import annotations
 
@@ -6,102 +6,104 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.machine import GemmSample, Machine
-from penstock.planner.constants import DEFAULT
-from penstock.planner.gemm import Chip, tiled_seconds
-from penstock.planner.rates import DEFAULT_MULTIPROCESSORS
+from penstock.config.machine import GemmSample
 
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 NEAR = 1e-6
 """Squared distance in logarithms below which a shape is as good as measured."""
+RELATIVE_RATES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (64, 64): 0.6}
+"""Tiles that libraries choose among, rows and columns, and their relative rate: smaller ones load more per product."""
+TILES = tuple((rows, columns, rows * columns / rate) for (rows, columns), rate in RELATIVE_RATES.items())
+MOST_PARTS = 4
+"""Into which the inner length of a product is cut, where its tiles fill the last wave badly."""
+SPLIT_DEPTH = 1024
+"""Least inner length of one part, where a product is cut along it over more multiprocessors."""
+LINE = 64
+"""Numbers of two bytes in a cache line of 128 bytes."""
+UNALIGNED_SHARE = 0.8
+"""Rows that start inside a line: a tile row of one line then spans five sectors instead of four."""
+ODD_SHARE = 0.25
+"""Rows whose start is no multiple of 16 bytes cannot be loaded by vector instructions."""
 
 
-def gemm_rate(
-    machine: Machine, type_: str, m: int, n: int, k: int, batch: int = 1, *, over_rows: bool = False
-) -> float:
-    """FLOP/s of `batch` products (m, k) @ (k, n) in one launch.
+class Chip(NamedTuple):
+    """What decides how long a GPU computes a product: its rate for large ones and how it cuts them up."""
 
-    Measured shapes are interpolated (by inverse square distance in the logarithms of m, n and k, over the nearest
-    few); without any, the best known rate is lowered by what tiles and waves leave idle, as for layouts.
-    Raises KeyError where the machine cannot compute in this type.
-    """
-    return products(machine, type_).rate(m, n, k, batch, over_rows=over_rows)
-
-
-class Near(NamedTuple):
-    """The measured products, as seen from products of which one size varies."""
-
-    points: tuple[tuple[float, float], ...]
-    """Of each the squared distance in logarithms from where that size is 1, and how fast it shrinks with the size's
-    logarithm x; x² comes on top."""
-    rates: tuple[float, ...]
-    ceiling: float
-
-    @classmethod
-    def of(
-        cls, samples: tuple[GemmSample, ...], ceiling: float, m: int, n: int, k: int, *, inner: bool
-    ) -> Near:
-        """As seen from (m, k) @ (k, n), where k varies if `inner`, and else m."""
-        points = []
-        for sample in samples:
-            others = [(sample.n, n), (sample.m, m) if inner else (sample.k, k)]
-            along = math.log(sample.k if inner else sample.m)
-            apart = sum(math.log(measured / asked) ** 2 for measured, asked in others)
-            points.append((apart + along * along, 2.0 * along))
-        return cls(tuple(points), tuple(sample.flops_per_second for sample in samples), ceiling)
-
-    def rate(self, size: int) -> float:
-        """FLOP/s where that size is `size`."""
-        x = math.log(size)
-        apart = [square - slope * x for square, slope in self.points]
-        bound = sorted(apart)[NEAR_SAMPLES - 1] if len(apart) > NEAR_SAMPLES else math.inf
-        least = x * x + NEAR
-        total = rates = 0.0
-        for distance, rate in zip(apart, self.rates):
-            if distance <= bound:
-                weight = 1.0 / (least + distance)
-                total += weight
-                rates += weight * rate
-        rate = rates / total
-        return rate if rate < self.ceiling else self.ceiling
+    rate: float
+    multiprocessors: int
+    tile_depth: float
+    memory: float
 
 
 class Products(NamedTuple):
-    """How fast a machine multiplies in one type."""
+    """How fast a machine multiplies matrices in one type."""
 
-    samples: tuple[GemmSample, ...]
+    measured: tuple[tuple[float, float, float, float], ...]
+    """Logarithms of m, n and k, and FLOP/s."""
     ceiling: float
     """No product is faster."""
     chip: Chip | None
     """How a GPU without measured products cuts them up."""
 
-    def rate(self, m: int, n: int, k: int, batch: int, *, over_rows: bool) -> float:
-        """As `gemm_rate`."""
-        near = self.near(m, n, k, inner=False)
-        if near:
-            return near.rate(m)
-        if self.chip is None:
+    @classmethod
+    def of(cls, samples: tuple[GemmSample, ...], ceiling: float, chip: Chip | None) -> Products:
+        """From measured shapes, where there are any."""
+        measured = tuple((math.log(s.m), math.log(s.n), math.log(s.k), s.flops_per_second) for s in samples)
+        return cls(measured, ceiling, None if measured else chip)
+
+    def seconds(self, m: float, n: float, k: float, batch: float = 1, *, over_rows: bool = False) -> float:
+        """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
+
+        `over_rows` says that both factors lie with their inner length from row to row, as those of a weight's gradient
+        do, whose inner length is the tokens: then it is m and n that rows are aligned by, and not n and k.
+        """
+        if self.chip is not None:
+            return tiled_seconds(self.chip, m, n, k, batch, over_rows=over_rows)
+        return 2.0 * m * n * k * batch / self.rate(m, n, k)
+
+    def rate(self, m: float, n: float, k: float) -> float:
+        """FLOP/s as interpolated between the nearest measured shapes, by inverse square distance of logarithms."""
+        if not self.measured:
             return self.ceiling
-        return 2.0 * m * n * k * batch / tiled_seconds(self.chip, m, n, k, batch, over_rows=over_rows)
-
-    def near(self, m: int, n: int, k: int, *, inner: bool) -> Near | None:
-        """What was measured, as seen from products of which k varies, if `inner`, or m; None without."""
-        return Near.of(self.samples, self.ceiling, m, n, k, inner=inner) if self.samples else None
-
-
-@lru_cache(maxsize=256)
-def products(machine: Machine, type_: str) -> Products:
-    peak, best = machine.peak_flops[type_], machine.achievable_flops.get(type_)
-    samples = tuple(sample for sample in machine.gemm if sample.dtype == type_)
-    if samples or machine.device == "cpu":
-        return Products(samples, peak if samples else best or peak, None)
-    rate = (best or DEFAULT.unmeasured_share * peak) * DEFAULT.gemm_share
-    memory = bandwidth(machine) * DEFAULT.memory_share
-    sms = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
-    return Products((), peak, Chip(rate, sms, DEFAULT.tile_depth, memory))
+        x, y, z = math.log(m), math.log(n), math.log(k)
+        near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in self.measured])
+        total = rates = 0.0
+        for apart, rate in near[:NEAR_SAMPLES]:
+            weight = 1.0 / (NEAR + apart)
+            total += weight
+            rates += weight * rate
+        return min(rates / total, self.ceiling)
 
 
-def bandwidth(machine: Machine) -> float:
-    """Bytes per second of a machine's memory; of one that does not say, more than any."""
-    return machine.memory_bytes_per_second or math.inf
+def tiled_seconds(
+    chip: Chip, m: float, n: float, k: float, batch: float = 1, *, over_rows: bool = False
+) -> float:
+    """Seconds of computing the products, by the best of the tile shapes, without moving what they read and write.
+
+    Tiles are whole, and so are waves over all multiprocessors. A product that fills its waves badly is cut along its
+    inner length, each part adding its sums in fp32 to those of the others.
+    """
+    rate, sms, depth, memory = chip
+    tiles = _tiled(sms, m, n, batch)
+    seconds = 2.0 * tiles * (k + depth) / rate
+    if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
+        for parts in range(2, min(MOST_PARTS, int(k // SPLIT_DEPTH)) + 1):
+            summed = 8.0 * parts * m * n * batch / memory
+            split = 2.0 * _tiled(sms, m, n, batch * parts) * (k / parts + depth) / rate + summed
+            seconds = min(seconds, split)
+    row = m if over_rows else k
+    if n % LINE or row % LINE:
+        seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
+    return seconds
+
+
+@lru_cache(maxsize=1 << 15)
+def _tiled(multiprocessors: int, m: float, n: float, count: float) -> float:
+    """Numbers of the result, were `count` products (m, n) as large as the waves of tiles that they take: of the tile
+    shape that takes least, its relative rate made up for by its size."""
+    best = min(
+        -(-(-(-m // rows) * -(-n // columns) * count) // multiprocessors) * area
+        for rows, columns, area in TILES
+    )
+    return float(best * multiprocessors)

@@ -1,4 +1,4 @@
-"""What one device does per second under a Plan: a Machine's figures as the time model wants them."""
+"""What one device does per second under a Plan: a Machine's figures as prices want them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.config.machine import KernelSample, Machine
+from penstock.config.numerics import BYTES, Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.attention import exponentials_per_second, products_rate
 from penstock.planner.constants import DEFAULT, Constants
+from penstock.planner.products import Chip, Products
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
 """Of a device whose Machine does not say: sixteen lanes of the third generation of PCI Express."""
 HOST_LINK_SHARE = 0.8
 """What copies of pinned memory reach of it, less the headers of its packets."""
-FUSED = ("auto", "sdpa", "flash", "efficient", "cudnn")
-"""Backends that keep no scores."""
+CITED_FEATURES = 128
+"""Of a head, where the rates that are stated of attention kernels were reached."""
+EXPONENTIALS_PER_CLOCK = 16
+"""Of one multiprocessor, on every chip since Volta (CUDA C++ Programming Guide, arithmetic instructions)."""
+SLOWEST_CLOCK = 1.2e9
+"""Below what chips for training run at, and above half of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,10 +33,11 @@ class Rates:
     peak: float
     """Of the type that linear layers compute in, from the datasheet: the base of MFU."""
     peak_name: str
-    gemm: float
-    """Large matrix products of linear layers."""
-    half: float
-    """Large matrix products outside linear layers: attention's and the output's where linear layers use fp8."""
+    products: Products
+    """Matrix products in the type that the plan computes in outside fp8."""
+    fp8: Products | None
+    product_rate: float
+    """Of large products outside fp8."""
     attention: float
     """The products of fused attention's forward pass."""
     attention_backward: float
@@ -40,19 +46,17 @@ class Rates:
     """Of softmax, per second."""
     memory: float
     """Streaming kernels, bytes per second."""
-    multiprocessors: int
     kernel_seconds: float
+    """Between two dependent kernels of a GPU."""
     launch_seconds: float
+    operator_seconds: float
+    """What a CPU takes for one more operator of a training step; of a GPU the launch."""
+    page_seconds: float
     cpu: bool
     kernels: tuple[KernelSample, ...]
     """What was measured of a CPU's operators in fp32; none in other types."""
-    stream: int
-    """Bytes of a number of the residual stream."""
-    compute: int
+    compute: float
     """Bytes of a number that goes into a matrix product."""
-    linear: int
-    """The same in linear layers: 1 with fp8."""
-    tile_depth: float
     link: float
     """Bus bandwidth inside a node, of one device."""
     node: float
@@ -60,29 +64,33 @@ class Rates:
     per_node: int
     link_step: float
     node_step: float
+    call_seconds: float
+    """What each collective costs besides, between processes on a CPU."""
     ramp_seconds: float
     ramp_bytes: float
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     step_seconds: float
     straggling: float
+    fragmentation: float
     host: float
     """Between a device and host memory, one direction."""
+    host_update: float
+    """Bytes per second of one device's share of an update in host memory."""
+
+
+def product_type(numerics: Numerics, machine: Machine) -> str:
+    """The key of `machine.peak_flops` that products outside fp8 layers run under."""
+    if numerics.products != "tf32":
+        return numerics.compute
+    wish = "tf32" if machine.device == "cuda" else "fp32_medium"
+    return wish if wish in machine.peak_flops else "fp32"
 
 
 def compute_type(plan: Plan, machine: Machine) -> str:
     """The key of `machine.peak_flops` that linear layers run under."""
-    return "fp8" if plan.fp8 else product_type(plan, machine)
-
-
-def product_type(plan: Plan, machine: Machine) -> str:
-    """The key of `machine.peak_flops` that products outside fp8 layers run under."""
-    if plan.precision != "O0":
-        return plan.dtype
-    if plan.matmul == "highest":
-        return "fp32"
-    wish = "tf32" if machine.device == "cuda" else "fp32_medium"
-    return wish if wish in machine.peak_flops else "fp32"
+    numerics = numerics_of(plan)
+    return product_type(numerics, machine) if numerics.fp8 == "none" else "fp8"
 
 
 def peak_of(machine: Machine, type_: str) -> float:
@@ -97,60 +105,73 @@ def peak_of(machine: Machine, type_: str) -> float:
 
 def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Rates:
     """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
-    return _rates(machine, compute_type(plan, machine), plan.precision, plan.attention, constants)
+    numerics = numerics_of(plan)
+    return _rates(
+        machine, product_type(numerics, machine), BYTES[numerics.compute], numerics.fp8 != "none", plan.attention,
+        constants,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=512)
-def _rates(machine: Machine, type_: str, precision: str, attention: str, constants: Constants) -> Rates:
-    peak = peak_of(machine, type_)
-    half_type = type_
-    if type_ == "fp8":
-        half_type = "bf16" if "bf16" in machine.peak_flops else "fp16"
-    gemm = _sustained(machine, type_, constants)
+def _rates(
+    machine: Machine, type_: str, compute: float, fp8: bool, attention: str, constants: Constants
+) -> Rates:
     cpu = machine.device == "cpu"
+    peak_name = "fp8" if fp8 else type_
+    peak = peak_of(machine, peak_name)
+    peak_of(machine, type_)
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     if machine.collective_bytes_per_second:
         link = machine.collective_bytes_per_second
     per_node = machine.devices_per_node
-    node = (machine.node_bytes_per_second or link * per_node) * constants.node_share
-    compute = 4 if precision == "O0" else 2
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
-    exponentials = (
-        math.inf if cpu else exponentials_per_second(machine.peak_flops[half_type], multiprocessors)
-    )
-    forward, backward = _attention(machine, half_type, attention, constants, exponentials)
+    exponentials = math.inf if cpu else exponentials_per_second(machine.peak_flops[type_], multiprocessors)
+    forward, backward = _attention(machine, type_, attention, constants, exponentials)
+    memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
+
+    def products(kind: str) -> Products:
+        samples = tuple(sample for sample in machine.gemm if sample.dtype == kind)
+        best = _sustained(machine, kind, constants)
+        chip = Chip(best, multiprocessors, constants.tile_depth, memory)
+        ceiling = machine.peak_flops[kind] if samples or not cpu else best
+        return Products.of(samples, ceiling, None if cpu else chip)
+
     return Rates(
         peak=peak,
-        peak_name=type_,
-        gemm=gemm,
-        half=_sustained(machine, half_type, constants),
+        peak_name=peak_name,
+        products=products(type_),
+        fp8=products("fp8") if fp8 else None,
+        product_rate=_sustained(machine, type_, constants),
         attention=forward,
         attention_backward=backward,
         exponentials=exponentials,
-        memory=(machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share),
-        multiprocessors=multiprocessors,
-        kernel_seconds=(machine.operator_seconds or machine.launch_seconds)
-        if cpu
-        else constants.kernel_seconds,
+        memory=memory,
+        kernel_seconds=0.0 if cpu else constants.kernel_seconds,
         launch_seconds=machine.launch_seconds,
+        operator_seconds=(machine.operator_seconds if cpu else 0.0) or machine.launch_seconds,
+        page_seconds=machine.page_seconds if cpu else 0.0,
         cpu=cpu,
-        kernels=machine.kernels if precision == "O0" else (),
-        stream=4 if precision in ("O0", "O1") else 2,
+        kernels=machine.kernels if compute == 4 else (),
         compute=compute,
-        linear=1 if type_ == "fp8" else compute,
-        tile_depth=constants.tile_depth,
         link=link,
-        node=node,
+        node=(machine.node_bytes_per_second or link * per_node) * constants.node_share,
         per_node=per_node,
         link_step=constants.link_step_seconds,
         node_step=constants.node_step_seconds,
+        call_seconds=machine.collective_seconds if cpu else 0.0,
         ramp_seconds=constants.ramp_seconds,
         ramp_bytes=constants.ramp_bytes,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         step_seconds=0.0 if cpu else constants.step_seconds,
         straggling=constants.straggling,
+        fragmentation=0.0 if cpu else constants.fragmentation,
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
+        host_update=HOST_BYTES_PER_SECOND,
     )
+
+
+HOST_BYTES_PER_SECOND = 50e9
+"""Of host memory, what one device's share of an update there moves: eight of them on two sockets of 200 GB/s each."""
 
 
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
@@ -164,6 +185,25 @@ def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
     if machine.device == "cpu":
         return best or machine.peak_flops[type_]
     return (best or constants.unmeasured_share * machine.peak_flops[type_]) * constants.gemm_share
+
+
+def exponentials_per_second(peak: float, multiprocessors: int) -> float:
+    """Of a whole chip, from its `peak` FLOP/s in half precision.
+
+    A multiprocessor does a power of two of FLOPs per clock, which tells the clock.
+    """
+    each = 1
+    while peak / multiprocessors / (2 * each) >= SLOWEST_CLOCK:
+        each *= 2
+    return EXPONENTIALS_PER_CLOCK * peak / each
+
+
+def products_rate(cited: float, exponentials: float, passes: float) -> float:
+    """FLOP/s of a kernel's products alone, from the rate of all of it with heads of `CITED_FEATURES`.
+
+    `passes` is the kernel's products over those of a forward pass: 1, or 2.5 of a backward pass.
+    """
+    return 1.0 / (1.0 / cited - 1.0 / (4 * CITED_FEATURES * passes * exponentials))
 
 
 def _attention(

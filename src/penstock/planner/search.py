@@ -19,13 +19,11 @@ from penstock.config.model import ModelConfig, ViTConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.estimate import prediction
-from penstock.planner.iteration import Memo
-from penstock.planner.memory_model import memory
-from penstock.planner.outcome import MARGIN, Prediction
-from penstock.planner.prediction import predict
-from penstock.planner.rates import FUSED, rates_of
-from penstock.planner.shapes import Shape, shape_of
+from penstock.planner.describe import attention_form, describe, totals
+from penstock.planner.memory import memory
+from penstock.planner.prediction import MARGIN, Prediction, predicted
+from penstock.planner.rates import rates_of
+from penstock.planner.shapes import Block, blocks_of, counted_tokens
 
 LEAST_TOKENS = 8192
 MOST_CONTEXT = 16
@@ -34,6 +32,7 @@ _AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", 
 _FIELDS = tuple(f.name for f in fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
 _SEARCHED = (*_AXES, "dp", "accumulate", "schedule")
+_REST = attrgetter(*(name for name in _AXES if name != "micro_batch"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,45 +126,25 @@ def explore(
     """As `search`, with what became of the layouts that lose. Raises ConfigError as it does."""
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
-    shape = shape_of(model)
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
     problems = rules.problems(base, model, machine, layout=False)
     if problems:
         raise ConfigError(problems)
-    batch = global_batch or default_batch(shape, gpus)
-    rates = rates_of(machine, base, constants)
-    memo: Memo = {}
+    batch = global_batch or default_batch(model, gpus)
+    rates, parameters = rates_of(machine, base, constants), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
     limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
     found = Found()
     ranked: list[tuple[float, int, Prediction]] = []
-    for plan in layouts(shape, machine, gpus, batch, base, space or Space(), fixed):
+    for plan in layouts(model, machine, gpus, batch, base, space or Space(), fixed):
         found.tried += 1
-        if gpus == 1 and isinstance(model, ViTConfig):
-            one = predict(model, machine, plan)
-            if one.memory_bytes <= limit:
-                ranked.append((one.iteration_seconds, found.tried, one))
-            else:
-                found.too_large += 1
-                if found.nearest is None or one.memory_bytes < found.nearest[1]:
-                    found.nearest = (plan, one.memory_bytes)
-            continue
         # What a micro-batch is too large for, a larger one is too: of the rest of the plan nothing shrinks with it.
-        rest = (
-            plan.tp,
-            plan.pp,
-            plan.cp,
-            plan.ep,
-            plan.sp,
-            plan.virtual,
-            plan.sharding,
-            plan.shard,
-            plan.recompute,
-        )
+        rest = _REST(plan)
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             found.too_large += 1
             continue
-        parts = memory(shape, plan, constants)
+        work = describe(model, plan, machine.device)
+        parts = memory(work, plan, constants, cpu=rates.cpu)
         needed = sum(parts.values())
         if needed > limit:
             too_large[rest] = plan.micro_batch
@@ -173,23 +152,24 @@ def explore(
             if found.nearest is None or needed < found.nearest[1]:
                 found.nearest = (plan, needed)
             continue
-        one = prediction(shape, machine, rates, plan, constants, parts=parts, memo=memo)
+        one = predicted(work, machine, plan, rates, parameters, parts=parts)
         ranked.append((one.iteration_seconds, found.tried, one))
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
     if not found.tried:
+        depth = _depth(blocks_of(model))
         raise ConfigError(
             f"No layout has {gpus} devices and {batch} samples a step{_as_fixed(base, fixed)}: tensor parallel degrees "
-            f"must divide the heads, stages must divide the {shape.depth} blocks, and replicas the samples. Try a "
-            "number of devices that divides the batch, or another global batch."
+            f"must divide the heads, stages must divide the {depth} blocks, and replicas the samples. "
+            "Try a number of devices that divides the batch, or another global batch."
         )
     found.predictions = [one for _, _, one in sorted(ranked)[:keep]]
     return found
 
 
-def default_batch(shape: Shape, gpus: int) -> int:
+def default_batch(model: ModelConfig, gpus: int) -> int:
     """Samples of a step where none are asked for: a power of two near four million tokens, one per device at least."""
-    wanted = max(gpus, 2**22 // max(1, shape.samples_are_tokens))
+    wanted = max(gpus, 2**22 // max(1, counted_tokens(model)))
     batch = gpus
     while batch * 2 <= wanted:
         batch *= 2
@@ -212,7 +192,7 @@ def _as_fixed(base: Plan, fixed: frozenset[str]) -> str:
 
 
 def layouts(
-    shape: Shape,
+    model: ModelConfig,
     machine: Machine,
     gpus: int,
     batch: int,
@@ -223,24 +203,30 @@ def layouts(
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
     held = {name: getattr(base, name) for name in _SEARCHED if name in fixed}
     space = replace(space, **{name: (value,) for name, value in held.items() if name in _AXES})
-    for plan in _legal(shape, machine, gpus, batch, base, space):
+    blocks = blocks_of(model)
+    if "selective" in space.recompute and attention_form(base, model.tokens, machine.device) == "fused":
+        # Nothing keeps scores that could be computed again.
+        space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
+    for plan in _legal(blocks, machine, gpus, batch, base, space):
         if all(getattr(plan, name) == value for name, value in held.items()):
             yield plan
 
 
-def _legal(shape: Shape, machine: Machine, gpus: int, batch: int, base: Plan, space: Space) -> Iterator[Plan]:
-    for tp in _tensor_degrees(shape, machine, gpus, space.tp):
-        for pp in _stages(shape, gpus // tp, space.pp):
-            for cp in _context_degrees(shape, space.cp):
+def _legal(
+    blocks: Sequence[Block], machine: Machine, gpus: int, batch: int, base: Plan, space: Space
+) -> Iterator[Plan]:
+    for tp in _tensor_degrees(blocks, machine, gpus, space.tp):
+        for pp in _stages(blocks, gpus // tp, space.pp):
+            for cp in _context_degrees(blocks, space.cp):
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
                 if batch % dp:
                     continue
-                for ep in _expert_degrees(shape, dp, space.ep):
+                for ep in _expert_degrees(blocks, dp, space.ep):
                     corner = vary(base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=False, shard=1)
                     shardings = list(_shardings(corner, machine.devices_per_node // tp, space))
-                    yield from _within(shape, corner, batch // dp, shardings, space)
+                    yield from _within(blocks, corner, batch // dp, shardings, space)
 
 
 def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
@@ -260,13 +246,12 @@ def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str,
 
 
 def _within(
-    shape: Shape, corner: Plan, samples: int, shardings: Sequence[tuple[str, int]], space: Space
+    blocks: Sequence[Block], corner: Plan, samples: int, shardings: Sequence[tuple[str, int]], space: Space
 ) -> Iterator[Plan]:
     """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
-    chunks = _chunks(shape, corner.pp, space.virtual)
+    chunks = _chunks(blocks, corner.pp, space.virtual)
     plain = corner.schedule if corner.schedule in ("gpipe", "zero_bubble") else "1f1b"
-    kinds = [kind for kind in space.recompute if kind != "selective" or corner.attention not in FUSED]
-    even = all(block.tokens // corner.cp % corner.tp == 0 for block in shape.blocks)
+    even = all(block.tokens // corner.cp % corner.tp == 0 for block in blocks)
     splits = sorted({sp and even for sp in space.sp}) if corner.tp > 1 else [False]
     for micro in _micro_batches(samples, space.micro_batch):
         for virtual in chunks:
@@ -274,7 +259,7 @@ def _within(
             if virtual > 1 and samples // micro % corner.pp:
                 continue
             for sharding, shard in shardings:
-                for kind in kinds:
+                for kind in space.recompute:
                     for sp in splits:
                         yield vary(
                             corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
@@ -282,12 +267,16 @@ def _within(
                         )  # fmt: skip
 
 
+def _depth(blocks: Sequence[Block]) -> int:
+    return sum(block.count for block in blocks)
+
+
 def _divisors(number: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return small + [number // i for i in reversed(small) if i * i != number]
 
 
-def _tensor_degrees(shape: Shape, machine: Machine, gpus: int, wanted: Sequence[int]) -> list[int]:
+def _tensor_degrees(blocks: Sequence[Block], machine: Machine, gpus: int, wanted: Sequence[int]) -> list[int]:
     """Degrees that divide heads and hidden width, inside a node unless asked for."""
     found = wanted or _divisors(min(gpus, machine.devices_per_node))
     return [
@@ -297,20 +286,20 @@ def _tensor_degrees(shape: Shape, machine: Machine, gpus: int, wanted: Sequence[
         and all(
             block.heads % tp == 0 == block.hidden % tp
             and (block.kv_heads % tp == 0 or tp % block.kv_heads == 0)
-            for block in shape.blocks
+            for block in blocks
         )
     ]
 
 
-def _stages(shape: Shape, devices: int, wanted: Sequence[int]) -> list[int]:
+def _stages(blocks: Sequence[Block], devices: int, wanted: Sequence[int]) -> list[int]:
     """Numbers of stages that share the blocks out evenly, entrance and exit counted or not."""
-    n = shape.depth
+    n = _depth(blocks)
     found = wanted or [p for p in range(1, min(n, devices) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
     return [p for p in found if devices % p == 0]
 
 
-def _context_degrees(shape: Shape, wanted: Sequence[int]) -> list[int]:
-    tokens = min(block.tokens for block in shape.blocks)
+def _context_degrees(blocks: Sequence[Block], wanted: Sequence[int]) -> list[int]:
+    tokens = min(block.tokens for block in blocks)
     if wanted:
         return [cp for cp in wanted if tokens % cp == 0]
     degrees = [1]
@@ -323,19 +312,20 @@ def _context_degrees(shape: Shape, wanted: Sequence[int]) -> list[int]:
     return degrees
 
 
-def _expert_degrees(shape: Shape, dp: int, wanted: Sequence[int]) -> list[int]:
-    experts = max(block.experts for block in shape.blocks)
+def _expert_degrees(blocks: Sequence[Block], dp: int, wanted: Sequence[int]) -> list[int]:
+    experts = max(block.experts for block in blocks)
     if not experts:
         return [1]
     return [ep for ep in (wanted or _divisors(experts)) if experts % ep == 0 and dp % ep == 0]
 
 
-def _chunks(shape: Shape, pp: int, wanted: Sequence[int]) -> list[int]:
+def _chunks(blocks: Sequence[Block], pp: int, wanted: Sequence[int]) -> list[int]:
     if pp == 1:
         return [1]
-    if shape.depth % pp:
+    depth = _depth(blocks)
+    if depth % pp:
         return [1]
-    return [v for v in (wanted or _divisors(shape.depth // pp)) if shape.depth % (pp * v) == 0]
+    return [v for v in (wanted or _divisors(depth // pp)) if depth % (pp * v) == 0]
 
 
 def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
@@ -346,24 +336,26 @@ def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
 
 def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
-    shape = shape_of(model)
     name = title(model)
     limit = machine.memory_bytes * MARGIN
     assert found.nearest is not None
     plan, needed = found.nearest
+
+    def fits(**changes: Any) -> bool:
+        return needed_bytes(model, machine, vary(plan, **changes)) <= limit
+
     says = (
-        f"{name} ({shape.parameters / 1e9:.1f} billion parameters) fits in no layout on {gpus} {machine.name}: the "
-        f"smallest needs {needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give "
+        f"{name} ({totals(model).parameters / 1e9:.1f} billion parameters) fits in no layout on {gpus} {machine.name}: "
+        f"the smallest needs {needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give "
         f"({plan.line()})."
     )
     remedies = []
-    more = _enough(shape, machine, gpus, plan, limit)
+    more = _enough(model, machine, gpus, plan, limit)
     if more is not None:
         remedies.append(f"use {more} devices or more")
-    shared = plan.sharding != "ddp" and plan.dp > 1
-    if shared and sum(memory(shape, vary(plan, offload="optimizer")).values()) <= limit:
+    if plan.sharding != "ddp" and plan.dp > 1 and fits(offload="optimizer"):
         remedies.append("keep the optimizer's states in host memory (offload=optimizer)")
-    if plan.algorithm == "adamw" and sum(memory(shape, vary(plan, algorithm="adam8bit")).values()) <= limit:
+    if plan.algorithm == "adamw" and fits(algorithm="adam8bit"):
         remedies.append("keep its moments in eight bits (algorithm=adam8bit)")
     if plan.recompute not in ("early", "full"):
         remedies.append("recompute blocks (recompute=full)")
@@ -372,12 +364,18 @@ def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) 
     return f"{says} To make it fit: {'; or '.join(remedies)}."
 
 
-def _enough(shape: Shape, machine: Machine, gpus: int, base: Plan, limit: float) -> int | None:
+def needed_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> float:
+    """Bytes of the fullest device."""
+    cpu = machine.device == "cpu"
+    return sum(memory(describe(model, plan, machine.device), plan, cpu=cpu).values())
+
+
+def _enough(model: ModelConfig, machine: Machine, gpus: int, base: Plan, limit: float) -> int | None:
     """The smallest number of devices, by doubling, on which a layout of one sample at a time fits."""
     space = Space(micro_batch=(1,), recompute=("none", "full"), sharding=("zero1", "fsdp"))
     for doublings in range(1, 14):
         devices = gpus << doublings
-        for plan in layouts(shape, machine, devices, devices, base, space):
-            if sum(memory(shape, plan).values()) <= limit:
+        for plan in layouts(model, machine, devices, devices, base, space):
+            if needed_bytes(model, machine, plan) <= limit:
                 return devices
     return None

@@ -1,114 +1,144 @@
-"""Weights, gradients and optimizer states: bytes per parameter, and what an update moves."""
+"""What a device holds of the weights, gradients and optimizer states of a layout, and what one update moves."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
-from penstock.config.plan import Master, Plan
+from penstock.config.numerics import BYTES, Numerics, numerics_of
+from penstock.config.plan import Plan
+from penstock.planner.describe import Workload
+from penstock.planner.layout import stage_blocks
 
 UPDATE_LAUNCHES = 4
 """Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""
 OPTIMIZER_OPERATORS = 10
 """Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
+OPTIMIZER_ACCESSES = 20
+"""Numbers that these operators read and write per weight, with two moments."""
 MULTI_TENSOR_ELEMENTS = 320 * 65536
 """Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
-NEWTON_SCHULZ_STEPS = 5
-MASTER_BYTES: dict[Master, float] = {"copy": 4.0, "remainder": 2.0}
-"""How O2 keeps its fp32 weights: whole beside the half ones, or as the sixteen bits that bf16 weights lack."""
-MOMENTS = {"adamw": 2.0, "adam8bit": 2.0, "sgd": 1.0, "muon": 1.0}
-"""Numbers that an optimizer keeps per weight."""
-EIGHT_BIT = 1.03
-"""Bytes of a number kept in eight bits, with its blocks' scales (Dettmers et al., ICLR 2022)."""
 
 
-def weight_size(plan: Plan) -> int:
-    """Bytes per weight that forward and backward compute with; what is shared out is gathered in half precision."""
-    if plan.precision == "O1":
-        return 4 if plan.sharding == "ddp" else 2
-    return 2 if plan.precision in ("O2", "O3") else 4
+class Holding(NamedTuple):
+    """Learned numbers of the fullest stage on one device."""
+
+    held: float
+    """Before data parallel sharding."""
+    sharded: float
+    """What sharding leaves of them."""
+    kept: float
+    """That this device updates."""
+    tensors: float
+    """Tensors that these are in."""
+    replicas: int
+    """That weights are shared out over."""
+    expert_replicas: int
+    """Those of them that hold the same experts."""
+    gathers: bool
+    """Whether weights are gathered for each pass."""
+    block_dense: float
+    """Of one block on the mean, what is gathered of weights that all replicas hold."""
+    block_experts: float
+    """The same of experts, which are fewer replicas' alike; 0 where nobody else holds them."""
+    ends: float
+    """What is gathered of the entrance and the exit where one stage has both, or of the larger."""
 
 
-def stored_size(plan: Plan) -> int:
-    """Bytes per weight as it is stored between steps, without master weights.
-
-    Shards of weights are fp32 with O1 and O2, and then nothing else is stored. Where only optimizer states are shared
-    out, whole weights in half precision lie beside shards in fp32, with O1 as with O2.
-    """
-    return 2 if plan.precision == "O3" or halves_beside_masters(plan) else 4
-
-
-def halves_beside_masters(plan: Plan) -> bool:
-    """Whether whole weights are stored in half precision, and fp32 ones for the optimizer to update beside them."""
-    if plan.precision == "O1":
-        return plan.sharding in ("zero1", "zero2")
-    return plan.precision == "O2" and not shards_are_masters(plan)
-
-
-def shards_are_masters(plan: Plan) -> bool:
-    """Whether the fp32 weights that an optimizer updates are what each device holds of the weights."""
-    return plan.precision in ("O1", "O2") and plan.sharding in ("fsdp", "hsdp")
-
-
-def gradient_size(plan: Plan) -> int:
-    """Bytes per gradient that is accumulated and reduced: of whole weights that lie there in half precision, in half;
-    of weights in fp32, or whose update is shared out, in fp32.
-    """
-    if plan.gradients == "weights":
-        shared = plan.precision == "O2" and plan.sharding != "ddp"
-        return 4 if plan.precision == "O1" or shared else stored_size(plan)
-    return 4 if plan.gradients == "fp32" else 2
+@lru_cache(maxsize=8192)
+def _held(work: Workload, pp: int) -> tuple[float, float, float, float, float, float]:
+    """Learned numbers and experts of the fullest stage; dense ones and experts of a block, on the mean; those of the
+    ends; tensors."""
+    blocks = sum(part.count * (part.parameters + part.experts) for part in work.blocks)
+    experts = sum(part.count * part.experts for part in work.blocks)
+    ends = [part.parameters for part in work.parts if part.block is None]
+    depth = max(1, work.depth)
+    if pp == 1 or not work.depth:
+        dense = (blocks - experts) / depth if work.depth else float(sum(ends))
+        return (
+            blocks + sum(ends),
+            experts,
+            dense,
+            experts / depth,
+            sum(ends) if work.depth else 0.0,
+            work.tensors,
+        )
+    first, middle, last = stage_blocks(depth, pp)
+    one, (entrance, exit_) = blocks / depth, ends
+    stages = (first * one + entrance, middle * one, last * one + exit_ + work.tied)
+    most = max(first, middle, last)
+    return (
+        max(stages), experts / depth * most, (blocks - experts) / depth, experts / depth,
+        max(entrance, exit_ + work.tied), work.tensors / pp,
+    )  # fmt: skip
 
 
-def master_size(plan: Plan) -> float:
-    """Bytes per weight of master weights, beside the weights that forward and backward compute with."""
-    return MASTER_BYTES[plan.master] if halves_beside_masters(plan) else 0.0
-
-
-def optimizer_size(plan: Plan) -> float:
-    """Bytes per weight that the optimizer keeps, master weights among them."""
-    number = stored_size(plan) if plan.precision == "O3" else 4.0
-    if plan.algorithm == "adam8bit":
-        number = EIGHT_BIT
-    return MOMENTS[plan.algorithm] * number + master_size(plan)
+def holding(work: Workload, plan: Plan) -> Holding:
+    """What each device of a layout holds."""
+    held, experts, dense, sparse, ends, tensors = _held(work, plan.pp)
+    shards = plan.dp * plan.cp
+    group = min(plan.shard, shards) if plan.sharding == "hsdp" else shards
+    alike = max(1, group // plan.ep)
+    # Experts are shared out over fewer replicas, for ep has split them already.
+    sharded = (held - experts) / group + experts / alike
+    whole = plan.sharding == "ddp" or shards == 1
+    gathers = plan.sharding in ("fsdp", "hsdp") and shards > 1
+    return Holding(
+        held, sharded, held if whole else sharded, tensors, 1 if whole else group, 1 if whole else alike, gathers,
+        dense, sparse if alike > 1 else 0.0, ends,
+    )  # fmt: skip
 
 
 def update_bytes(plan: Plan) -> float:
-    """Bytes per weight that one update reads and writes, gradient clipping among them.
+    """Bytes per weight that one update reads and writes, gradient clipping among them; of AdamW (Loshchilov and Hutter,
+    ICLR 2019, algorithm 2) unless the plan says otherwise.
 
-    A fused AdamW reads weight, gradient and both moments and writes all but the gradient; written as single operators
-    it makes twenty accesses. Master weights add a gradient in fp32, its unscaling where the type is fp16, and the copy
-    back. In the remainder's form one pass reads and writes the half weight, its remainder and both moments, reads the
-    gradient as it is, and takes clipping's factor along; the norm has read the gradient once before.
+    A fused update reads weight, gradient and moments and writes all but the gradient; on flat buffers (`contiguous`)
+    the backward pass moves each gradient there, two more accesses. Written as single operators it makes twenty. The
+    norm that gradients are clipped by reads them once more, and what is not fused then scales them. Master weights add
+    a gradient in fp32, its unscaling where the type is fp16, and the copy back. In the remainder's form one pass reads
+    and writes the half weight, its remainder and the moments, and reads the gradient as it is.
     """
-    if plan.precision == "O2" and plan.master == "remainder" and not shards_are_masters(plan):
-        return 2.0 * (2.0 + 2.0) + 2.0 * 4.0 * MOMENTS[plan.algorithm] + 2.0 * gradient_size(plan)
-    number = 2.0 if plan.precision == "O3" else 4.0
-    kept = MOMENTS[plan.algorithm]
-    state = EIGHT_BIT if plan.algorithm == "adam8bit" else number
-    fused = plan.optimizer in ("fused", "contiguous")
-    adam = (3 * number + 2 * kept * state) if fused else 20 * number * (1 + kept) / 3
-    clip = 3 * number
-    if plan.precision != "O2" or shards_are_masters(plan):
-        return adam + clip
-    size = gradient_size(plan)
-    cast = size + 4.0 if size == 2 else 0.0
-    unscale = 8.0 if plan.dtype == "fp16" else 0.0
-    return adam + clip + cast + unscale + 6.0 + size
+    return _update_bytes(numerics_of(plan), plan.optimizer)
 
 
-def update_launches(parameters: float, tensors: float, plan: Plan, device: str = "cuda") -> int:
-    """Operators that one update of so many parameters in so many tensors launches."""
+@lru_cache(maxsize=1024)
+def _update_bytes(numerics: Numerics, form: str) -> float:
+    gradient, moments = BYTES[numerics.reduction], numerics.moments_per_weight
+    if numerics.masters == "remainder":
+        return 2.0 * (2.0 + 2.0) + 2.0 * moments * BYTES[numerics.moments] + 2.0 * gradient
+    number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
+    if form in ("loop", "foreach"):
+        moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3) * number
+    else:
+        # Weight in and out, the gradient for its norm and for the update.
+        moved = (4 + 2 * (form == "contiguous")) * number + 2 * moments * BYTES[numerics.moments]
+    if numerics.masters == "copy":
+        # The gradient becomes one in fp32, and the new weight one in half.
+        moved += (
+            (gradient + 4.0 if gradient == 2 else 0.0) + (8.0 if numerics.loss_scale else 0.0) + 4.0 + 2.0
+        )
+    return moved
+
+
+def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool = False) -> int:
+    """Operators that one update of so many parameters in so many tensors launches. `loop` launches every operator for
+    every tensor, `foreach` one per chunk of tensors; on a CPU torch has no such kernel and loops inside."""
     chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
     if plan.optimizer in ("loop", "foreach"):
-        each = tensors if plan.optimizer == "loop" or device == "cpu" else chunks
+        each = tensors if plan.optimizer == "loop" or cpu else chunks
         return math.ceil(each) * (OPTIMIZER_OPERATORS + 2)
     if plan.optimizer == "fused":
-        return math.ceil(tensors * UPDATE_LAUNCHES) if device == "cpu" else 2 * chunks
+        return math.ceil(tensors * UPDATE_LAUNCHES) if cpu else 2 * chunks
     return 3
 
 
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of Muon's orthogonalisation of one (rows, columns) matrix: five steps of three products each, of the
-    shorter side n and the longer one m: 4 n² m + 2 n³ (Jordan et al. 2024, "Muon")."""
-    n, m = min(rows, columns), max(rows, columns)
-    return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n * n * n)
+def accumulation_bytes(plan: Plan, hold: Holding) -> float:
+    """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written."""
+    if plan.accumulate == 1 and plan.pp == 1:
+        return 0.0
+    shared = hold.gathers or plan.sharding == "zero2"
+    numerics = numerics_of(plan)
+    each = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
+    return plan.accumulate * (hold.sharded if shared else hold.held) * each

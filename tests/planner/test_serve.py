@@ -11,9 +11,10 @@ import pytest
 import penstock
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.inference import Serving, cache_bytes_per_token, predict_inference
-from penstock.planner.shapes import shape_of
+from penstock.planner.describe import describe
+from penstock.planner.serve import Serving, cache_bytes_per_token, predict_inference
 
 H100 = load_machine("h100")
 LLAMA = PRESETS["llama3-8b"]
@@ -26,7 +27,7 @@ FINE = replace(
 
 def test_the_cache_of_llama_3_8b_takes_128_kib_a_token() -> None:
     """32 blocks × keys and values × 8 heads × 128 features × 2 bytes."""
-    assert cache_bytes_per_token(shape_of(LLAMA), Serving()) == 32 * 2 * 8 * 128 * 2
+    assert cache_bytes_per_token(LLAMA, Serving()) == 32 * 2 * 8 * 128 * 2
 
 
 def test_decoding_one_sequence_reads_the_weights_once() -> None:
@@ -74,8 +75,8 @@ def test_a_mixture_reads_only_the_experts_it_meets() -> None:
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 4), (8, 8)])
 def test_no_degree_computes_faster_than_the_devices_can(model: DecoderConfig, tp: int, ep: int) -> None:
     one = predict_inference(model, H100, Serving(batch=64, tp=tp, ep=ep))
-    sample = shape_of(replace(model, sequence=512))
-    flops = 64 * sum(block.count * block.linear_flops for block in sample.blocks)
+    sample = describe(replace(model, sequence=512), Plan(micro_batch=64, attention="flash"))
+    flops = sum(part.count * op.flops for part in sample.blocks for op in part.forward if op.kind == "gemm")
     assert flops / one.prefill_seconds / one.serving.gpus < H100.achievable_flops["bf16"]
 
 

@@ -6,32 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.model import PRESETS
+from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
-from penstock.planner.memory_model import block_bytes, in_flight
-from penstock.planner.shapes import shape_of
+from penstock.planner.describe import describe
+from penstock.planner.memory import held, in_flight
 
 MODELS = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
 
 
+# Their formulas leave out the statistics of norms, 4 bytes each a row: 16 of 34 * width bytes.
 def kept(model: str, **settings: object) -> tuple[float, float]:
     """Bytes of one block over sbh, and 5as/h."""
-    block = shape_of(PRESETS[model]).blocks[0]
     base = Plan(precision="O2", compile="blocks", attention="plain", micro_batch=4)
     plan = replace(base, **settings)  # type: ignore[arg-type]
-    unit = 2048 * 4 * block.width
-    return block_bytes(block, plan)[0] / unit, 5 * block.heads * 2048 / block.width
+    config = preset(model)
+    assert isinstance(config, DecoderConfig)
+    unit = 2048 * 4 * config.width
+    blocks = sum(held(describe(config, plan), plan).blocks.values())
+    return blocks / config.depth / unit, 5 * config.heads * 2048 / config.width
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_activations_are_the_formulas_of_korthikanti_table_2(model: str) -> None:
     t = 8
     whole, scores = kept(model)
-    assert whole == pytest.approx(34 + scores, rel=1e-12)
-    assert kept(model, tp=t)[0] == pytest.approx(10 + 24 / t + scores / t, rel=1e-12)
-    assert kept(model, tp=t, sp=True)[0] == pytest.approx(34 / t + scores / t, rel=1e-12)
-    assert kept(model, tp=t, recompute="selective")[0] == pytest.approx(10 + 24 / t, rel=1e-12)
-    assert kept(model, tp=t, sp=True, recompute="selective")[0] == pytest.approx(34 / t, rel=1e-12)
+    assert whole == pytest.approx(34 + scores, rel=3e-4)
+    assert kept(model, tp=t)[0] == pytest.approx(10 + 24 / t + scores / t, rel=3e-4)
+    assert kept(model, tp=t, sp=True)[0] == pytest.approx(34 / t + scores / t, rel=3e-4)
+    assert kept(model, tp=t, recompute="selective")[0] == pytest.approx(10 + 24 / t, rel=3e-4)
+    assert kept(model, tp=t, sp=True, recompute="selective")[0] == pytest.approx(34 / t, rel=3e-4)
     assert kept(model, tp=t, recompute="full")[0] == 2
 
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import get_args
 
+from calibration.table import Row, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import ViTConfig, preset
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, ViTConfig, preset
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.planner.block_time import block_time
-from penstock.planner.calibration.table import Row, decoder, iteration_seconds, read
 from penstock.planner.constants import Constants
-from penstock.planner.memory_model import memory
-from penstock.planner.outcome import MARGIN
+from penstock.planner.describe import describe, totals
+from penstock.planner.memory import memory
+from penstock.planner.prediction import MARGIN
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import Block, shape_of
+from penstock.planner.step import layout_of, part_time
 
 _VITS = {
     "b16": preset("vit-b16"),
@@ -64,10 +64,8 @@ def attention() -> Iterator[Row]:
         features, tokens = int(row["features"]), int(row["tokens"])
         causal, both = row["causal"] == "yes", row["pass"] == "both"
         heads, batch = WIDTH // features, TOKENS // tokens
-        block = Block(
-            count=1, tokens=tokens, width=WIDTH, heads=heads, kv_heads=heads, features=features, hidden=WIDTH,
-            causal=causal,
-        )  # fmt: skip
+        family = DecoderConfig if causal else EncoderConfig
+        model = family(width=WIDTH, depth=1, heads=heads, mlp_width=WIDTH, sequence=tokens)
         plan = Plan(precision="O3", dtype="fp16", attention=_backend(row["backend"]), micro_batch=batch)
         flops = 4.0 * TOKENS * tokens * WIDTH * (3.5 if both else 1.0) * (0.5 if causal else 1.0)
 
@@ -75,15 +73,17 @@ def attention() -> Iterator[Row]:
             f"{row['kernel']}, {machine.name}, {row['pass']}, {'causal, ' if causal else ''}{features} features, "
             f"{tokens} tokens"
         )
-        predict = _rate(block, machine, plan, flops, both=both)
+        predict = _rate(model, machine, plan, flops, both=both)
         yield Row("attention", name, row["kernel"], float(row["tflops"]), predict)
 
 
 def _rate(
-    block: Block, machine: Machine, plan: Plan, flops: float, *, both: bool
+    model: ModelConfig, machine: Machine, plan: Plan, flops: float, *, both: bool
 ) -> Callable[[Constants], float]:
+    (block,) = describe(model, plan).blocks
+
     def predict(constants: Constants) -> float:
-        time = block_time(block, rates_of(machine, plan, constants), plan)
+        time = part_time(block, rates_of(machine, plan, constants), layout_of(plan))
         seconds = time.forward.attention + (time.backward.attention if both else 0.0)
         return flops / seconds / 1e12
 
@@ -113,17 +113,16 @@ def flash_training() -> Iterator[Row]:
             mlp_width=4 * width,
             sequence=tokens,
         )
-        shape = shape_of(model)
         plan = Plan(
             precision="O1", optimizer="fused", compile="blocks", attention=_backend(row["backend"]), dp=8,
             sharding="zero1", micro_batch=1,
         )  # fmt: skip
         for micro in (2, 4, 8, 16, 32, 64):
             larger = replace(plan, micro_batch=micro)
-            if sum(memory(shape, larger).values()) <= MARGIN * machine.memory_bytes:
+            if sum(memory(describe(model, larger), larger).values()) <= MARGIN * machine.memory_bytes:
                 plan = larger
         seconds = iteration_seconds(model, machine, plan)
-        flops = plan.micro_batch * tokens * (6 * shape.parameters + 12 * depth * width * tokens)
+        flops = plan.micro_batch * tokens * (6 * totals(model).parameters + 12 * depth * width * tokens)
 
         def predict(constants: Constants, seconds=seconds, flops=flops) -> float:  # type: ignore[no-untyped-def]
             return float(flops / seconds(constants) / 1e12)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.calibration.fit import error, leave_one_out, stored_leave_one_out
-from penstock.planner.calibration.rows import TABLES, rows
-from penstock.planner.calibration.table import Row, source
+from calibration.fit import error, leave_one_out, stored_leave_one_out
+from calibration.rows import TABLES, rows
+from calibration.table import Row, source
 from penstock.planner.constants import DEFAULT, Constants
 
 TITLES = {

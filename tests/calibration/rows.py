@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
+from calibration import blind
+from calibration.table import Row, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute
-from penstock.planner.block_time import block_time
-from penstock.planner.calibration import blind
-from penstock.planner.calibration.table import Row, decoder, iteration_seconds, read
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.gemm import gemm_seconds
-from penstock.planner.memory_model import memory
+from penstock.planner.describe import describe, totals
+from penstock.planner.memory import memory
+from penstock.planner.operators import Op
+from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import shape_of
+from penstock.planner.step import PartTime, layout_of, part_time
 
 GIB = 2**30
 
@@ -35,19 +36,21 @@ _MEGATRON = Plan(
 
 def korthikanti_table4() -> Iterator[Row]:
     """Forward and backward milliseconds of one layer."""
-    block = shape_of(decoder("gpt-22b")).blocks[0]
-    machine = load_machine("a100-80g")
+    model, machine = decoder("gpt-22b"), load_machine("a100-80g")
     for row in read("korthikanti_table4"):
         words = row["experiment"].lower()
         kind: Recompute = "full" if "full" in words else "selective" if "selective" in words else "none"
         plan = replace(_MEGATRON, tp=8, micro_batch=4, sp="sequence" in words, recompute=kind)
 
-        def forward(constants: Constants, plan: Plan = plan) -> float:
-            return 1e3 * block_time(block, rates_of(machine, plan, constants), plan).forward.total
+        def timed(constants: Constants, plan: Plan = plan) -> PartTime:
+            (block,) = describe(model, plan).blocks
+            return part_time(block, rates_of(machine, plan, constants), layout_of(plan))
 
-        def backward(constants: Constants, plan: Plan = plan) -> float:
-            time = block_time(block, rates_of(machine, plan, constants), plan)
-            return 1e3 * (time.backward.total + time.again.total)
+        def forward(constants: Constants, timed: Callable[[Constants], PartTime] = timed) -> float:
+            return 1e3 * timed(constants).forward.total
+
+        def backward(constants: Constants, timed: Callable[[Constants], PartTime] = timed) -> float:
+            return 1e3 * timed(constants).back
 
         yield Row(
             "korthikanti_table4",
@@ -80,7 +83,7 @@ def korthikanti_table5() -> Iterator[Row]:
         if row["iter_time_s"]:
             measured = float(row["iter_time_s"])
         else:
-            useful = shape_of(model).model_flops * plan.global_batch / plan.gpus
+            useful = totals(model).model_flops * plan.global_batch / plan.gpus
             measured = useful / (float(row["mfu_pct"]) / 100 * machine.peak_flops["fp16"])
         name = f"{row['model']}, {plan.gpus} GPUs, {plan.recompute}{' + sp' if sp else ''}"
         yield Row("korthikanti_table5", name, row["model"], measured, iteration_seconds(model, machine, plan))
@@ -142,10 +145,10 @@ def torchtitan_memory() -> Iterator[Row]:
     for row in read("torchtitan"):
         if row["mem_gib"]:
             model, plan = _titan(row)
-            shape = shape_of(model)
+            work = describe(model, plan)
 
-            def predict(constants: Constants, shape=shape, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
-                return sum(memory(shape, plan, constants).values()) / GIB
+            def predict(constants: Constants, work=work, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
+                return sum(memory(work, plan, constants).values()) / GIB
 
             name = f"{row['model']}, {row['seq_len']} tokens, {row['gpus']} GPUs, {row['techniques']}"
             yield Row("torchtitan_memory", name, row["model"], float(row["mem_gib"]), predict)
@@ -303,7 +306,8 @@ def matmul() -> Iterator[Row]:
             constants: Constants, machine: Machine = machine, m: int = m, n: int = n, k: int = k
         ) -> float:
             rates = rates_of(machine, Plan(precision="O1"), constants)
-            return 2 * m * n * k / gemm_seconds(rates, m, n, k) / 1e12
+            op = Op("product", "gemm", m=m, n=n, k=k, read=2.0 * (m + n) * k, written=2.0 * m * n)
+            return 2 * m * n * k / price(op, rates) / 1e12
 
         name = f"{row['accelerator']}, {row['shape']}"
         yield Row("matmul", name, machine.name, float(row["achieved_tflops"]), predict)

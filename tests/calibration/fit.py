@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from importlib import resources
 
-from penstock.planner.calibration.rows import TABLES, rows
-from penstock.planner.calibration.table import Row
+from calibration.rows import TABLES, rows
+from calibration.table import FOLDER, Row
 from penstock.planner.constants import DEFAULT, Constants
 
 FITTED = (
@@ -84,6 +83,6 @@ def leave_one_out() -> dict[str, list[float]]:
 
 def stored_leave_one_out() -> dict[str, list[float]]:
     """The errors of `leave_one_out` as they were when the page was last written; refitting takes minutes."""
-    path = resources.files(__package__).joinpath("tables/leave_one_out.json")
+    path = FOLDER / "leave_one_out.json"
     stored: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
     return {table: stored[table] for table in TABLES if table in stored}

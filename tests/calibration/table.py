@@ -6,15 +6,17 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.constants import Constants
-from penstock.planner.iteration import iteration
+from penstock.planner.describe import describe
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import shape_of
+from penstock.planner.step import step
+
+FOLDER = Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +35,23 @@ class Row:
 
 
 @cache
-def decoder(name: str) -> DecoderConfig:
-    """The preset called `name`, which must be a decoder."""
-    found = preset(name)
-    assert isinstance(found, DecoderConfig)
-    return found
-
-
 def read(table: str) -> tuple[dict[str, str], ...]:
     """The rows of a table; its first line is the source."""
-    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    text = (FOLDER / f"{table}.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()[1:]))
 
 
 def source(table: str) -> str:
     """Where a table comes from."""
-    text = resources.files(__package__).joinpath(f"tables/{table}.csv").read_text(encoding="utf-8")
+    text = (FOLDER / f"{table}.csv").read_text(encoding="utf-8")
     return text.splitlines()[0].removeprefix("# ").removeprefix('"').removesuffix('"')
+
+
+def decoder(name: str) -> DecoderConfig:
+    """The preset called `name`, which must be a decoder."""
+    found = preset(name)
+    assert isinstance(found, DecoderConfig)
+    return found
 
 
 BLOCKED = 20e-6
@@ -61,11 +63,11 @@ def iteration_seconds(
     model: ModelConfig, machine: Machine, plan: Plan, *, blocked: bool = False
 ) -> Callable[[Constants], float]:
     """The planner's seconds of one step under given constants."""
-    shape = shape_of(model)
+    work = describe(model, plan, machine.device)
 
     def predict(constants: Constants) -> float:
         if blocked:
             constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
-        return iteration(shape, rates_of(machine, plan, constants), plan).total
+        return step(work, rates_of(machine, plan, constants), plan).total
 
     return predict

@@ -1,0 +1,141 @@
+"""What one operator costs on one device: operator × Machine × Numerics → seconds.
+
+On a GPU an operator takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline:
+an insightful visual performance model") and the gap to the next kernel. On a CPU a core packs the factors of a product
+into panels and then multiplies them, and it reads what an activation needs and then computes exponentials: little of
+the moving hides behind the computing, so the two are added. Measured rates are those of operands in a cache; the moving
+is from memory.
+
+A fused attention kernel's thread block loads a tile of queries, goes over the keys that the tile may see, and stores
+its result (Dao 2023, sections 3.1 and 3.3). Matrix products and exponentials run on different units, but each tile
+needs the one before the other (Shah et al. 2024, section 3.1). What a tile loads before it begins and stores at its end
+hides behind nothing of its own. So all are added.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from penstock.config.machine import KernelSample
+from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
+from penstock.planner.operators import MATRIX, Op
+from penstock.planner.rates import Rates
+
+ROWS, COLUMNS = 128, 64
+"""Queries and keys of a tile of fused attention."""
+MOVED = {True: 2.0, False: 10.0}
+"""What fused attention moves and does not hide, in sizes of all queries, forward and backward. Backward: keys and
+values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
+of queries, cleared and read (4)."""
+CPU_HALF_FUSED_SHARE = 0.12
+"""Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
+Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
+loss."""
+NEAREST = 2
+"""Measured shapes between which a kernel's rate is interpolated."""
+
+
+def seconds(op: Op, rates: Rates) -> float:
+    """Seconds of one operator other than a collective; on a CPU without what launching it takes."""
+    if rates.cpu:
+        return _host_seconds(op, rates)
+    if op.kind in MATRIX:
+        by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
+        computed = by.seconds(op.m, op.n, op.k, op.batch, over_rows=op.over_rows)
+        return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
+    if op.kind == "attention":
+        return fused_seconds(op, rates) + rates.kernel_seconds
+    return (op.read + op.written) / rates.memory + op.launches * rates.kernel_seconds
+
+
+def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
+    """Seconds of a collective over `size` devices that are `stride` apart, hidden or not."""
+    group = group_of(rates, size, stride)
+    if op.kind == "allreduce":
+        return reduce_seconds(group, op.read)
+    if op.kind == "exchange":
+        return exchange_seconds(group, op.read)
+    return gather_seconds(group, op.read)
+
+
+def keys_computed(queries: float, keys: float, *, causal: bool = False, window: int = 0) -> float:
+    """Keys that a query is compared with on average, in whole tiles; `causal` is for as many keys as queries, and
+    `window` limits how many keys back a query sees."""
+    rows = -(-queries // ROWS)
+    wide = -(-keys // COLUMNS) * COLUMNS
+    whole = wide * rows * ROWS / queries
+    if causal:
+        whole = (ROWS * (rows * (rows - 1) // 2) + wide) * ROWS / queries
+    if not window or window >= keys:
+        return whole
+    # A tile of queries sees the window before its first one, and up to its last one.
+    seen = (-(-(window + ROWS) // COLUMNS) * COLUMNS) * rows * ROWS / queries
+    return min(whole, seen * (1 if causal else 2))
+
+
+def fused_seconds(op: Op, rates: Rates) -> float:
+    """Seconds of one pass of a fused attention kernel on a GPU.
+
+    Of a single query per head, as when a token is generated, the keys are what is split among thread blocks.
+    """
+    if op.m <= 1:
+        return max(op.flops / rates.attention, (op.read + op.written) / rates.memory)
+    # Under context parallelism a device has some of the queries, early and late ones.
+    queries = op.n if op.causal else op.m
+    scores = op.batch * op.m * keys_computed(queries, op.n, causal=op.causal, window=op.window)
+    flops = (4.0 if op.forward else 10.0) * scores * op.k
+    rate = rates.attention if op.forward else rates.attention_backward
+    return (
+        flops / rate
+        + scores / rates.exponentials
+        + MOVED[op.forward] * op.elements * rates.compute / rates.memory
+    )
+
+
+def _host_seconds(op: Op, rates: Rates) -> float:
+    """Seconds of one operator on a CPU."""
+    moved = (op.read + op.written) / rates.memory
+    backward = "" if op.forward else "_backward"
+    if op.kind in MATRIX:
+        measured = kernel_rate(rates.kernels, "bmm", *_attention_shape(op)) if op.kind == "bmm" else None
+        if measured:
+            return op.flops / measured + moved
+        return rates.products.seconds(op.m, op.n, op.k, op.batch) + moved
+    if op.kind == "attention":
+        flops = op.flops + op.repeated_flops
+        # A causal mask lets the kernel skip half of the scores of its own tokens.
+        flops *= min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
+        measured = kernel_rate(rates.kernels, f"attention{backward}", op.n, op.k)
+        if measured:
+            # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
+            return flops / measured
+        rate = rates.products.rate(op.m, op.n, op.k) * (1.0 if rates.compute == 4 else CPU_HALF_FUSED_SHARE)
+        return max(flops / rate, moved)
+    if op.kind in ("norm", "softmax", "activation"):
+        name = "gelu" if op.kind == "activation" else op.kind
+        element = kernel_rate(rates.kernels, f"{name}{backward}", 0, 0)
+        return moved + op.elements / element if element else moved
+    return moved
+
+
+def _attention_shape(op: Op) -> tuple[float, float]:
+    """Tokens and features of a head of one of attention's products."""
+    sizes = sorted((op.m, op.n, op.k))
+    return sizes[-1], sizes[0]
+
+
+@lru_cache(maxsize=4096)
+def kernel_rate(samples: tuple[KernelSample, ...], name: str, tokens: float, features: float) -> float | None:
+    """The measured rate of a kernel, between the nearest shapes by distance of logarithms; none if not measured."""
+    near: list[tuple[float, float]] = []
+    for sample in samples:
+        if sample.name == name:
+            if not sample.tokens:
+                return sample.per_second
+            apart = math.log(sample.tokens / tokens) ** 2 + math.log(sample.features / features) ** 2
+            near.append((apart, sample.per_second))
+    if not near:
+        return None
+    weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in sorted(near)[:NEAREST]]
+    return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)

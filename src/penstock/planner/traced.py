@@ -1,0 +1,130 @@
+"""Operators that were recorded of a model in fp32, as a Plan would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from penstock.config.numerics import BYTES, Numerics, numerics_of
+from penstock.config.plan import Plan
+from penstock.planner.describe import Part, Workload
+from penstock.planner.operators import MATRIX, Op
+
+FP8_MULTIPLE = 16
+"""Both sizes of a weight must be multiples of it, that its products run in fp8."""
+
+
+def recorded(
+    operators: Iterable[Op],
+    *,
+    samples: int,
+    parameters: int,
+    tensors: int,
+    kept: int,
+    working: int,
+    units: int = 1,
+) -> Workload:
+    """The workload of a model that was seen with one batch only; `kept` and `working` are bytes of activations."""
+    operators = tuple(operators)
+    part = Part(
+        "model", 1, tuple(op for op in operators if op.forward), tuple(op for op in operators if not op.forward),
+        parameters=parameters, tensors=tensors,
+    )  # fmt: skip
+    return Workload.of([part], samples, units=units, kept_bytes=kept, working_bytes=working)
+
+
+def as_planned(work: Workload, plan: Plan) -> Workload:
+    """`work` in the types of a plan, with its casts, and compiled where it compiles."""
+    return _as_planned(work, numerics_of(plan), plan.compile != "none")
+
+
+@lru_cache(maxsize=256)
+def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
+    product, stream = BYTES[numerics.compute], BYTES[numerics.residual]
+    parts = []
+    for part in work.parts:
+        passes = []
+        for run in (part.forward, part.backward):
+            ops = [_retyped(op, stream, product) for op in run]
+            if numerics.gathered == "fp32" and product == 2:
+                ops = [*_casts(ops, part), *ops]
+            if compiled:
+                ops = _merged(ops)
+            if numerics.fp8 != "none":
+                ops = [*_quantized(ops), *[op._replace(fp8=_is_fp8(op)) for op in ops]]
+            passes.append(tuple(ops))
+        parts.append(replace(part, forward=passes[0], backward=passes[1]))
+    kept = work.kept_bytes
+    return replace(work, parts=tuple(parts), kept_bytes=None if kept is None else kept * product / 4)
+
+
+def _retyped(op: Op, stream: float, product: float) -> Op:
+    """Traffic in the types of a plan: norms move the residual stream, products what they multiply, others some of
+    both."""
+    if op.kind == "norm":
+        size = stream
+    elif op.kind in ("pointwise", "copy", "reduce"):
+        size = (stream + product) / 2
+    else:
+        size = product
+    return op._replace(read=op.read * size / 4, written=op.written * size / 4) if size != 4 else op
+
+
+def _casts(operators: Iterable[Op], part: Part) -> list[Op]:
+    """What autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
+    casts = []
+    forward = True
+    for op in operators:
+        forward = op.forward
+        if op.kind == "norm":
+            moved = op.elements * 2
+            casts.append(
+                Op("cast.norm", "copy", op.forward, read=2 * moved, written=moved, elements=op.elements)
+            )
+    moved = 2.0 * part.parameters
+    read, written = (2 * moved, moved) if forward else (moved, 2 * moved)
+    casts.append(Op("cast.weights", "copy", forward, read=read, written=written, launches=part.tensors))
+    return casts
+
+
+def _merged(operators: Iterable[Op]) -> list[Op]:
+    """Neighbouring operators other than matrix products become one kernel: it reads what the largest reads."""
+    merged: list[Op] = []
+    for op in operators:
+        last = merged[-1] if merged else None
+        if last is not None and not _stands_alone(last) and not _stands_alone(op):
+            merged[-1] = Op(
+                f"{last.name}+{op.name}", "pointwise", op.forward, read=max(last.read, op.read),
+                written=max(last.written, op.written), elements=max(last.elements, op.elements),
+            )  # fmt: skip
+        else:
+            merged.append(op)
+    return merged
+
+
+def _stands_alone(op: Op) -> bool:
+    return op.kind in MATRIX or op.kind == "attention"
+
+
+def _is_fp8(op: Op) -> bool:
+    """Whether a product runs in fp8 where the plan says so: of a linear layer's weight, both sizes have to fit."""
+    sizes = (op.m, op.n) if op.over_rows else (op.n, op.k)
+    return op.kind == "gemm" and not any(size % FP8_MULTIPLE for size in sizes)
+
+
+def _quantized(operators: Iterable[Op]) -> list[Op]:
+    """What fp8 does beside each product, as `describe` says of its own."""
+    added = []
+    for op in operators:
+        if not _is_fp8(op):
+            continue
+        rows, weights = op.m * op.k, op.n * op.k
+        if op.over_rows:
+            cast, turned = 0.0, rows + weights
+        else:
+            cast, turned = (rows + weights, 0.0) if op.forward else (rows, float(weights))
+        added.append(Op(
+            "quantize", "quantize", op.forward, read=4 * cast + turned, written=cast + turned, elements=cast + turned
+        ))  # fmt: skip
+    return added

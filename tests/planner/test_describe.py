@@ -1,0 +1,243 @@
+"""The operators against real modules, FlopCounterMode, and what autograd really keeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
+
+from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.plan import Plan
+from penstock.models import ViT
+from penstock.planner.describe import describe, totals
+from penstock.planner.memory import held
+from penstock.planner.operators import COLLECTIVE, Op
+from penstock.planner.prediction import flops
+
+VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
+TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "token": {},
+    "pooled": {"classifier": "pooled"},
+    "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
+    "conv_stem": {"stem": "conv"},
+    "qk_norm": {"qk_norm": True, "qkv_bias": False},
+    "layer_scale": {"layer_scale": 0.1},
+    "drop_path": {"drop_path": 0.2},
+    "layer_scale_drop_path": {"layer_scale": 0.1, "drop_path": 0.2},
+    "dropout": {"dropout": 0.1},
+    "everything": {
+        "stem": "conv", "qk_norm": True, "layer_scale": 0.1, "drop_path": 0.2, "dropout": 0.1,
+        "classifier": "pooled", "mlp": "gelu_tanh",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_parameters_of_presets_are_exact(name: str) -> None:
+    for change in ({}, {"classifier": "pooled"}, {"image_size": PRESETS[name].patch_size * 6}):
+        config = replace(PRESETS[name], **change)
+        model = ViT(config, device="meta")
+        assert totals(config).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_of_variants_are_exact(variant: str) -> None:
+    config = replace(TINY, **VARIANTS[variant])
+    model = ViT(config, device="meta")
+    assert totals(config).parameters == sum(p.numel() for p in model.parameters())
+    work = describe(config, Plan())
+    (block,) = work.blocks
+    assert block.count * block.parameters == sum(p.numel() for p in model.blocks.parameters())
+    assert work.tensors == len(list(model.parameters()))
+
+
+def operators(config: ViTConfig, samples: int, plan: Plan, device: str = "cuda") -> list[tuple[int, Op]]:
+    """How often each operator of so many samples runs, and the operator."""
+    return list(describe(config, replace(plan, micro_batch=samples), device).operators())
+
+
+def passes(config: ViTConfig, samples: int, plan: Plan | None = None) -> tuple[float, float]:
+    """Model FLOPs of the forward and of the backward pass."""
+    found = operators(config, samples, plan or Plan(attention="plain"))
+    forward, backward = (sum(n * op.flops for n, op in found if op.forward is way) for way in (True, False))
+    return forward, backward
+
+
+def _counted(config: ViTConfig, attention: str, layout: str) -> tuple[int, int]:
+    """FLOPs of forward and backward as torch counts them, on the meta device."""
+    model = ViT(config, device="meta")
+    model.set_attention(attention)  # type: ignore[arg-type]
+    model.set_layout(layout)  # type: ignore[arg-type]
+    images = torch.empty(2, config.channels, config.image_size, config.image_size, device="meta")
+    with FlopCounterMode(display=False) as forward:
+        loss = model(images).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_flops_of_presets_equal_torchs(name: str) -> None:
+    # Every block costs the same, so two show what forty do.
+    config = replace(PRESETS[name], depth=2)
+    forward, backward = _counted(config, "plain", "batch_first")
+    assert passes(config, 2) == (forward, backward)
+    assert totals(config).model_flops * 2 == forward + backward
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+def test_flops_of_variants_equal_torchs(variant: str, layout: str) -> None:
+    config = replace(TINY, **VARIANTS[variant])
+    forward, backward = _counted(config, "plain", layout)
+    assert passes(config, 2) == (forward, backward)
+
+
+def test_a_fused_kernel_recomputes_the_scores() -> None:
+    plan, samples = Plan(attention="sdpa"), 2
+    shape = (samples, TINY.heads, TINY.tokens, TINY.head_width)
+    kernels = [(n, op) for n, op in operators(TINY, samples, plan) if op.kind == "attention"]
+    backward = sum(n * (op.flops + op.repeated_flops) for n, op in kernels if not op.forward)
+    assert backward == TINY.depth * sdpa_backward_flop_count(shape, shape, shape, shape)
+    recomputed = flops(describe(TINY, replace(plan, micro_batch=samples)), "none", 1, False)[1]
+    assert recomputed == sum(n * op.repeated_flops for n, op in kernels)
+    assert flops(describe(TINY, Plan(attention="plain")), "none", 1, False)[1] == 0
+    # The CPU's fused kernel is not known to FlopCounterMode, which then lacks attention and nothing else.
+    images = torch.randn(samples, 3, 32, 32)
+    with FlopCounterMode(display=False) as counter:
+        ViT(TINY)(images).sum().backward()
+    attention = sum(n * op.flops for n, op in kernels)
+    assert counter.get_total_flops() + attention == samples * totals(TINY).model_flops
+
+
+@pytest.mark.parametrize("name", ["vit-b16", "gpt-22b", "llama3-8b", "t5-small", "mixtral-8x7b", "bert-base"])
+def test_flops_do_not_depend_on_the_plan(name: str) -> None:
+    model = PRESETS[name]
+    expected = 3 * totals(model).model_flops
+    for line in (
+        "attention=plain", "attention=sdpa layout=batch_second", "precision=O1", "precision=O2 compile=blocks",
+        "precision=O1 fp8=true", "recompute=full",
+    ):  # fmt: skip
+        work = describe(model, Plan.parse(f"micro_batch=3 {line}"))
+        assert flops(work, "none", 1, False)[0] == pytest.approx(expected), line
+
+
+@pytest.mark.parametrize("name", ["gpt-22b", "llama3-70b", "mixtral-8x7b", "vit-g14"])
+@pytest.mark.parametrize("line", ["tp=8", "tp=4 sp=true", "cp=4", "tp=2 cp=2"])
+def test_devices_of_a_replica_share_out_flops_and_matrices(name: str, line: str) -> None:
+    model, plan = PRESETS[name], Plan.parse(f"micro_batch=2 {line}")
+    if name == "vit-g14" and (plan.cp > 1 or plan.sp):
+        pytest.skip("257 tokens cannot be split evenly")
+    whole, part = describe(model, Plan(micro_batch=2)), describe(model, plan)
+    shared = plan.tp * plan.cp
+    # The router of a mixture and the embedding of patches are computed by all.
+    assert flops(part, "none", 1, False)[0] == pytest.approx(
+        flops(whole, "none", 1, False)[0] / shared, rel=0.02
+    )
+    held = sum(op.weights for _, op in whole.operators() if op.forward and op.kind == "gemm")
+    mine = sum(op.weights for _, op in part.operators() if op.forward and op.kind == "gemm")
+    assert mine == pytest.approx(held / plan.tp, rel=0.01)
+
+
+def test_collectives_are_operators_too() -> None:
+    def sent(line: str) -> list[tuple[str, bool, float]]:
+        (block,) = describe(PRESETS["gpt-22b"], Plan.parse(f"precision=O2 micro_batch=4 {line}")).blocks
+        return sorted(
+            (op.kind, op.forward, op.read)
+            for op in (*block.forward, *block.backward)
+            if op.kind in COLLECTIVE
+        )
+
+    moved = 4 * 2048 * 6144 * 2.0
+    assert sent("") == []
+    # Two sums a pass; or as many gatherings and scatterings, and inputs gathered again for the gradients of weights.
+    assert sent("tp=8") == [("allreduce", False, moved)] * 2 + [("allreduce", True, moved)] * 2
+    assert sent("tp=8 sp=true") == (
+        [("gather", False, moved)] * 4 + [("gather", True, moved)] * 2 + [("scatter", False, moved)] * 2
+        + [("scatter", True, moved)] * 2
+    )  # fmt: skip
+    assert {kind for kind, _, _ in sent("cp=2")} == {"ring"}
+
+
+def test_casts_are_operators_too() -> None:
+    def names(line: str) -> set[str]:
+        return {
+            op.name
+            for _, op in describe(PRESETS["vit-b16"], Plan.parse(line)).operators()
+            if op.kind in ("copy", "quantize")
+        }
+
+    assert {"cast.weights", "cast.gradients", "norm1.cast"} <= names("precision=O1")
+    assert not any("cast" in name for name in names("precision=O2"))
+    # Shards are gathered in half, so that autocast has nothing left to cast but norms.
+    shards = names("precision=O1 dp=2 sharding=fsdp")
+    assert "norm1.cast" in shards
+    assert "cast.weights" not in shards
+    assert "mlp.up.quantize" in names("precision=O1 fp8=true")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_operators_of_several_samples_are_that_many_times_those_of_one(variant: str) -> None:
+    config = replace(TINY, **VARIANTS[variant])
+    for line in ("attention=plain", "attention=sdpa layout=batch_second", "precision=O1 compile=blocks"):
+        one, three = (operators(config, samples, Plan.parse(line)) for samples in (1, 3))
+        assert [op.name for _, op in one] == [op.name for _, op in three]
+        assert sum(n * op.flops for n, op in three) == 3 * sum(n * op.flops for n, op in one)
+        assert [op.weights for _, op in one] == [op.weights for _, op in three]
+
+
+def test_traffic_shrinks_with_fusion_and_with_sequence_first() -> None:
+    def traffic(line: str) -> float:
+        return sum(n * (op.read + op.written) for n, op in operators(TINY, 2, Plan.parse(line)))
+
+    plain = traffic("attention=plain")
+    assert traffic("attention=sdpa") < traffic("attention=plain layout=batch_second") < plain
+    assert traffic("attention=plain compile=blocks") < plain
+
+
+def _kept_bytes(model: ViT, images: torch.Tensor, *, autocast: bool) -> int:
+    """Bytes of the distinct blocks of memory that autograd keeps, without parameters, buffers and images."""
+    others = [*model.parameters(), *model.buffers(), images]
+    known = {t.untyped_storage().data_ptr() for t in others}
+    kept: dict[int, int] = {}
+    alive = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+    ):
+        model(images)
+    return sum(kept.values())
+
+
+FORMS = list(
+    itertools.product(("O0", "O1", "O3"), ("plain", "sdpa", "math"), ("batch_first", "batch_second"))
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("precision", "attention", "layout"), FORMS)
+def test_activation_bytes_are_what_autograd_keeps(
+    variant: str, precision: str, attention: str, layout: str
+) -> None:
+    config = replace(TINY, **VARIANTS[variant])
+    plan = Plan(precision=precision, attention=attention, layout=layout)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if precision == "O3" else torch.float32
+    model = ViT(config, dtype=dtype)
+    model.set_attention(plan.attention)
+    model.set_layout(plan.layout)
+    kept = _kept_bytes(model, torch.randn(5, 3, 32, 32, dtype=dtype), autocast=precision == "O1")
+    work = describe(config, replace(plan, micro_batch=5), "cpu")
+    assert sum(held(work, plan).kept.values()) == kept

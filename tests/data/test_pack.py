@@ -166,7 +166,7 @@ def test_a_pickled_index_is_never_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda table: table.update(version=2), "layout version 2, but this release reads 1"),
+        (lambda table: table.update(version=2), "format version 2, but this release reads 1"),
         (lambda table: table.update(layout="other"), "does not describe a packed set"),
         (lambda table: table.update(records="zip"), "impossible"),
         (lambda table: table.update(size=0), "impossible"),

@@ -95,7 +95,7 @@ def test_closing_does_not_wait_for_slow_workers() -> None:
     time.sleep(0.1)
     start = time.monotonic()
     batches.close()
-    assert time.monotonic() - start < 5  # what is under way would take 90 seconds
+    assert time.monotonic() - start < 5  # what is in flight would take 90 seconds
 
 
 def test_workers_import_no_torch() -> None:

@@ -1,6 +1,6 @@
 """Data: sources of images, the order they are read in, the Loader, and augmentation on the device.
 
-Names are resolved on first use, so that a reading process that needs no torch does not import it.
+Names are imported on first use, so that reading processes, which need no torch, do not import it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Augmentation of a whole batch on its device, from random numbers that are drawn on the host by counter.
+"""Augmentation of a whole batch on its device, with random numbers that the host draws by counter.
 
-`draw` decides everything (boxes, flips, operations, mixing) as small host arrays that are pure functions of
-(seed, stream position); `augment_batch` carries it out. So a CPU and a GPU, one rank or eight, a run that was
-resumed and one that was not, all make the same choices, and nothing on the way waits for the device.
+`draw` makes every choice (boxes, flips, operations, mixing) as small host arrays that are pure functions of (seed,
+stream position). `augment_batch` carries them out. So the choices are the same on a CPU and a GPU, on one rank or
+eight, in a resumed run and one that was not interrupted, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLOR_REACH = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How a batch is mixed with its reverse: `share` of each image stays, the rest is its partner's."""
+    """How a batch is mixed with its reverse: `share` of each image stays, the rest comes from its partner."""
 
     share: float
     box: tuple[int, int, int, int] | None
@@ -86,7 +86,7 @@ def draw(
 
 
 def _crop_boxes(table: Floats, scale_min: float, height: int, width: int) -> Boxes:
-    """Boxes of uniform area share, log-uniform ratio and uniform place; a side too long is cut."""
+    """Boxes of uniform share of the area, log-uniform ratio and uniform place. A side that is too long is cut."""
     boxes = np.empty((len(table), 4), np.int64)
     if scale_min >= 1:
         boxes[:] = (0, 0, height, width)
@@ -114,7 +114,7 @@ def _erase_boxes(table: Floats, probability: float, size: int) -> Boxes:
 
 
 def _draw_mix(config: Augment, size: int, seed: int, position: int) -> Mix | None:
-    """Mixup, CutMix, or where both are on, either with equal chance."""
+    """Mixup or CutMix; if both are on, either with equal chance."""
     if not (config.mixup or config.cutmix):
         return None
     random = generator(seed, BATCH, position)
@@ -123,8 +123,8 @@ def _draw_mix(config: Augment, size: int, seed: int, position: int) -> Mix | Non
     share = float(random.beta(alpha, alpha))
     if not cut:
         return Mix(share, None)
-    # Yun et al., ICCV 2019, equation 2: a box of area 1 − share about a uniform centre, cut at the border;
-    # the share that counts for the labels is what then remains.
+    # Yun et al., ICCV 2019, equation 2: a box of area 1 − share around a uniform centre, cut at the border. The
+    # labels use the share that remains after the cut.
     side = size * np.sqrt(1 - share)
     center = random.integers(0, size, 2)
     low = np.clip(np.rint(center - side / 2), 0, size).astype(int)
@@ -134,7 +134,7 @@ def _draw_mix(config: Augment, size: int, seed: int, position: int) -> Mix | Non
 
 
 def normalize_(images: Tensor) -> Tensor:
-    """0..255 to [-1, 1], in place: mean and deviation 0.5, as the published ViT weights expect."""
+    """Map 0..255 to [-1, 1], in place: mean and deviation 0.5, as the published ViT weights expect."""
     return images.mul_(1 / 127.5).sub_(1)
 
 
@@ -208,7 +208,7 @@ def augment_batch(
 
 @torch.no_grad()
 def center_batch(images: Tensor, *, image_size: int, crop_share: float = 0.875) -> Tensor:
-    """For evaluation, nothing random: the centre of `crop_share` of each side, resized and normalised."""
+    """For evaluation, without randomness: the centre of `crop_share` of each side, resized and normalised."""
     height, width = images.shape[1:3]
     tall, wide = max(1, round(height * crop_share)), max(1, round(width * crop_share))
     box = ((height - tall) // 2, (width - wide) // 2, tall, wide)

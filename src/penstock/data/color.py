@@ -1,7 +1,7 @@
 """Colour operations on batches, in grey levels 0..255: the part of RandAugment that moves no pixel.
 
-Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3: each image gets N operations, drawn uniformly.
-Each is (B, C, H, W) float, with one strength per image (B,), to the same shape; the definitions are Pillow's
+Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3: each image gets N operations, drawn uniformly. Each takes
+(B, C, H, W) float and one strength per image (B,), and keeps the shape. The definitions are those of Pillow's
 `ImageEnhance` and `ImageOps`, without rounding to whole levels in between.
 """
 
@@ -19,12 +19,12 @@ from penstock.data.resample import ship
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """`base` at factor 0, the image at 1, beyond it above 1."""
+    """`base` at factor 0, the image at 1, and an extrapolation above 1."""
     return torch.lerp(base, images, factor[:, None, None, None]).clamp_(0, 255)
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B, 1, H, W): luma of ITU-R BT.601, what Pillow's mode L is."""
+    """(B, 1, H, W): the luma of ITU-R BT.601, as in Pillow's mode L."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)
@@ -44,7 +44,7 @@ def saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
-    """Away from or towards the 3 × 3 smoothing (1 1 1, 1 5 1, 1 1 1) / 13; the outermost pixels stay."""
+    """Blend with the 3 × 3 smoothing (1 1 1, 1 5 1, 1 1 1) / 13. The outermost pixels stay."""
     if min(images.shape[-2:]) < 3:
         return images
     channels = images.shape[1]
@@ -75,7 +75,7 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     posterize,
     saturation,
 )
-"""Saturation is last: grey images draw from the others only."""
+"""Saturation is last, because grey images draw from the others only."""
 
 
 def operations(channels: int) -> int:
@@ -84,10 +84,10 @@ def operations(channels: int) -> int:
 
 
 def apply(images: Tensor, chosen: NDArray[np.int64], factors: NDArray[np.float32]) -> Tensor:
-    """Round after round, give each image its operation: chosen and factors are (rounds, B) host arrays.
+    """In each round apply its operation to each image: `chosen` and `factors` are (rounds, B) host arrays.
 
-    Images that share an operation are gathered and changed together, so that each is computed once; which
-    they are is known on the host, so that nothing waits for the device. Changes `images` in place.
+    Images that share an operation are gathered and changed together, so that each operation is computed once. The host
+    knows which they are, so that nothing waits for the device. Changes `images` in place.
     """
     order = np.argsort(chosen, axis=1, kind="stable")
     order_on_device = ship(order, images.device)

@@ -1,9 +1,8 @@
-"""Bytes of a JPEG, PNG or WebP to a square of pixels, never trusting them.
+"""Untrusted bytes of a JPEG, PNG or WebP to a square of pixels.
 
-The header is read first (`header.py`); only what it claims within reason reaches a decoder. JPEGs go through
-simplejpeg and OpenCV where both are installed (the `images` extra; about twice Pillow's speed), everything
-else through Pillow. Both let libjpeg shrink while it decodes. Free of torch, so that a reading process stays
-small.
+The header is read first (`header.py`), and an image with unreasonable claims reaches no decoder. simplejpeg and OpenCV
+decode JPEGs where both are installed (the `images` extra, about twice Pillow's speed); Pillow decodes the rest. Both
+let libjpeg shrink an image while it decodes. This imports no torch, so that a reading process stays small.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from penstock.data.header import Header, Unreadable, check_size, read_header
 
 Pixels = NDArray[np.uint8]
 
-# The plugins are called by name, for `Image.open` would try dozens of formats and applies a process-wide
-# limit.
+# The plugins are called by name: `Image.open` would try dozens of formats, and applies a process-wide limit.
 _PLUGINS: dict[str, Any] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
@@ -44,8 +42,8 @@ _DECODER_FAILURES = (
     zlib.error,
     Warning,
 )
-"""What Pillow's plugins and simplejpeg raise on broken files; Pillow's warnings too, where they are errors.
-MemoryError is not one of them.
+"""What Pillow's plugins and simplejpeg raise on broken files, with Pillow's warnings where they are errors.
+MemoryError is not among them.
 """
 
 
@@ -57,12 +55,12 @@ def fast_path() -> tuple[ModuleType, ModuleType] | None:
         import simplejpeg
     except ImportError:
         return None
-    cv2.setNumThreads(1)  # Reading is parallel over images already.
+    cv2.setNumThreads(1)  # images are read in parallel already
     return simplejpeg, cv2
 
 
 def backend() -> str:
-    """What decodes JPEGs: `simplejpeg+cv2` or `pillow`. Their pixels differ by a few grey levels."""
+    """The decoder of JPEGs: `simplejpeg+cv2` or `pillow`. Their pixels differ by a few grey levels."""
     return "simplejpeg+cv2" if fast_path() else "pillow"
 
 
@@ -74,12 +72,12 @@ def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
     header = read_header(data)
     check_size(header, len(data), max_pixels)
     fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
-    # What simplejpeg declines (it is stricter about harmless blemishes) Pillow judges, so that both installations
+    # simplejpeg refuses some harmless defects. Pillow decides about what it refuses, so that both installations
     # call the same images bad.
     if fast is None or not _decode_fast(*fast, data, header, out):
         _decode_pillow(data, header, out)
     if header.orientation != 1:
-        # A centred square can as well be turned after the crop, which is cheaper.
+        # A centred square can be turned after the crop, which is cheaper.
         out[...] = upright(out.copy(), header.orientation)
     return header
 
@@ -104,8 +102,8 @@ def _center(width: int, height: int) -> tuple[int, int, int]:
 def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: Header, out: Pixels) -> bool:
     """Whether simplejpeg could decode it."""
     size, channels = out.shape[0], out.shape[2]
-    # libjpeg-turbo halves for free while it decodes, but its other fractions (which simplejpeg would choose for the
-    # wanted size) take longer than decoding in full.
+    # libjpeg-turbo halves an image for free while it decodes. Its other fractions, which simplejpeg would choose for
+    # the wanted size, take longer than decoding in full.
     halvings = 8
     while halvings > 1 and min(header.width, header.height) < size * halvings:
         halvings //= 2
@@ -128,10 +126,10 @@ def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: H
 
 
 def _resize(cv2: ModuleType, image: Pixels, size: int) -> Pixels:
-    """A square image to size × size, antialiased.
+    """Resize a square image to size × size, antialiased.
 
     To shrink by less than two, four bilinear samples are averaged for each pixel. That is closer to Pillow's filter
-    than OpenCV's area average (a deviation of 0.55 grey levels instead of 0.76) in less than half the time.
+    than OpenCV's area average (a deviation of 0.55 grey levels, not 0.76), and takes less than half the time.
     """
     side = image.shape[0]
     if size < side <= 2 * size:
@@ -160,7 +158,7 @@ def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
 
 
 def _convert(opened: ImageFile.ImageFile, mode: str, size: int) -> Image.Image:
-    """Decode and convert; libjpeg shrinks meanwhile, as far as the shorter side stays above `size`."""
+    """Decode and convert. libjpeg shrinks the image on the way, while the shorter side stays above `size`."""
     if opened.format == "JPEG":
         opened.draft(mode, (size, size))
     opened.load()

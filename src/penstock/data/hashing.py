@@ -1,8 +1,7 @@
-"""Randomness as a pure function of counters, so that it depends on no device, process, batch or library
-version.
+"""Randomness as a pure function of counters, so that it depends on no device, process, batch or library version.
 
-Every random number of the data path is `hash(seed, purpose, counter...)`. Nothing carries state: resuming at
-a position, splitting a batch over ranks or reading it with more workers changes no number.
+Every random number of the data path is `hash(seed, purpose, counter...)`. There is no state: resuming at a position,
+splitting a batch over ranks or reading it with more workers changes no number.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
 
-# Purposes keep streams of numbers apart that share a seed.
+# Purposes separate the streams of numbers that share a seed.
 ORDER = 1
 REPLACE = 2
 SAMPLE = 3
@@ -27,7 +26,7 @@ def _mix(x: Words) -> Words:
 
 
 def words(*keys: int, counters: Words) -> Words:
-    """One 64-bit word per counter, a pure function of the keys and that counter. Negative keys wrap."""
+    """A 64-bit word for each counter, a pure function of the keys and that counter. Negative keys wrap."""
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = _mix(state + np.uint64(key & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x9E3779B97F4A7C15))
@@ -38,7 +37,7 @@ def uniforms(*keys: int, counters: NDArray[np.int64], columns: int) -> NDArray[n
     """(n, columns) numbers in [0, 1), row i a pure function of the keys and counters[i]."""
     rows = words(*keys, counters=counters.astype(np.uint64))[:, None]
     table = _mix(rows + np.arange(1, columns + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    # 24 bits fill a float32's significand exactly, so that 1.0 is never reached by rounding.
+    # 24 bits fill a float32's significand exactly, so that rounding never gives 1.0.
     return ((table >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
 
 

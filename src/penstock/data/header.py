@@ -1,7 +1,7 @@
 """Size and orientation of a JPEG, PNG or WebP from its first bytes, before anything is decoded.
 
-A few hundred bytes can claim a picture of gigabytes, so nothing is handed to a decoder until the header has
-been read here and found reasonable. Free of torch, numpy and image libraries; microseconds per image.
+A few hundred bytes can claim an image of gigabytes. So no decoder gets an image before its header has been read here
+and found reasonable. This takes microseconds per image, and imports no torch, numpy or image library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Header(NamedTuple):
 
 
 class Unreadable(Exception):
-    """Why an image cannot be read, as the end of a sentence."""
+    """Why an image cannot be read: the end of a sentence."""
 
 
 def read_header(data: bytes) -> Header:
@@ -53,9 +53,9 @@ def read_header(data: bytes) -> Header:
 def check_size(header: Header, file_bytes: int, max_pixels: int) -> None:
     """Raises Unreadable if decoding would take unreasonable memory.
 
-    Beyond the limit on pixels, a file above 16 million pixels may not claim more than a thousand for each of
-    its bytes: a JPEG cannot hold more than 512 (an 8 × 8 block takes a bit at least), a PNG not more than
-    1,032 at 8 bits (deflate's greatest ratio); what claims more is cut off or a bomb.
+    Besides the limit on pixels, a file above 16 million pixels may not claim more than a thousand for each of its
+    bytes. A JPEG cannot hold more than 512 (an 8 × 8 block takes at least a bit), and a PNG of 8 bits not more than
+    1,032 (deflate's greatest ratio). A file that claims more is cut off or a decompression bomb.
     """
     size = f"{header.width} × {header.height} = {header.pixels:,} pixels"
     if header.pixels > max_pixels:
@@ -114,7 +114,7 @@ def _orientation(tiff: bytes) -> int:
 
 
 def _png(data: bytes) -> Header:
-    """IHDR is first by definition; an eXIf chunk may stand before the pixels (PNG 3rd edition, 11.3.4.5)."""
+    """IHDR is first by definition. An eXIf chunk may come before the pixels (PNG 3rd edition, 11.3.4.5)."""
     if data[12:16] != b"IHDR":
         raise Unreadable("its PNG header is broken")
     width, height = struct.unpack_from(">II", data, 16)
@@ -131,7 +131,7 @@ def _png(data: bytes) -> Header:
 
 
 def _webp(data: bytes) -> Header:
-    """The first chunk tells the canvas (RFC 9649, section 2); EXIF stands after the pixels."""
+    """The first chunk gives the canvas (RFC 9649, section 2). EXIF comes after the pixels."""
     kind = data[12:16]
     if kind == b"VP8 ":
         if data[23:26] != b"\x9d\x01\x2a":

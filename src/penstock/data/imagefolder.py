@@ -1,4 +1,4 @@
-"""An image folder: one folder per class, any depth of folders within."""
+"""An image folder: one folder per class, with folders of any depth inside."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Listing(NamedTuple):
 
 
 def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
-    """List `path/train` and `path/val` where there are such folders; else every fifth image of a class is
-    val.
+    """List `path/train` or `path/val`, if there are such folders; else every fifth image of a class is val.
 
     Raises DataError where there is nothing to read.
     """
@@ -55,7 +54,7 @@ def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
 
 
 def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """The folders of the train and val sets; without both, the one that holds everything, and none."""
+    """The folders of the train and val sets, or the one folder that holds everything, and None."""
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"The image folder {root} does not exist or is no folder. Check data.source.")

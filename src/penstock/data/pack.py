@@ -1,14 +1,11 @@
-"""Packed sets: pre-resized images in a few large files, read by memory map. Layout version 1.
+"""Packed sets: resized images in a few large files, read by memory map. Format version 1.
 
-    manifest.json     what it is: layout version, records (raw or jpeg), size, classes, and of every file its
-    bytes and
-                      SHA-256
-    index.npy         one row per record (INDEX): where it lies, its CRC-32 and its class
+    manifest.json     the format version, records (raw or jpeg), size, classes, and bytes and SHA-256 of every file
+    index.npy         one row per record (INDEX): where it is, its CRC-32 and its class
     shard-00000.bin   records one after the other: size × size × 3 bytes of RGB each, or one JPEG each
 
-Or two such folders, `train` and `val`, in one. File sizes and the index are checked whenever a pack is
-opened, a record's CRC-32 when a process first reads it, the SHA-256 of the shards by `verify`. Nothing is
-unpickled.
+Or a folder with two of them, `train` and `val`. File sizes and the index are checked whenever a pack is opened, a
+record's CRC-32 when a process first reads it, and the SHA-256 of the shards by `verify`. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from penstock.errors import DataError
 
 Records = Literal["raw", "jpeg"]
 
-LAYOUT = "penstock-pack"
+KIND = "penstock-pack"
 VERSION = 1
 MANIFEST = "manifest.json"
 INDEX_FILE = "index.npy"
@@ -53,7 +50,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
 
     records: Records
     size: int
@@ -64,10 +61,10 @@ class Manifest:
     skipped: int
     """Bad images that were left out when the pack was made."""
     made_by: dict[str, Any]
-    """Version and settings of the packer, for the record."""
+    """Version and settings of the packer, for information."""
 
     def to_json(self) -> str:
-        return json.dumps({"layout": LAYOUT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"layout": KIND, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -81,11 +78,11 @@ def read_manifest(root: Path) -> Manifest:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is broken: {error}. Pack the set again.") from error
-    if not isinstance(table, dict) or table.get("layout") != LAYOUT:
+    if not isinstance(table, dict) or table.get("layout") != KIND:
         raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
     if table.get("version") != VERSION:
         raise DataError(
-            f"{path} has layout version {table.get('version')!r}, but this release reads {VERSION}. "
+            f"{path} has format version {table.get('version')!r}, but this release reads {VERSION}. "
             "Pack the set again, or use the release that made it."
         )
     try:
@@ -131,7 +128,7 @@ def _check_sizes(root: Path, manifest: Manifest) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file of any size, in hexadecimal."""
+    """The SHA-256 of a file of any size, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -174,7 +171,7 @@ def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
 
 
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
-    """The folders of a packed set: `train` and `val`, or the one that holds everything under the name ''."""
+    """The folders of a packed set: `train` and `val`, or the one folder that holds everything, under the name ''."""
     root = Path(path)
     both = {name: root / name for name in ("train", "val")}
     if all((folder / MANIFEST).is_file() for folder in both.values()):
@@ -196,9 +193,7 @@ def verify(path: str | os.PathLike[str]) -> int:
 
 
 class Pack(Source):
-    """Reads a packed set. Without folders `train` and `val`, every fifth image of a class is the validation
-    set.
-    """
+    """Reads a packed set. Without folders `train` and `val`, every fifth image of a class is in the validation set."""
 
     def __init__(self, path: str, split: Split, channels: int, config: DataConfig) -> None:
         folders = splits(path)

@@ -1,4 +1,4 @@
-"""Making a packed set from an image folder or tar shards, streamed: memory does not grow with the set."""
+"""Making a packed set from an image folder or tar shards. It streams, so that memory does not grow with the set."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Packing:
 
 
 class Packed(NamedTuple):
-    """What was written: one manifest per folder ('' where the set has no split)."""
+    """What was written: a manifest for each folder ('' for a set without a split)."""
 
     manifests: dict[str, Manifest]
     bytes: int
 
 
-class _Stored(NamedTuple):
+class _Record(NamedTuple):
     record: bytes
     label: int | str
     path: str
@@ -87,12 +87,11 @@ def pack_source(
     *,
     progress: Progress | None = None,
 ) -> Packed:
-    """Pack `source` (a folder of class folders, a tar shard or a folder of shards; or of `train` and `val` of
-    either) into the new folder `target`.
+    """Pack `source` into the new folder `target`.
 
-    `progress` is called with the number of images done. Raises DataError for bad images by the policy, for
-    more than 1 % of them, and where `target` exists. The pack appears under its name only when it is
-    complete.
+    `source` is a folder of class folders, a tar shard, a folder of shards, or a folder with `train` and `val` of
+    either. `progress` is called with the number of images done. Raises DataError for bad images as the policy says,
+    for more than 1 % of them, and where `target` exists. The pack gets its name only when it is complete.
     """
     packing = packing or Packing()
     source, target = Path(source), Path(target)
@@ -121,7 +120,7 @@ _Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[Sample]]]
 
 
 def _streams(source: Path) -> _Streams:
-    """For each split its classes, where they are known beforehand, and its samples. Train comes first."""
+    """For each split its classes, if they are known beforehand, and its samples. Train comes first."""
     if not source.exists():
         raise DataError(f"{source} does not exist, so there is nothing to pack.")
     tars = shards_of(source)
@@ -152,7 +151,7 @@ def _from_folder(listing: Listing) -> Iterator[Sample]:
 
 
 def _encode(image: Pixels, quality: int) -> bytes:
-    """A JPEG with chroma at half resolution, which decodes half as fast again as at full."""
+    """A JPEG with chroma at half resolution, which decodes 1.5 times as fast as full resolution."""
     fast = fast_path()
     if fast is not None:
         encoded: bytes = fast[0].encode_jpeg(image, quality=quality, colorspace="RGB", colorsubsampling="420")
@@ -162,15 +161,15 @@ def _encode(image: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _convert(sample: Sample, packing: Packing) -> _Stored | _Refused:
-    """What one sample becomes. Runs in a thread: the decoders release the interpreter while they work."""
+def _convert(sample: Sample, packing: Packing) -> _Record | _Refused:
+    """Decode, resize and encode a sample. Runs in a thread: the decoders release the interpreter lock."""
     image = np.empty((packing.size, packing.size, 3), np.uint8)
     try:
         decode(sample.data, image, max_pixels=packing.max_pixels)
     except Unreadable as error:
         return _Refused(sample.path, str(error))
     record = image.tobytes() if packing.records == "raw" else _encode(image, packing.quality)
-    return _Stored(record, sample.label, sample.path)
+    return _Record(record, sample.label, sample.path)
 
 
 class _Writer:
@@ -216,19 +215,19 @@ class _Writer:
         _sync(self._root)
         return manifest
 
-    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[_Stored]:
-        """What can be packed, in order; the rest by the policy."""
+    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[_Record]:
+        """The images that can be packed, in order; others are treated as the policy says."""
         refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
             if progress is not None:
                 progress(done)
-            if isinstance(result, _Stored):
+            if isinstance(result, _Record):
                 yield result
                 continue
             refused += 1
             if self._packing.bad_images == "fail":
                 raise DataError(
-                    f"The image {result.path} cannot be packed: {result.why}. Mend or remove it, or leave such "
+                    f"The image {result.path} cannot be packed: {result.why}. Repair or remove it, or leave such "
                     "images out with --bad-images skip (up to 1 % of the set)."
                 )
             log.warning("Left out the bad image %s: %s.", result.path, result.why)
@@ -236,11 +235,11 @@ class _Writer:
         if refused > Tally.limit * (len(self._rows) + refused):
             raise DataError(
                 f"{refused} of {len(self._rows) + refused} images are bad, more than {Tally.limit:.0%}. "
-                "Mend the data set; each bad image's path was logged."
+                "Repair the data set; the path of each bad image was logged."
             )
 
-    def _write_shards(self, stored: Iterator[_Stored]) -> None:
-        item = next(stored, None)
+    def _write_shards(self, records: Iterator[_Record]) -> None:
+        item = next(records, None)
         while item is not None:
             name = f"shard-{len(self._shards):05d}.bin"
             digest, offset = hashlib.sha256(), 0
@@ -251,30 +250,30 @@ class _Writer:
                     self._rows.append((offset, len(item.record), zlib.crc32(item.record), len(self._shards)))
                     self._labels.append(item.label)
                     offset += len(item.record)
-                    item = next(stored, None)
+                    item = next(records, None)
                 _flush(file)
             self._shards.append(File(name, offset, digest.hexdigest()))
 
 
-def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[_Stored | _Refused]:
-    """Convert in threads, in order, with a bounded number under way."""
+def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[_Record | _Refused]:
+    """Convert in threads, in order, with a bounded number in flight."""
     threads = packing.threads or os.cpu_count() or 1
-    flying: deque[Future[_Stored | _Refused]] = deque()
+    in_flight: deque[Future[_Record | _Refused]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
         try:
             for sample in samples:
-                flying.append(pool.submit(_convert, sample, packing))
-                if len(flying) >= 4 * threads:
-                    yield flying.popleft().result()
-            while flying:
-                yield flying.popleft().result()
+                in_flight.append(pool.submit(_convert, sample, packing))
+                if len(in_flight) >= 4 * threads:
+                    yield in_flight.popleft().result()
+            while in_flight:
+                yield in_flight.popleft().result()
         finally:
-            for future in flying:
+            for future in in_flight:
                 future.cancel()
 
 
 def _number(labels: list[int | str], classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], list[int]]:
-    """Class names, and the number of each label: numbers stay what they are, names count in sorted order."""
+    """Class names, and the number of each label. Numbers stay as they are; names are numbered in sorted order."""
     numbers = [label for label in labels if isinstance(label, int)]
     if len(numbers) == len(labels):
         if max(numbers) >= 1 << 20:
@@ -304,7 +303,7 @@ def _flush(file: IO[Any]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Force the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

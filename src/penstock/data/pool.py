@@ -1,7 +1,7 @@
-"""Reading in several processes: each batch is split among all of them, in memory they share with this one.
+"""Reading in several processes, which split each batch among them and write it into memory shared with this one.
 
-The processes are fresh Python interpreters (not forks, so no lock or thread is inherited, and a script needs
-no `if __name__ == "__main__"`), import no torch, and live as long as the pool.
+The processes are new Python interpreters, not forks: they inherit no lock or thread, and a script needs no
+`if __name__ == "__main__"`. They import no torch, and live as long as the pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.data.source import Pixels, Reading, Source
 from penstock.data.worker import Done, Failed, Hello, Task, open_room, receive, room_bytes, send
 from penstock.errors import DataError
 
-_START = "import sys; from penstock.data.worker import main; main(int(sys.argv[1]))"
+_PROGRAM = "import sys; from penstock.data.worker import main; main(int(sys.argv[1]))"
 
 
 class Pool:
@@ -35,9 +35,9 @@ class Pool:
         self._file = _shared_file(room_bytes(shape))
         self._room = open_room(self._file.fileno(), shape)
         self._free = deque(range(depth + 1))
-        self._flying: deque[_Flight] = deque()
+        self._in_flight: deque[_Request] = deque()
         self._shown: int | None = None
-        """The slot last handed out, which is free again when the next is asked for."""
+        """The slot that was returned last. It is free again when the next one is asked for."""
         self._workers: list[_Worker] = []
         hello = Hello(_pickled(source), shape)
         try:
@@ -55,26 +55,26 @@ class Pool:
         return tuple(worker.process.pid for worker in self._workers)
 
     def submit(self, indices: NDArray[np.int64]) -> None:
-        """Begin reading a batch. At most `depth` may be under way."""
+        """Start reading a batch. At most `depth` may be in flight."""
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices
         edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
         parts = [
             (worker, *part) for worker, *part in zip(self._workers, edges, edges[1:]) if part[0] < part[1]
         ]
-        self._flying.append(_Flight(slot, len(indices), [worker for worker, _, _ in parts]))
+        self._in_flight.append(_Request(slot, len(indices), [worker for worker, _, _ in parts]))
         for worker, start, stop in parts:
             worker.send(Task(slot, start, stop))
 
     def receive(self) -> tuple[Pixels, Reading]:
-        """The oldest batch under way; its pixels are valid until the next call."""
+        """The oldest batch in flight. Its pixels are valid until the next call."""
         if self._shown is not None:
             self._free.append(self._shown)
-        flight = self._flying.popleft()
-        self._shown = flight.slot
+        request = self._in_flight.popleft()
+        self._shown = request.slot
         bad: list[tuple[str, str]] = []
         failed: DataError | None = None
-        for worker in flight.workers:  # All of them, for each has an answer in its pipe.
+        for worker in request.workers:  # all of them, because each has an answer in its pipe
             answer = worker.receive()
             if isinstance(answer, Done):
                 bad += answer.bad
@@ -85,18 +85,18 @@ class Pool:
                 failed = DataError(told)
         if failed is not None:
             raise failed
-        rows = (flight.slot, slice(flight.samples))
+        rows = (request.slot, slice(request.samples))
         reading = Reading(self._room.labels[rows].copy(), self._room.ids[rows].copy(), tuple(bad))
         return self._room.images[rows], reading
 
     def discard(self) -> None:
-        """Wait for what is under way and drop it."""
-        while self._flying:
+        """Wait for the batches in flight, and drop them."""
+        while self._in_flight:
             with contextlib.suppress(DataError, ValueError):  # ValueError: the pipes have been closed
                 self.receive()
 
     def abort(self) -> None:
-        """Kill the processes: nothing is lost by it, and whoever waits for their answers is released."""
+        """Kill the processes, which lose nothing by it. Whoever waits for their answers is released."""
         for worker in self._workers:
             worker.process.kill()
 
@@ -114,11 +114,11 @@ class _Worker:
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(shared)],
+            [sys.executable, "-c", _PROGRAM, str(shared)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(shared,),
-            # The caller's modules must be found there too: a source may be defined in one.
+            # The worker must find the caller's modules too, because one may define the source.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
@@ -144,10 +144,10 @@ class _Worker:
         code = self.process.wait(timeout=10)
         if code >= 0:
             return DataError(
-                f"{self} ended with exit code {code} while reading; its own message is on stderr."
+                f"{self} ended with exit code {code} while reading. Its own message is on stderr."
             )
         return DataError(
-            f"{self} was killed by {signal.Signals(-code).name} while reading. If nobody ended it, the machine ran "
+            f"{self} was killed by {signal.Signals(-code).name} while reading. If nobody killed it, the machine ran "
             "out of memory: lower data.workers or the batch."
         )
 
@@ -159,17 +159,17 @@ class _Worker:
                     pipe.close()
 
 
-class _Flight(NamedTuple):
-    """A batch under way."""
+class _Request(NamedTuple):
+    """A batch in flight."""
 
     slot: int
     samples: int
     workers: list[_Worker]
-    """Those that read a part of it."""
+    """The workers that read a part of it."""
 
 
 def _shared_file(size: int) -> IO[bytes]:
-    """A file of memory without a name, so that nothing is left behind however the processes end."""
+    """A file in memory without a name, so that nothing is left however the processes end."""
     if hasattr(os, "memfd_create"):
         file: IO[bytes] = os.fdopen(os.memfd_create("penstock-data"), "r+b")
     else:

@@ -1,4 +1,4 @@
-"""Background reading: a thread that keeps a few batches of host memory ahead of the training loop."""
+"""Background reading: a thread that stays a few batches of host memory ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reader(Protocol):
         ...
 
     def abort(self) -> None:
-        """Release whoever waits in `receive`, from another thread."""
+        """Release a thread that waits in `receive`. Called from another thread."""
         ...
 
     def close(self) -> None:
@@ -79,16 +79,16 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one batch holds: sample numbers, and their positions in the stream."""
+    """The content of a batch: sample numbers, and their positions in the stream."""
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
 
 
 class Pump:
-    """A thread that carries requests through a reader into a bounded queue, in order.
+    """A thread that passes requests to a reader, and puts what it read into a bounded queue, in order.
 
-    It knows nothing of the Loader, so that a Loader nobody holds any more is collected, and stops its pump.
+    It has no reference to the Loader, so that a Loader without users is collected, and stops its pump.
     """
 
     def __init__(self, reader: Reader, requests: Iterator[Request], *, depth: int, pin: bool) -> None:
@@ -102,10 +102,10 @@ class Pump:
         self._thread.start()
 
     def get(self) -> HostBatch | None:
-        """The next batch, or none at the end. Raises what the reader raised."""
+        """The next batch, or None at the end. Raises what the reader raised."""
         item = self._queue.get()
         if item is None or isinstance(item, BaseException):
-            self._put(item)  # Whoever asks again is told the same.
+            self._put(item)  # the next call gets the same answer
             if item is not None:
                 raise item
             return None
@@ -116,23 +116,23 @@ class Pump:
         self._stopped.set()
 
     def stop(self) -> None:
-        """End the thread and drop what it still had under way; the reader can be used again."""
+        """End the thread, and drop what it had in flight. The reader can be used again."""
         self.halt()
         if threading.current_thread() is not self._thread:  # where the garbage collector may run as well
             self._thread.join()
 
     def _run(self) -> None:
-        flying: list[Request] = []
+        in_flight: list[Request] = []
         try:
             while not self._stopped.is_set():
-                while len(flying) < self._depth and (request := next(self._requests, None)) is not None:
+                while len(in_flight) < self._depth and (request := next(self._requests, None)) is not None:
                     self._reader.submit(request.ids)
-                    flying.append(request)
-                if not flying:
+                    in_flight.append(request)
+                if not in_flight:
                     self._put(None)
                     return
                 pixels, reading = self._reader.receive()
-                self._put(self._keep(flying.pop(0), pixels, reading))
+                self._put(self._keep(in_flight.pop(0), pixels, reading))
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
         finally:

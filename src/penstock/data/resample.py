@@ -1,10 +1,9 @@
 """Crop, flip and resize a batch of stored images, each by its own box.
 
-Bilinear with a triangle as wide as the shrinking (antialiased), like Pillow's `resize(box=...)` and torch's
-`interpolate(antialias=True)`. Resampling is separable, so a crop with a flip and a resize is two small matrix
-products, `rows @ image @ columns.T`: that is the reference, and what a GPU runs. On a CPU torch's 8-bit
-kernel does the same image by image, five times faster than the products or `grid_sample`; it rounds to
-whole grey levels.
+The filter is bilinear, with a triangle as wide as the shrinking (antialiased), like Pillow's `resize(box=...)` and
+torch's `interpolate(antialias=True)`. Resampling is separable, so a crop with a flip and a resize is two small matrix
+products, `rows @ image @ columns.T`: that is the reference, and what a GPU runs. On a CPU torch's 8-bit kernel does the
+same image by image, five times faster than the products or `grid_sample`; it rounds to whole grey levels.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _weights(start: Tensor, extent: Tensor, stored: int, wanted: int, mirror: Te
     pixel = torch.arange(stored, device=start.device) + 0.5
     distance = (pixel[None, None, :] - (start + position)[:, :, None]).abs()
     weight = (1 - distance / scale.clamp(min=1.0)[:, :, None]).clamp_(min=0)
-    # Only pixels of the crop count; dividing by the sum repeats the border pixel, as the others do.
+    # Only pixels of the crop count. Dividing by the sum repeats the border pixel, as Pillow and torch do.
     inside = (pixel >= start) & (pixel < start + extent)
     weight = weight * inside[:, None, :]
     return weight / weight.sum(-1, keepdim=True)
@@ -46,8 +45,8 @@ def _weights(start: Tensor, extent: Tensor, stored: int, wanted: int, mirror: Te
 def resample_products(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) -> Tensor:
     """(B, H, W, C) uint8 to (B, C, size, size) float32 in 0..255, by two batched matrix products."""
     device = images.device
-    # fp16 holds 0..255 exactly and weights to 11 bits: an error below a tenth of a grey level on the tensor
-    # cores, and no dependence on the Plan's fp32 matmul setting.
+    # fp16 holds 0..255 exactly, and weights to 11 bits. So tensor cores make an error below a tenth of a grey level,
+    # and the result does not depend on the Plan's fp32 matmul setting.
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     box = ship(boxes.astype(np.float32), device)
     mirror = ship(flips, device)
@@ -58,7 +57,7 @@ def resample_products(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], si
 
 
 def _resample_bytes(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) -> Tensor:
-    """The same on a CPU, in 8-bit arithmetic: at most one grey level from the reference."""
+    """The same on a CPU in 8-bit arithmetic, at most one grey level from the reference."""
     batch, _, _, channels = images.shape
     out = torch.empty(batch, size, size, channels, dtype=torch.uint8)
     for image, target, (top, left, height, width), flip in zip(images, out, boxes.tolist(), flips.tolist()):
@@ -85,7 +84,7 @@ def resample(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) 
     if unmoved and (height, width) == (size, size):
         crop = images[:, top : top + size, left : left + size]
         return crop.permute(0, 3, 1, 2).contiguous().float()
-    # Tiny images (the digits) are faster in one product than each by a call of its own.
+    # Tiny images (the digits) are faster in one product than in a call for each.
     if images.device.type == "cpu" and max(images.shape[1:3]) > 16:
         return _resample_bytes(images, boxes, flips, size)
     return resample_products(images, boxes, flips, size)

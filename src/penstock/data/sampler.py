@@ -1,8 +1,8 @@
 """The order of samples: one endless stream, a pure function of (seed, samples in the set).
 
-The stream is the concatenation of the epochs' permutations. Batch i of global size G is
-`stream[i*G:(i+1)*G]`, and rank r takes its slice of that; so no number of workers or ranks changes what a
-step sees, a batch may straddle two epochs, and a position (samples consumed) is all that a resume needs.
+The stream is the concatenation of the epochs' permutations. Batch i of global size G is `stream[i*G:(i+1)*G]`, and
+rank r takes its slice of that. So a step sees the same samples with any number of workers or ranks, a batch may span
+two epochs, and a resume needs only a position (samples consumed).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def permutation(seed: int, epoch: int, samples: int) -> Ids:
 
 
 class Stream:
-    """The sample stream. Keeps the permutation of the epoch last read, for reading is sequential."""
+    """The sample stream. It keeps the permutation of the epoch that was read last, because reading is sequential."""
 
     def __init__(self, samples: int, seed: int) -> None:
         if samples < 1:

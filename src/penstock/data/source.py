@@ -1,6 +1,6 @@
-"""What a source of images is, and how bad images are met.
+"""What a source of images is, and what happens with bad images.
 
-Free of torch: reading processes import this and start in a fraction of a second.
+This imports no torch, so that reading processes start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Pixels = NDArray[np.uint8]
 Split = Literal["train", "val"]
 
 VAL_EVERY = 5
-"""Where a source has no split of its own, every fifth sample (of each class) is the validation set."""
+"""In a source without a split, every fifth sample of each class is in the validation set."""
 
 
 class BadImage(Exception):
-    """One image that cannot be read: says which (`path`) and why. Met by the policy `fail` or `skip`."""
+    """An image that cannot be read: which (`path`) and why. The policy `fail` or `skip` says what happens then."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class BadImage(Exception):
 
 
 class Reading(NamedTuple):
-    """What came of reading some samples: their labels, their ids after replacements, and the bad ones met."""
+    """The result of reading some samples: their labels, their ids after replacements, and the bad ones."""
 
     labels: NDArray[np.int64]
     ids: NDArray[np.int64]
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 class Source(ABC):
     """Images of one stored size with one class each. A subclass sets the attributes and defines `load`.
 
-    Can be pickled, so that reading processes get a copy.
+    It can be pickled, so that reading processes get a copy.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Source(ABC):
     channels: int
     """1 (grey) or 3 (red, green, blue)."""
     crop_share: float = 0.875
-    """Share of the side that evaluation looks at, in the centre (the usual 224 of 256)."""
+    """Share of the side, in the centre, that evaluation uses (the usual 224 of 256)."""
     scalable: bool = False
-    """True where enlarging the stored size is intended (the 8 × 8 digits), so that nobody is warned of it."""
+    """True where enlarging the stored size is intended (the 8 × 8 digits), so that there is no warning."""
     bad_images: Literal["fail", "skip"] = "fail"
 
     @abstractmethod
@@ -71,15 +71,15 @@ class Source(ABC):
         return len(self.labels)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
-        """Images (n, size, size, channels) and labels (n,). Bad images meet the source's policy."""
+        """Images (n, size, size, channels) and labels (n,). Bad images are treated as the source's policy says."""
         out = np.empty((len(indices), self.size, self.size, self.channels), np.uint8)
         return out, self.read_into(np.asarray(indices, np.int64), out).labels
 
     def read_into(self, indices: NDArray[np.int64], out: Pixels) -> Reading:
-        """Write the images into `out`; under the policy `skip`, put others in the place of bad ones.
+        """Write the images into `out`. Under the policy `skip`, others replace bad ones.
 
-        The replacement is a pure function of the bad image's number: the stream stays the same for any number
-        of workers and ranks. Raises DataError under the policy `fail`.
+        The replacement is a pure function of the bad image's number, so that the stream is the same for any number of
+        workers and ranks. Raises DataError under the policy `fail`.
         """
         ids = np.array(indices, np.int64)
         bad: list[tuple[str, str]] = []
@@ -95,8 +95,8 @@ class Source(ABC):
             except BadImage as error:
                 if self.bad_images == "fail":
                     raise DataError(
-                        f"The image {error.path} cannot be read: {error.why}. Mend or remove it, or set "
-                        "data.bad_images to 'skip' to go on with another in its place (up to 1 % of the set)."
+                        f"The image {error.path} cannot be read: {error.why}. Repair or remove it, or set "
+                        "data.bad_images to 'skip' to read another in its place (up to 1 % of the set)."
                     ) from error
                 bad.append((error.path, error.why))
                 word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
@@ -113,7 +113,8 @@ class Source(ABC):
 class Tally:
     """Counts failures, and ends a run in which more than 1 % of the images are bad.
 
-    Small sets are counted as a whole (one bad image of fifty is 2 %), large ones from 1,000 failures on.
+    In a small set the share is of the whole set (one bad image of fifty is 2 %). A large set may have 1,000 failures
+    first.
     """
 
     samples: int
@@ -128,13 +129,13 @@ class Tally:
         if failed and self.failed > self.limit * max(self.tried, min(self.samples, 100_000)):
             raise DataError(
                 f"More than {self.limit:.0%} of the images are bad: {self.failed} of {self.tried} read "
-                f"so far from a set of {self.samples}. The last was {last}. Mend the data set; the path of "
-                "each bad image was logged."
+                f"so far from a set of {self.samples}. The last was {last}. Repair the data set; the path "
+                "of each bad image was logged."
             )
 
 
 def is_val(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-    """Which samples form the fixed validation fifth: every fifth of each class, in the order of the set."""
+    """Which samples are in the validation set: every fifth of each class, in the order of the set."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     place = np.empty(len(labels), np.int64)
@@ -144,5 +145,5 @@ def is_val(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
 
 
 def stored_size(image_size: int) -> int:
-    """Side that images are decoded to for a model of `image_size`: 256 for 224, so that crops have room."""
+    """The side to which images are decoded for a model of `image_size`: 256 for 224, so that crops can vary."""
     return round(image_size * 8 / 7)

@@ -1,7 +1,7 @@
 """Tar shards in the WebDataset layout, streamed: `name.jpg` and `name.cls` side by side are one sample.
 
-Nothing is extracted and nothing is unpickled: members are read into memory one after the other, only regular
-files with a listed extension, under names that could be nothing but plain relative paths.
+Nothing is extracted to the disk or unpickled. Members are read into memory one after the other. Only regular files are
+read, with a listed extension and a plain relative path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 def read_tar(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The samples of one shard, in order. Plain, gzip, bzip2 or xz, told by content.
+    """The samples of one shard, in order. Whether it is plain, gzip, bzip2 or xz is told by its content.
 
     Raises DataError for a member that is a link or device, climbs out of the shard, has another extension, is
     too large, or for a sample without image or class; and for a shard that is cut off.
@@ -78,7 +78,7 @@ def _members(path: str | os.PathLike[str], shard: tarfile.TarFile) -> Iterator[t
 
 
 def _group(path: str | os.PathLike[str], members: Iterator[tuple[str, str, bytes]]) -> Iterator[Sample]:
-    """Neighbours with the same key form a sample."""
+    """Adjacent members with the same key form a sample."""
     key: str | None = None
     parts: dict[str, bytes] = {}
     for now, extension, content in members:
@@ -104,7 +104,7 @@ def _sample(path: str | os.PathLike[str], key: str, parts: dict[str, bytes]) -> 
 
 
 def _label(path: str | os.PathLike[str], key: str, parts: dict[str, bytes]) -> int | str:
-    """A class number, or a class name that the caller numbers."""
+    """A class number, or a class name to which the caller gives a number."""
     try:
         if ".cls" in parts:
             text = parts[".cls"].decode("utf-8").strip()

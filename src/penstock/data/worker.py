@@ -1,7 +1,7 @@
-"""A reading process, started by `pool.py`; imports no torch.
+"""A reading process, which `pool.py` starts. It imports no torch.
 
-It takes its source and then tasks from standard input, reads the samples into memory that it shares with its
-parent, and answers on standard output. It ends when its parent does: that closes the pipe.
+It takes its source and then tasks from standard input, reads the samples into memory that it shares with its parent,
+and answers on standard output. It ends when its parent does, because that closes the pipe.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class Hello(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Read the samples in rows start..stop of a slot. Small, so that a pipe always has room for all under
-    way.
-    """
+    """Read the samples in rows start..stop of a slot. It is small, so that a pipe has room for all in flight."""
 
     slot: int
     start: int
@@ -72,14 +70,14 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The reading ended with an error; `data` tells whether its message is already meant for the user."""
+    """Reading failed. `data` says whether the message is already meant for the user."""
 
     message: str
     data: bool
 
 
 def send(pipe: IO[bytes], message: object) -> None:
-    """One length-prefixed message. Only ever read by the process at the other end of a private pipe."""
+    """Send a length-prefixed message. Only the process at the other end of a private pipe reads it."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     pipe.write(FRAME.pack(len(body)) + body)
     pipe.flush()
@@ -99,9 +97,9 @@ def receive(pipe: IO[bytes]) -> Any:
 
 def main(shared: int) -> None:
     """Serve until the parent is gone. `shared` is the file descriptor of the shared memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Whatever a library prints must not fall among the answers.
+    os.dup2(2, 1)  # what a library prints must not get among the answers
     try:
         hello: Hello = receive(requests)
         room = open_room(shared, hello.shape)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import app, main
-from penstock.cli._tokens import before_script
+from penstock.cli import app, before_script, main
 
 
 def _python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -187,7 +186,7 @@ def test_options_with_values_are_known() -> None:
     """The list by which the script's name is found must not fall behind the verb."""
     from inspect import signature
 
-    from penstock.cli._tokens import _WITH_VALUE
+    from penstock.cli import _WITH_VALUE
     from penstock.cli.run import run
 
     keywords = {f"--{n}" for n, p in signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from penstock import __version__
-from penstock.cli._tokens import before_script
 from penstock.errors import ExitCode, PenstockError
 from penstock.launch.report import write_report
 
@@ -28,7 +27,7 @@ app.command(
 )
 app.command("penstock.cli.run:run", name="run", help="Run a training script in mixed precision, unchanged.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
-app.command("penstock.cli.plan:plan", name="plan", help="Find the best layout of a model on a cluster.")
+app.command("penstock.cli.plan:plan", name="plan", help="Find the fastest way to train a model on a cluster.")
 app.command(
     "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
 )
@@ -37,7 +36,7 @@ app.command(
     name="scale",
     help="Measure a model's gradients and choose a loss scale for fp16.",
 )
-app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store what was found.")
+app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store the result.")
 app.command(
     "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to fix what does not."
 )
@@ -55,15 +54,17 @@ checkpoint.command(
 app.command(checkpoint)
 
 
+_WITH_VALUE = ("--precision", "--dtype", "--option")
+"""Options of `run` that take a value. What follows the script's name is the script's."""
 _SPINS = "3000"
-"""Rounds that a thread of GNU OpenMP waits awake at a barrier before it sleeps; docs/decisions/0010 says why so few."""
+"""Rounds for which a thread of GNU OpenMP waits awake at a barrier. docs/decisions/0010 says why they are few."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, unless `arguments` are given) and return its exit code.
 
-    A `PenstockError` becomes its message on stderr and its exit code. Anything else is a bug of ours or of a library
-    and shows its traceback.
+    A `PenstockError` becomes a message on stderr and an exit code. Any other error is a bug, ours or a library's, and
+    shows its traceback.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(
@@ -85,7 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has left. Point stdout away, so that Python's own flush at exit does not complain.
+        # The reader (`| head`) has left. Redirect stdout, so that Python's own flush at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return result if isinstance(result, int) and not isinstance(result, bool) else int(ExitCode.DONE)
+
+
+def before_script(tokens: Sequence[str]) -> list[str]:
+    """The command line with `--` before the script of `run`, so that all that follows goes to the script."""
+    if not tokens or tokens[0] != "run":
+        return list(tokens)
+    place = 1
+    while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
+        place += 2 if tokens[place] in _WITH_VALUE else 1
+    if place >= len(tokens) or tokens[place] == "--":
+        return list(tokens)
+    return [*tokens[:place], "--", *tokens[place:]]

@@ -1,7 +1,7 @@
-"""What all verbs share: a configuration dataclass as options, and errors as messages with exit codes.
+"""What all verbs share: the fields of a configuration dataclass as options of the command line.
 
-`configured` writes the options of a verb from the dataclass that holds its settings, so that the command line, the
-file and the Python call take the same names, and `penstock.config.load` alone decides what a value means.
+`configured` makes the options of a verb from the dataclass of its settings. So the command line, the file and the
+Python call use the same names, and only `penstock.config.load` decides what a value means.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def configured(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
-    The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting, and with `positional` that one
-    setting as its first argument. Settings named in `hide` are left to the function's own options. The function is
-    called with the loaded configuration first and its own options by keyword. `loader` takes what
-    `penstock.config.load.load` does, for verbs whose defaults depend on what is asked for.
+    The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting. `positional` names a setting that may
+    also be its first argument. Settings named in `hide` are left to the function's own options. The function is called
+    with the loaded configuration first and its own options by keyword. A `loader` takes the same arguments as
+    `penstock.config.load.load`, for verbs whose defaults depend on other settings.
     """
     shown = [setting for setting in settings(cls) if setting.key not in hide]
 
@@ -61,7 +61,7 @@ def configured(
 
         verb.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's
-        # Types for whoever asks the function and not its signature.
+        # For readers of the function's annotations, who do not ask for its signature.
         verb.__annotations__ = {parameter.name: parameter.annotation for parameter in [*options, *own]}
         return verb
 
@@ -87,7 +87,7 @@ def _options(shown: list[Field], positional: str | None) -> list[inspect.Paramet
             default=None,
             annotation=Annotated[
                 Path | None,
-                Parameter(help="TOML, YAML or JSON file of settings; options given here go before it."),
+                Parameter(help="TOML, YAML or JSON file of settings. Options given here override it."),
             ],
         )
     )
@@ -123,7 +123,7 @@ def _is_part(head: str, shown: list[Field]) -> bool:
 
 
 def _identifier(key: str) -> str:
-    # Two underscores stand for the dot; a setting named `config` would clash with --config.
+    # Two underscores replace the dot. The prefix keeps a setting named `config` apart from --config.
     return "setting__" + key.replace(".", "__")
 
 

@@ -1,4 +1,4 @@
-"""Running somebody's script in this process as plain Python would: arguments, `__main__`, exit code, tracebacks."""
+"""Running a script in this process as plain Python would: arguments, `__main__`, exit code, tracebacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HERE = str(Path(__file__).parent)
 def run_script(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
     """Run a file, folder or zip archive with a `__main__.py`, or with `module` a module, as `python` would.
 
-    Whatever the script raises leaves here too, SystemExit included. Raises ConfigError if there is no such script.
+    Passes on whatever the script raises, SystemExit included. Raises ConfigError if there is no such script.
     """
     if not module and not Path(target).exists():
         raise ConfigError(
@@ -42,7 +42,7 @@ def run_script(target: str, arguments: Sequence[str], *, module: bool = False) -
 
 
 def _run_file(target: str) -> None:
-    """As runpy.run_path does, but with `__file__` absolute and `sys.argv[0]` as it was typed, like Python itself."""
+    """Do what runpy.run_path does, but with an absolute `__file__` and `sys.argv[0]` as typed, like Python itself."""
     path = os.path.abspath(target)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
@@ -65,7 +65,7 @@ def _as_main(target: str, arguments: Sequence[str], *, module: bool) -> Iterator
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
-        # Where `python` puts the script's folder, or the current one, this process has that of its own program.
+        # `python` puts the script's folder, or the current one, first; here the folder of this program stands there.
         sys.path[0:1] = [os.getcwd() if module else os.path.dirname(os.path.realpath(target))]
     try:
         yield
@@ -74,7 +74,7 @@ def _as_main(target: str, arguments: Sequence[str], *, module: bool) -> Iterator
 
 
 def show(error: BaseException) -> None:
-    """Print an exception as Python does when a script ends with it: the frames that led to the script are left out."""
+    """Print an exception as Python does when a script ends with it, without the frames that led to the script."""
     trace = error.__traceback__
     while trace is not None and (
         trace.tb_frame.f_code.co_filename.startswith(_HERE)
@@ -85,7 +85,7 @@ def show(error: BaseException) -> None:
 
 
 def place_in_script(error: BaseException) -> str | None:
-    """`train.py:12`, the innermost line of the user's own code that led to an error of ours."""
+    """`train.py:12`: the innermost line of the user's own code in the traceback of one of our errors."""
     outside = (str(Path(_HERE).parent), str(Path(runpy.__file__).parent), "<frozen ")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(outside) and "site-packages" not in frame.filename:
@@ -95,9 +95,9 @@ def place_in_script(error: BaseException) -> str | None:
 
 @contextmanager
 def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` right after the module `name` is imported for the first time, or now if it has been.
+    """Call `then` right after the first import of the module `name`, or now if that has happened.
 
-    Importing torch ahead of a script would fix what the script may still want to set in its environment.
+    Importing torch before a script would ignore what the script may still set in its environment.
     """
     if name in sys.modules:
         then()
@@ -130,7 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, and something to be done after it."""
+    """Another loader, and a function to call after it."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader = loader
@@ -141,6 +141,6 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # as if this had not been here
+        module.__spec__.loader = module.__loader__ = self._loader  # the module shows no trace of this class
         self._loader.exec_module(module)
         self._then()

@@ -22,7 +22,7 @@ PLAIN_WIDTH = 132
 
 
 def factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
-    """Let `--model package.module:factory` mean `--factory package.module:factory`: a preset's name has no colon."""
+    """Let `--model package.module:factory` mean `--factory package.module:factory`. A preset's name has no colon."""
 
     @wraps(verb)
     def wrapped(*arguments: Any, **given: Any) -> int:
@@ -45,7 +45,7 @@ def ladder(
     *,
     alone: Annotated[
         bool,
-        Parameter(help="Measure each rung by itself against the baseline, instead of climbing.", negative=""),
+        Parameter(help="Measure each rung by itself against the baseline.", negative=""),
     ] = False,
     quick: Annotated[
         bool, Parameter(help="Few rounds and short loss runs: a first impression.", negative="")
@@ -56,7 +56,7 @@ def ladder(
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
     """
-    # Memory is measured with torch's profiler, which would remark on every step that it began in the middle of a run.
+    # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rich.console import Console
 
@@ -87,6 +87,6 @@ def ladder(
         console.print(remark, highlight=False, markup=False)
     console.print(f"\nWritten: {html} and {data}\n", highlight=False, markup=False)
     console.print(f"{report.speedup:.2f}× the baseline's speed, with", highlight=False)
-    # Not wrapped and not styled: this line is there to be copied.
+    # Not wrapped and not styled, because this line is there to be copied.
     console.print(report.train_command, soft_wrap=True, highlight=False, markup=False)
     return int(ExitCode.DONE)

@@ -30,22 +30,20 @@ def pack(
     Parameters
     ----------
     source
-        A folder with one folder per class, a tar shard, or a folder of tar shards (WebDataset layout); or a
+        A folder with one folder per class, a tar shard, a folder of tar shards (as WebDataset writes them), or a
         folder with `train` and `val` of either. With --verify, the packed set to check.
     target
         The folder to make. It must not exist.
     size
-        Side in pixels that images are stored with: shorter side resized, centre kept. 256 suits models of
-        224.
+        Side in pixels of the stored images: the shorter side is resized, the centre kept. 256 suits models of 224.
     format
-        `jpeg` takes about 20 KB an image of 256 pixels; `raw` takes 192 KB and reads several times faster.
+        `jpeg` takes about 20 KB for an image of 256 pixels. `raw` takes 192 KB, and reads several times faster.
     quality
         JPEG quality, 1 to 100.
     bad_images
-        `fail` stops at an image that cannot be read; `skip` leaves it out and logs its path, up to 1 % of the
-        set.
+        `fail` stops at an image that cannot be read. `skip` leaves it out and logs its path, up to 1 % of the set.
     max_pixels
-        An image whose header claims more is bad, and not decoded.
+        An image whose header claims more pixels is bad, and is not decoded.
     threads
         Decoding threads; 0 takes one per core.
     verify
@@ -57,7 +55,7 @@ def pack(
         print(f"{source} is whole: {verify_pack(source):,} bytes checked.")
         return
     if target is None:
-        raise ConfigError("Say where to: `penstock pack SOURCE TARGET`.")
+        raise ConfigError("Give the folder to make: `penstock pack SOURCE TARGET`.")
     packing = Packing(
         size=size,
         records=format,

@@ -1,4 +1,4 @@
-"""`penstock probe`: measure this machine and store what was found."""
+"""`penstock probe`: measure this machine and store the result."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def probe(
     output: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Measure this machine, and store what was found.
+    """Measure this machine, and store the result.
 
-    The result is kept in the cache folder ($PENSTOCK_CACHE or ~/.cache/penstock), where `train` and `ladder` find it
-    for their predictions and for MFU.
+    It is stored in the cache folder ($PENSTOCK_CACHE or ~/.cache/penstock), from which `train` and `ladder` take it for
+    their predictions and for MFU.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def probe(
     quick
         Take seconds instead of about a minute, with fewer shapes.
     output
-        Also write the machine to this .toml or .json file, which --machine takes.
+        Also write the machine to this .toml or .json file, for --machine.
     as_json
         Print the machine as JSON instead of tables.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.precision_figures import Shares, gradient_figure, percent
+from penstock.report.record import facts
 
 if TYPE_CHECKING:
     from penstock.cli.scale import Measured
@@ -71,15 +72,6 @@ def scale_page(
         "fp16 holds of them as they are, and when the loss is multiplied by the scale before the backward pass. After "
         f"{SOURCE}, figure 3."
     )
-    machine = environment.get("machine", {})
-    versions = environment.get("versions", {})
-    facts = {
-        "processor": str(machine.get("processor")),
-        "GPU": "; ".join(machine.get("gpus") or ()) or "none",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "commit": str(environment.get("commit") or "none"),
-        "time": str(environment.get("time")),
-    }
     html = page(
         f"The loss scale of {measured.title}",
         heading(measured, found),
@@ -101,7 +93,11 @@ def scale_page(
                     for words, values in rows(found, advice)
                 ],
             ),
-            Section(title="Where this was measured", facts=facts, code=str(environment.get("command") or "")),
+            Section(
+                title="Where this was measured",
+                facts=facts(environment),
+                code=str(environment.get("command") or ""),
+            ),
         ],
         "Made by penstock scale. The counts are in scale.json beside this page.",
     )

@@ -1,4 +1,4 @@
-"""`penstock train`: train a model, or go on where it was stopped."""
+"""`penstock train`: train a model, or resume its training."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.config.run import RunConfig
 def train(
     config: RunConfig,
     *,
-    resume: Annotated[bool, Parameter(help="Go on from the newest checkpoint in the output folder.")] = True,
+    resume: Annotated[bool, Parameter(help="Resume from the newest checkpoint in the output folder.")] = True,
     tensorboard: Annotated[bool, Parameter(negative="", help="Write TensorBoard event files too.")] = False,
 ) -> None:
     """Train a model; resumes where it was stopped.
 
-    The settings of a preset's own recipe come first, then those of --config, then those given here. The resolved
-    settings are kept in OUTPUT/run.toml, which runs the same again with --config.
+    The file given with --config overrides the settings of the preset's own recipe, and options given here override
+    both. OUTPUT/run.toml keeps all settings of the run; with --config it runs the same again.
     """
     from penstock.tasks import task_of
     from penstock.train import train as run
@@ -31,7 +31,7 @@ def train(
 
     result = run(config, resume=resume, tensorboard=tensorboard, display=display_for(sys.stdout))
     if int(os.environ.get("RANK", "0")):
-        return  # all ranks of a run return the same
+        return  # all ranks have the same result
     found = result.evaluation
     task = task_of(config.model)
     print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")

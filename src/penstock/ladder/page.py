@@ -20,6 +20,7 @@ from penstock.report.figures import (
     waterfall,
 )
 from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.record import facts
 
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
@@ -30,8 +31,8 @@ _STATES: Mapping[str, State] = {
 _LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong"}
 """How a rung's row looks; others are faint."""
 _MEMORY_WORDS = (
-    "The most that tensors take at any moment of one step: weights, gradients, optimizer state, activations. "
-    "Diamonds are what the planner foretold."
+    "The most memory that tensors take at any moment of a step: weights, gradients, optimizer state, activations. "
+    "Diamonds are the planner's predictions."
 )
 
 
@@ -92,7 +93,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
 
 
 def _plan_words(report: LadderReport) -> str:
-    words = f"Everything that paid, in one line: {report.plan}."
+    words = f"Everything that pays, in one line: {report.plan}."
     changed = ", ".join(f"{name} {value}" for name, value in report.model.items())
     if changed:
         words += f" It changes the model: {changed}."
@@ -100,11 +101,11 @@ def _plan_words(report: LadderReport) -> str:
     higher = [rung for rung in outside if (rung.loss_difference or 0.0) > 0]
     lower = [rung for rung in outside if rung not in higher]
     if lower:
-        words += f" The loss is lower than chance explains with: {titles(lower)}."
+        words += f" With these the loss is lower than chance explains: {titles(lower)}."
     if higher:
         words += (
-            f" The loss is higher than chance explains with: {titles(higher)}. Judge whether their speed is worth it, "
-            f"or leave them out with --skip."
+            f" With these the loss is higher than chance explains: {titles(higher)}. Decide whether their speed is "
+            f"worth it, or leave them out with --skip."
         )
     return words
 
@@ -113,15 +114,14 @@ def _gain_words(report: LadderReport) -> str:
     how = (
         "Each optimisation by itself, against the plain baseline."
         if report.alone
-        else "Each optimisation on top of all before it that paid. One that does not is measured, shown, and not kept."
+        else "Each optimisation on top of those before it that pay. One that does not pay is measured, and not kept."
     )
     without = [rung for rung in report.rungs if rung.status == "unsupported"]
-    left_out = f"\n\nNot applicable here, for reasons given below: {titles(without)}." if without else ""
+    left_out = f"\n\nThese do not apply here, for the reasons below: {titles(without)}." if without else ""
     return (
-        f"{how} Medians of {report.rounds} rounds in which the contenders take turns, so that a machine that "
-        f"slows down does so for all; whiskers are quartiles. A step pays from 1 % on, if that is "
-        f"more than two standard errors; an unclear one is given as many rounds again."
-        f"{left_out}"
+        f"{how} Speeds are medians of {report.rounds} rounds in which the settings take turns, so that a machine that "
+        f"slows down does so for all; whiskers are quartiles. A step pays if it gains at least 1 % and more than two "
+        f"standard errors. An unclear one gets as many rounds again.{left_out}"
     )
 
 
@@ -162,7 +162,7 @@ def _memory(report: LadderReport) -> str:
 
 
 def _drawn(report: LadderReport) -> list[RungResult]:
-    """Rungs with a place in the figures: those that do not apply here have only a line in the table."""
+    """Rungs that the figures show. Those that do not apply here have only a line in the table."""
     return [rung for rung in report.rungs if rung.status != "unsupported"]
 
 
@@ -173,11 +173,12 @@ def _losses(report: LadderReport) -> list[Section]:
     steps = list(zip(*noise.curves, strict=True))
     band = ([min(step) for step in steps], [max(step) for step in steps])
     text = (
-        f"{report.loss_steps} optimizer steps on real data, from the same weights, in the same order of samples. The "
-        f"grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that of "
-        f"the mean loss over the last quarter of the steps; one standard deviation of the baseline over its seeds is "
-        f"{noise.deviation:.4f}, estimated from {len(noise.seeds)} runs only. Curves within {SAME_LOSS:g} of each "
-        f"other are drawn as one. A larger batch or image sees other samples: its difference is no error of arithmetic."
+        f"{report.loss_steps} optimizer steps on real data, from the same weights, with samples in the same order. "
+        f"The grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that "
+        f"of the mean losses of the last quarter of the steps. One standard deviation of the baseline over its "
+        f"seeds is {noise.deviation:.4f}, estimated from only {len(noise.seeds)} runs. Curves within {SAME_LOSS:g} of "
+        f"each other are drawn as one. A larger batch or image sees other samples, so that its difference is no error "
+        f"of arithmetic."
     )
     label = f"baseline, {len(noise.seeds)} seeds"
     figures = [loss_curves(_curves(report), band=band, band_label=label, title="Loss of each rung")]
@@ -188,15 +189,14 @@ def _losses(report: LadderReport) -> list[Section]:
 
 
 def _several(report: LadderReport) -> list[Section]:
-    """What there is to say of rungs of several processes beside their place in the table."""
+    """The section on rungs of several processes."""
     rungs = [rung for rung in report.rungs if rung.memory_by_rank]
     if not rungs:
         return []
     text = (
-        f"{report.procs} processes on this machine, each with a micro-batch as large as one process has alone, so that "
-        f"the global batch is {report.procs} times as large. Speeds are of all together, memory is of each. Whether "
-        f"they compute what one process does is checked from the same weights: it takes the same samples, one "
-        f"micro-batch after the other."
+        f"{report.procs} processes on this machine, each with the micro-batch of a single process, so that the global "
+        f"batch is {report.procs} times as large. Speeds are of all together, memory is of each. A single process then "
+        f"takes the same samples from the same weights, one micro-batch after the other, to check the results."
     )
     columns = [
         Cell("rung", words=True), Cell(f"{report.unit}/s", "all processes"), Cell("to one process", "predicted"),
@@ -222,12 +222,12 @@ def _several_row(report: LadderReport, rung: RungResult) -> list[Cell]:
             " · ".join(number(size / MIB) for size in rung.memory_by_rank),
             number(forecast.memory_bytes / MIB) if forecast else "",
         ),
-        Cell(cells.equality_words(rung) or "not checked: built upon one that was", words=True),
+        Cell(cells.equality_words(rung) or "not checked: it builds on one that was", words=True),
     ]
 
 
 def _curves(report: LadderReport) -> list[Curve]:
-    """One curve per rung; those that lie on one another share a line and its label."""
+    """A curve for each rung. Those that are nearly the same share a line and its label."""
     groups: list[list[RungResult]] = []
     for rung in report.rungs:
         if not rung.losses:
@@ -279,24 +279,11 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
 
 
 def _facts(report: LadderReport) -> dict[str, str]:
-    environment = report.environment
-    machine: dict[str, Any] = environment.get("machine", {})
     planner = f"Machine {report.machine.get('name')} ({report.machine.get('source')})"
-    facts = {
-        "processor": f"{machine.get('processor')}, {machine.get('cores')} cores, {machine.get('threads')} threads",
-        "memory": f"{(machine.get('memory_bytes') or 0) / 2**30:.1f} GiB",
-        "GPU": "; ".join(machine.get("gpus") or ()) or "none",
-        "system": str(machine.get("system")),
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in environment.get("versions", {}).items()
-        ),
-        "commit": str(environment.get("commit") or "none"),
-        "time": str(environment.get("time")),
-        "predictions": f"with {planner}: {_rates(report.machine)}",
-    }
+    found = facts(report.environment) | {"predictions": f"with {planner}: {_rates(report.machine)}"}
     if report.notes:
-        facts["notes"] = " ".join(report.notes)
-    return facts | {"measured again by": "the command above"}
+        found["notes"] = " ".join(report.notes)
+    return found | {"measured again by": "the command above"}
 
 
 def _rates(machine: Mapping[str, Any]) -> str:

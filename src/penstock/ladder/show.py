@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
-    """Write ladder.html and ladder.json into a folder, which is made; returns their paths."""
+    """Write ladder.html and ladder.json into a folder, which is made if needed. Returns their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     html, data = folder / "ladder.html", folder / "ladder.json"
@@ -25,7 +25,7 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 
 
 def table(report: LadderReport) -> Table:
-    """One row per rung, for a terminal; `remarks` has the reasons in full."""
+    """A row for each rung, for a terminal; `remarks` has the reasons in full."""
     from rich import box
     from rich.table import Table
 
@@ -70,14 +70,14 @@ def remarks(report: LadderReport) -> list[str]:
             reasons.setdefault(f"{rung.status}: {rung.reason}", []).append(rung.title)
     said = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     if any(not rung.interleaved for rung in report.rungs):
-        said.append("* timed after the others and not in turn with them: memory did not hold both.")
+        said.append("* timed after the others and not in turn with them, because memory did not hold both.")
     said += [f"{rung.title}: {cells.equality_words(rung)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
-        said.append("MiB of several processes are those of the fullest one.")
+        said.append("The MiB of several processes are those of the fullest one.")
     outside = report.outside_noise()
     if outside:
         said.append(
-            f"The loss differs from the baseline's by more than two standard deviations over seeds with: "
+            f"With these the loss differs from the baseline's by more than two standard deviations over seeds: "
             f"{cells.titles(outside)}."
         )
     return [*said, *report.notes]

@@ -1,14 +1,13 @@
 """Measure a machine: matrix products, memory, the cost of one operator, and all-reduce where ranks are connected.
 
-Every rate is the lower quartile of repeated calls' times, because other processes can only lengthen them; matrices
-are random (zeros draw less power and run faster on GPUs). A probe leaves nothing behind: torch's precision settings,
-its random state and its gradient mode are as they were.
+Every rate is taken from the lower quartile of repeated calls' times, because other processes can only lengthen them.
+Matrices are random: zeros draw less power and run faster on GPUs. A probe restores torch's precision settings, random
+state and gradient mode.
 """
 
 from __future__ import annotations
 
 import logging
-import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,15 +34,16 @@ from penstock.probe.rates import (
     memory_bytes,
     page_seconds,
 )
+from penstock.report.record import processor
 
 __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
 
 _PROBE = 3
-"""Raised when a probe learns to measure more."""
+"""A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.5
-"""How much faster a CPU is than when it was measured, before it is said to have been busy then."""
+"""A CPU that is this much faster than when it was measured was busy then."""
 
 
 def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bool = False) -> Machine:
@@ -51,9 +51,8 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
 
     Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
     the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once, unless
-    `alone`). On a
-    GPU that a datasheet is shipped for, `peak_flops`, links and power are the datasheet's and `achievable_flops` is
-    measured; elsewhere the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
+    `alone`). On a GPU with a datasheet here, `peak_flops`, links and power are the datasheet's, and `achievable_flops`
+    is measured. Elsewhere the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
     """
     where = resolve_device(device)
     with _undisturbed(), torch.no_grad():
@@ -89,10 +88,10 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
 
 
 def machine_for(device: str | torch.device = "auto") -> Machine:
-    """The Machine that `device` is: as `penstock probe` measured it, else by datasheet, else measured quickly now.
+    """The Machine of `device`: as `penstock probe` measured it, else from its datasheet, else measured quickly now.
 
-    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version, and again
-    where a CPU turns out to be much faster than it says: it was busy then. One rank of a group may ask: it measures
+    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version. It is
+    repeated if a CPU is now much faster, because then it was busy. One rank of a group may call this: it measures
     nothing that needs the others.
     """
     where = resolve_device(device)
@@ -115,7 +114,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
 
 
 def _was_busy(kept: Machine, where: torch.device) -> bool:
-    """Whether a product is so much faster now that something else must have run while `kept` was measured."""
+    """Whether a product is so much faster now that other programs must have run while `kept` was measured."""
     best = max(
         (sample for sample in kept.gemm if sample.dtype == "fp32"),
         key=lambda sample: sample.flops_per_second,
@@ -129,7 +128,7 @@ def _was_busy(kept: Machine, where: torch.device) -> bool:
 
 
 def keep(machine: Machine) -> Path | None:
-    """Store a measured Machine in the cache folder; a folder that cannot be written is logged, and gives none."""
+    """Store a measured Machine in the cache folder. Logs a folder that cannot be written, and returns None."""
     try:
         return save_machine(machine, cache_path(machine.name))
     except PenstockError as error:
@@ -161,7 +160,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def machine_name(device: torch.device) -> str:
-    """What a measured Machine of this device is called: the chip, and for a CPU the number of threads used."""
+    """The name of a measured Machine of this device: the chip, and for a CPU the number of threads used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
@@ -169,15 +168,7 @@ def machine_name(device: torch.device) -> str:
 
 def cpu_name() -> str:
     """The CPU's own name, with the vector instructions that torch uses on it."""
-    chip = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                chip = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass  # not Linux: the general name serves
-    return f"{chip} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
@@ -186,7 +177,7 @@ def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
     sheet = match_datasheet(torch.cuda.get_device_name(device), machine.memory_bytes)
     if sheet is None:
         return replace(machine, devices_per_node=torch.cuda.device_count())
-    # What could not be computed here stays out, even where the datasheet has it.
+    # A type that could not be computed here is left out, even if the datasheet has it.
     peaks = {name: sheet.peak_flops.get(name, rate) for name, rate in machine.peak_flops.items()}
     return replace(
         machine,
@@ -200,13 +191,13 @@ def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
 
 
 def _version_note() -> str:
-    """What a kept measurement is thrown away for when it changes: torch, and what a probe measures."""
+    """A stored measurement is used only while this stays the same: torch, and what a probe measures."""
     return f"torch {torch.__version__}, probe {_PROBE}"
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Autocast off, and torch's warnings about beta features kept from the user, as long as it measures."""
+    """Turn autocast and torch's warnings about beta features off while it measures."""
     with (
         warnings.catch_warnings(),
         torch.autocast("cpu", enabled=False),

@@ -1,8 +1,8 @@
-"""What the operators of a training step cost on a CPU beyond products and memory: exponentials, sums, dispatch.
+"""What the operators of a training step cost on a CPU besides products and memory: exponentials, sums, dispatch.
 
-A CPU computes the exponentials of GELU and softmax and the sums of norms in its own instructions, which takes longer
-than moving their numbers; attention's products are too small to reach the rate of large ones; and every operator of a
-training step pays for its module, its views and autograd's bookkeeping.
+On a CPU the exponentials of GELU and softmax and the sums of norms take longer than moving their numbers. Attention's
+products are too small to reach the rate of large ones. And every operator of a training step pays for its module, its
+views and autograd's bookkeeping.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ROWS, _WIDTH = 512, 384
 _SCORES = (1024, 197)
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
-"""As the planner counts them: a norm and its gradient, a linear layer and its three, GELU and its gradient."""
+"""As the planner counts: a norm and its gradient, a linear layer and its three gradients, GELU and its gradient."""
 _BACKWARD_PRODUCTS = 2.5
-"""Products of fused attention's backward pass over its forward pass's: the scores are formed again."""
+"""Products of fused attention's backward pass, relative to its forward pass: it computes the scores again."""
 
 
 def kernel_samples(device: torch.device, quick: bool, budget: float) -> list[KernelSample]:
@@ -106,7 +106,7 @@ def _products(
 
 
 class _Layer(nn.Module):
-    """The operators that a Transformer is made of, so small that only what surrounds them takes time."""
+    """A Transformer's operators, so small that only their overhead takes time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Layer(nn.Module):
 
 
 def operator_seconds(device: torch.device) -> float:
-    """What one small operator costs in a training step, forward or backward, with its module and autograd's part."""
+    """The cost of one small operator in a training step, forward or backward, with its module and autograd."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         layers = nn.Sequential(*(_Layer() for _ in range(_LAYERS))).to(device)
         x = torch.ones(1, 8, device=device, requires_grad=True)

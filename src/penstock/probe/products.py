@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
 
-# (m, k) @ (k, n). Square shapes give the peak; the others are a ViT's: token rows into the MLP's two halves and the
-# attention's three projections, and products so small that their launch costs more than their sums.
+# (m, k) @ (k, n). Square shapes give the peak. The others are a ViT's: rows of tokens times the weights of the MLP's
+# two layers and of attention's three projections, and products so small that their launch costs more than their sums.
 _CPU_SHAPES: dict[str, Shape] = {
     "square": (2048, 2048, 2048),
     "mlp in": (1576, 1536, 384),
@@ -42,15 +42,15 @@ _CUDA_SHAPES: dict[str, Shape] = {
     "medium": (1024, 1024, 1024),
 }
 _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
-# The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that the
-# large shapes would take minutes: those that this one, on a single thread, predicts to take longer than the patience
-# are left out. On a single thread, because a busy neighbour can slow short products on several threads a hundredfold.
+# The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that large
+# shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
+# single thread, because a busy neighbour can slow short products on several threads a hundredfold.
 _FIRST_SHAPE: Shape = (256, 256, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One way to multiply matrices: what it is called, how operands are made, and the fp32 setting it runs under."""
+    """A way to multiply matrices: its name, how operands are made, and the fp32 setting that it runs under."""
 
     name: str
     operands: Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]
@@ -60,10 +60,10 @@ class _Kind:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Run fp32 matrix products in `precision` (torch's words), and put every setting back that this moves.
+    """Run fp32 matrix products in `precision` (torch's words), and restore every setting that this changes.
 
-    torch keeps the choice twice: as one word, and per library, where the initial value "none" cannot be reached by
-    setting the word back.
+    torch keeps the choice twice: as one word, and per library. Setting the word does not restore a library's initial
+    value "none".
     """
     word = torch.get_float32_matmul_precision()
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
@@ -92,7 +92,7 @@ def _float_operands(dtype: torch.dtype) -> Callable[[Shape, torch.device, torch.
     def make(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
         m, n, k = shape
         a = torch.randn(m, k, device=device, generator=generator).to(dtype)
-        # Weights lie as (out, in), as in nn.Linear; on CPUs the other order can be two hundred times slower.
+        # Weights are stored as (out, in), as in nn.Linear. On CPUs the other order can be two hundred times slower.
         b = torch.randn(n, k, device=device, generator=generator).to(dtype)
         return a, b
 
@@ -119,14 +119,14 @@ def _fp8_product(a: Any, b: Any, scale_a: Any, scale_b: Any) -> torch.Tensor:
 
 
 def _kinds(device: torch.device) -> list[_Kind]:
-    """Every way to multiply that this device may have; those it lacks fail in their first product."""
+    """Every way to multiply that this device may have. One that it lacks fails in its first product."""
     fp32 = _float_operands(torch.float32)
     kinds = [_Kind("fp32", fp32, F.linear)]
     if device.type == "cpu":
         kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
     elif _has_tensor_cores(device):
         kinds.append(_Kind("tf32", fp32, F.linear, matmul="high"))
-    # GPUs without bf16 units emulate it at a tenth of the speed of fp16; that is not a type to plan with.
+    # GPUs without bf16 units emulate it at a tenth of the speed of fp16, so that no plan should use it.
     if device.type == "cpu" or _has_tensor_cores(device):
         kinds.append(_Kind("bf16", _float_operands(torch.bfloat16), F.linear))
     kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
@@ -163,7 +163,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
 
 
 def measured_again(sample: GemmSample, budget: float) -> GemmSample:
-    """The product of fp32 matrices that `sample` is of, on this CPU, now."""
+    """Measure the fp32 product of `sample` again, on this CPU."""
     generator = torch.Generator().manual_seed(0)
     kind = _Kind("fp32", _float_operands(torch.float32), F.linear)
     with matmul_precision(kind.matmul):

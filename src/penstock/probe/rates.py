@@ -1,16 +1,16 @@
-"""How long calls take, and the rates that follow: memory, launches, pages, all-reduce."""
+"""How long calls take, and the rates of memory, launches, pages and all-reduce that follow."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from penstock.report import record
 
 _PAGE_BYTES = 4096
 
@@ -21,17 +21,17 @@ def seconds(call: Callable[[], object], device: torch.device, budget: float) -> 
     once = _time(call, device, 1)
     if once > budget:
         return once
-    # Short calls are timed in batches of a millisecond or more, so that the clock and a GPU's queue cost nothing.
+    # Short calls are timed in batches of at least a millisecond, so that the clock and a GPU's queue do not matter.
     batch = max(1, min(1000, int(1e-3 / max(once, 1e-7))))
     rounds = max(3, min(50, int(budget / max(once * batch, 1e-7))))
     return sorted(_time(call, device, batch) for _ in range(rounds))[rounds // 4]
 
 
 def _time(call: Callable[[], object], device: torch.device, batch: int, *, waits: bool = False) -> float:
-    """Seconds of one of `batch` calls; `waits` says that they wait for others, so that only the wall clock will do."""
+    """Seconds of one of `batch` calls. With `waits` they wait for other ranks, so that only the wall clock counts."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # What one thread computes takes its processor's time, which neighbours do not lengthen as they do the wall clock's.
+    # One thread's work is timed in its processor time, which other processes lengthen less than the wall clock's.
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not waits
     clock = time.process_time if alone else time.perf_counter
     start = clock()
@@ -51,18 +51,18 @@ def memory_bandwidth(device: torch.device, budget: float) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """What one small operator costs in a long row of them, its output allocated as in any model."""
+    """The cost of one small operator in a long row of them; each allocates its output, as in any model."""
     a, b = torch.ones(2, 16, device=device)
     return seconds(lambda: torch.add(a, b), device, 0.05)
 
 
 def page_seconds() -> float:
-    """What the first touch of a page costs over a later one: the kernel clears and maps it."""
+    """How much longer the first access to a page takes than a later one: the kernel clears and maps it."""
     size = 2**26
 
     def fill(memory: mmap.mmap) -> float:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # One thread does all of it, its kernel's part too: the wall clock would add what neighbours take in between.
+        # One thread does all of it, with the kernel's part. The wall clock would add other processes' time.
         start = time.thread_time()
         ctypes.memset(address, 1, size)
         return time.thread_time() - start
@@ -84,7 +84,7 @@ def all_reduce_bandwidth(device: torch.device, quick: bool) -> float | None:
     values = torch.ones((2**22 if quick else 2**25) if device.type == "cuda" else 2**20, device=device)
     for _ in range(2):
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-    # The same number of rounds on every rank: a rank that stopped by its own clock would leave the others waiting.
+    # Every rank makes the same number of rounds: one that stopped by its own clock would leave the others waiting.
     times = [
         _time(
             lambda: torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX),
@@ -98,13 +98,7 @@ def all_reduce_bandwidth(device: torch.device, quick: bool) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Memory of the GPU, or of this computer less what its container forbids."""
+    """Memory of the GPU, or of this computer or its container."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, float(Path(limit).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue  # no such limit, or the word "max"
-    return total
+    return float(record.memory_bytes())

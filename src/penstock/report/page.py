@@ -24,7 +24,7 @@ class Cell:
     value: str
     small: str = ""
     words: bool = False
-    """Set flush left, as text is."""
+    """Aligned to the left, as text is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

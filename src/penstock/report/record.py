@@ -1,4 +1,4 @@
-"""Where a number came from: machine, versions, commit and command. Every figure's JSON carries this."""
+"""Where a number comes from: machine, versions, commit and command. Every result file has this."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ PACKAGES = ("penstock", "torch", "triton", "numpy", "safetensors", "transformers
 def environment() -> dict[str, Any]:
     """Describe this process for a result file, as plain JSON values.
 
-    Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the packages that
-    decide a result, where installed), `commit` of the working tree penstock is imported from (with
-    `+changes` where files differ from it; None outside a repository), `command` that started the process, and
-    `time` (UTC).
+    Returns `machine` (system, processor, cores, memory, GPUs), `versions` (Python and the installed packages that can
+    change a result), `commit` of the working tree that penstock is imported from (with `+changes` if files differ from
+    it; None outside a repository), `command` that started the process, and `time` (UTC).
     """
     return {
         "machine": machine(),
@@ -33,12 +33,12 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware as the operating system tells it; `threads` is what torch uses, where it is loaded."""
+    """The hardware as the operating system reports it; `threads` is torch's number, if it is loaded."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": _cores(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "gpus": _gpus(),
     }
     torch = sys.modules.get("torch")
@@ -62,8 +62,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+def facts(found: Mapping[str, Any]) -> dict[str, str]:
+    """An `environment` in words for a page; its command is left out."""
+    machine = found.get("machine", {})
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    return {
+        "processor": f"{machine.get('processor')}, {machine.get('cores')} cores{threads}",
+        "memory": f"{(machine.get('memory_bytes') or 0) / 2**30:.1f} GiB",
+        "GPU": "; ".join(machine.get("gpus") or ()) or "none",
+        "system": str(machine.get("system")),
+        "versions": ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items()),
+        "commit": str(found.get("commit") or "none"),
+        "time": str(found.get("time")),
+    }
+
+
 def command() -> str:
-    """The command line of this process as one can type it again, without the paths of this machine."""
+    """The command line of this process, to be typed again: without the paths of this machine."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -77,7 +92,7 @@ def command() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the repository this package lies in, or None where it is installed elsewhere."""
+    """The commit of the repository that this package is in, or None if it is installed elsewhere."""
     here = Path(__file__).resolve().parent
     name = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
     tracked = _output(["git", "ls-files", "--", Path(__file__).name], here)
@@ -95,7 +110,8 @@ def _output(words: list[str], folder: Path | None = None) -> str:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's own name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -111,11 +127,15 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+def memory_bytes() -> int:
+    """Memory of this computer, or less where its container limits it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue  # no such limit, or the word "max"
+    return total
 
 
 def _gpus() -> list[str]:

@@ -21,7 +21,7 @@ from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
-from penstock.parallel import DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
+from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.precision import (
     LossScaler,
@@ -60,6 +60,8 @@ class Built:
     loss: Loss
     scaler: LossScaler | None
     ema: EMA | None
+    dims: ParallelDims
+    """This rank's place among those that train together."""
     replicas: DataParallel | None = None
     """How other ranks take part; None where this process trains alone."""
 
@@ -91,11 +93,12 @@ def build(
     function that makes one, which spares the memory of the whole where a Plan shards it.
 
     `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
-    every Plan; the global generator is left untouched. `loss` is a Task or any function
-    `loss(model, batch)`; it defaults to the task of the configuration's family, for a module to image classification.
-    Names in the state dict are the same under every Plan. With a `machine`, the Plan is validated against it first. A
-    Plan for several ranks is built on each of them, in the process group that stands; `dims` says who they are where
-    that is known. Raises ConfigError when the Plan contradicts model, machine or ranks.
+    every Plan; the global generator is left untouched. `loss` is a Task or any function `loss(model, batch)`; without
+    one, the task of the configuration's family is taken, and image classification for a module. Names in the state dict
+    are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is
+    built on each of them, in the process group that stands; `dims` is this rank's place in it, if the caller knows it.
+
+    Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
     device = torch.device(device)
@@ -103,16 +106,16 @@ def build(
     plan.refuse_unrunnable()
     if config is not None and machine is not None:
         plan.validate(config, machine)
-    if dims is None and plan.gpus > 1:
-        dims = dims_of(plan, device)
+    if dims is None:
+        dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is let go of as soon as this rank has its rows, so that nobody needs memory for all.
-    sharded = plan.sharding != "ddp" and dims is not None and not dims.alone
+    sharded = plan.sharding != "ddp" and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded and dims is not None:
+    elif sharded:
         drawing = drawing_of(dims)
         module = _created(model, seed, drawing)
         rows = dict(shares(module, drawing))
@@ -142,7 +145,7 @@ def build(
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None
-    if sharded and dims is not None:
+    if sharded:
         replicas = shard(module, plan, dims, device, shares=rows)
 
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
@@ -165,7 +168,7 @@ def build(
         (optimizer,) = complete([optimizer], [module])
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
-    if dims is not None and not dims.alone and not sharded:
+    if not dims.alone and not sharded:
         replicas = _replicas(module, optimizer, plan, dims, device)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
@@ -186,7 +189,7 @@ def build(
     )
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
-        loss=loss, scaler=scaler, ema=ema, replicas=replicas,
+        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas,
     )  # fmt: skip
 
 

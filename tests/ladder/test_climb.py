@@ -22,6 +22,7 @@ from penstock.ladder.rung import Setting, Situation, choose
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject
 from penstock.ladder.words import command_of
+from penstock.parallel import ALONE
 from penstock.planner.describe import Workload, describe
 
 MODEL = ViTConfig(
@@ -73,7 +74,7 @@ class Scripted(Subject):
             self.clock.now += self.cost(setting)
             return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)), grad_norm=None)
 
-        return SimpleNamespace(model=model, optimizer=optimizer, step=step, replicas=None)
+        return SimpleNamespace(model=model, optimizer=optimizer, step=step, dims=ALONE, replicas=None)
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         return itertools.repeat(torch.zeros(1))
@@ -283,7 +284,7 @@ def test_a_former_best_is_let_go(clock: Clock) -> None:
     climbing = _Climb(subject, LadderConfig(rounds=2, loss_steps=0, round_seconds=0.01), lambda result: None)
     climbing.run(choose(("matmul", "layout")))
     medium = replace(subject.first, plan=replace(subject.first.plan, matmul="medium"))
-    assert set(climbing.arena._alive) == {subject.first, medium}
+    assert set(climbing.arena._built) == {subject.first, medium}
 
 
 def test_the_command_makes_the_report_again() -> None:

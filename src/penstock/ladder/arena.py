@@ -1,4 +1,4 @@
-"""The baseline, the best setting so far and a challenger, alive at once and timed in turn."""
+"""Keeps the baseline, the best setting so far and a challenger built at once, so that they are timed in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timing:
     reference: list[float]
     baseline: list[float]
     interleaved: bool
-    """False where memory did not hold them at once: the others' last figures then stand for them."""
+    """False where memory did not hold all at once: then the figures of the others are their last ones."""
 
     def __add__(self, more: Timing) -> Timing:
         """The rounds of both."""
@@ -41,7 +41,7 @@ class Timing:
 
 
 class Arena:
-    """Who is alive. The baseline and the best setting stay built between rungs, where memory allows."""
+    """The contenders that are built. The baseline and the best setting stay built between rungs, if memory allows."""
 
     def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team) -> None:
         self.subject = subject
@@ -50,12 +50,12 @@ class Arena:
         self.round_seconds = round_seconds
         self.baseline = subject.first
         self.best = subject.first
-        self._alive: dict[Setting, Timed] = {}
+        self._built: dict[Setting, Timed] = {}
         self._step_seconds: dict[Setting, float] = {}
 
     def contender(self, setting: Setting) -> Timed:
-        """The built contender of a setting; built now, if it is not alive."""
-        found = self._alive.get(setting)
+        """The contender of a setting; built now if it is not there."""
+        found = self._built.get(setting)
         if found is None or not found.alive:
             several = setting.plan.gpus > 1
             found = (
@@ -63,28 +63,28 @@ class Arena:
                 if several
                 else measure.contend(self.subject, setting, self.seed)
             )
-            self._alive[setting] = found
+            self._built[setting] = found
             self._step_seconds[setting] = found.step_seconds
         return found
 
     def link(self) -> Link:
-        """What lies between processes; starts them."""
+        """The link between processes, which are started for it."""
         return Link(**self.team.link())
 
     def close(self) -> None:
-        """End what processes there are."""
+        """End the processes, if there are any."""
         self.team.end()
 
     def step_seconds(self, setting: Setting) -> float:
-        """Seconds per step as last measured; the setting need not be alive."""
+        """Seconds of one optimizer step, as last measured; the setting need not be built any more."""
         return self._step_seconds[setting]
 
     def challenge(self, setting: Setting) -> bool:
-        """Bring a challenger to life. False where it had to be alone: memory did not hold the others beside it."""
+        """Build a challenger. False where it had to be alone: memory did not hold the others beside it."""
         return self._with_room(lambda: self.contender(setting))[1]
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """The loss run of a setting, beside the living if memory allows."""
+        """The loss run of a setting, beside the built contenders if memory allows."""
         if setting.plan.gpus > 1:
             return self._with_room(lambda: self.team.trained(setting, seed, steps))[0]
         run = self._with_room(lambda: measure.trained(self.subject, setting, seed, steps))[0]
@@ -116,10 +116,10 @@ class Arena:
         """
         if setting in (self.baseline, self.best):
             return
-        gone = self._alive.pop(setting, None)
+        gone = self._built.pop(setting, None)
         if gone is not None:
             gone.close()
-        stays = any(other.plan.compile != "none" for other in self._alive)
+        stays = any(other.plan.compile != "none" for other in self._built)
         measure.release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
 
     def accept(self, setting: Setting) -> None:
@@ -135,9 +135,9 @@ class Arena:
             if self.subject.device.type != "cuda" or failure(error)[0] != "out of memory":
                 raise
         # Only here, where the exception and the frames it held are gone, is its memory free.
-        for contender in self._alive.values():
+        for contender in self._built.values():
             contender.close()
-        self._alive.clear()
+        self._built.clear()
         measure.release(self.subject.device, compiled=False)
         return work(), False
 

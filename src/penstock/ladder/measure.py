@@ -29,7 +29,6 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
 from penstock.optim.layout import local
 from penstock.parallel.agree import average, slowest
-from penstock.parallel.dims import ALONE, ParallelDims
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
@@ -91,11 +90,6 @@ class Contender:
         self.built.step(self.micro_batches)
 
     @property
-    def dims(self) -> ParallelDims:
-        """The ranks that step together."""
-        return ALONE if self.built.replicas is None else self.built.replicas.dims
-
-    @property
     def alive(self) -> bool:
         """Always: it is here."""
         return True
@@ -140,7 +134,7 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
 
 def timed(contender: Contender, steps: int) -> float:
     """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
-    device, dims = contender.device, contender.dims
+    device, dims = contender.device, contender.built.dims
     if settle(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
     _wait(device)
@@ -211,8 +205,7 @@ def trained(subject: Subject, setting: Setting, seed: int, steps: int) -> LossRu
     try:
         torch.manual_seed(seed)  # dropout, where there is any
         results = [built.step([next(batches) for _ in range(setting.plan.accumulate)]) for _ in range(steps)]
-        dims = ALONE if built.replicas is None else built.replicas.dims
-        losses = average(torch.stack([result.loss for result in results]).float().cpu(), dims)
+        losses = average(torch.stack([result.loss for result in results]).float().cpu(), built.dims)
         norms = [result.grad_norm for result in results if result.grad_norm is not None]
         return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
     finally:

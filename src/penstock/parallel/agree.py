@@ -1,4 +1,4 @@
-"""Coming to one decision: what every rank must do alike although only one of them knows it."""
+"""How ranks come to one decision, where every rank must do the same but only some of them know what."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def slowest(value: float, dims: ParallelDims) -> float:
 
 
 def any_overflow(found_inf: Tensor) -> None:
-    """What a loss scaler agrees by: a 0-d flag becomes 1 on all ranks of the default group if it is on one of them, in
-    place and on the device, waiting for nobody. Then all skip the same steps and their scales stay the same.
+    """Set a 0-d flag to 1 on all ranks of the default group if one of them has it set, in place and on the device,
+    without waiting. With it, loss scalers of all ranks skip the same steps and keep the same scale.
     """
     distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX)
 
@@ -77,10 +77,10 @@ def collect(value: Any, dims: ParallelDims) -> list[Any]:
 
 
 def main_first(work: Callable[[], Any], dims: ParallelDims) -> Any:
-    """Rank 0 does some work, the others wait for it and get its result, which JSON must be able to hold.
+    """Rank 0 does some work. The others wait for it and get its result, which JSON must be able to hold.
 
-    What it raises is raised on all ranks, so that none waits for a rank that has given up: a `PenstockError` as what
-    it is, anything else on rank 0 itself and as an `EnvironmentProblem` on the others.
+    An error is raised on all ranks, so that none waits for a rank that has given up: a `PenstockError` as it is,
+    anything else as it is on rank 0 and as an `EnvironmentProblem` on the others.
     """
     if dims.alone:
         return work()
@@ -101,10 +101,10 @@ def main_first(work: Callable[[], Any], dims: ParallelDims) -> Any:
 
 
 def together(work: Callable[[], Any], dims: ParallelDims) -> Any:
-    """Every rank does its part of some work without collectives; returns each its own result.
+    """Every rank does its part of some work, without collectives, and gets its own result.
 
-    If any of them fails with a `PenstockError`, all raise: that rank what it met, the others the same on behalf of the
-    first. Anything but a `PenstockError` passes through.
+    If any rank fails with a `PenstockError`, all raise: that rank its own error, the others the first rank's. Any other
+    error is raised only where it happened.
     """
     if dims.alone:
         return work()
@@ -130,11 +130,10 @@ def _as_error(name: str, message: str, rank: int) -> PenstockError:
 
 
 class Ballot:
-    """One number per rank and turn, and the largest of them a turn later, the same on all ranks.
+    """Each rank gives one number per turn; one turn later all ranks get the largest of them.
 
-    The all-reduce of a turn runs beside the step that follows and is read at the next turn, so that nobody waits for
-    it unless a peer is a whole step behind. Everything is on the host: no device is waited for. All ranks must take
-    the same turns.
+    The all-reduce runs during the following step and is read at the next turn, so a rank waits only if a peer is a
+    whole step behind. Everything is on the host; no device is waited for. All ranks must take the same turns.
     """
 
     def __init__(self, dims: ParallelDims) -> None:

@@ -1,8 +1,8 @@
 """Data parallelism: every rank sees other samples, and gradients are averaged over the ranks.
 
 `replicate` keeps the whole model on each rank (Li et al., "PyTorch Distributed", VLDB 2020: gradients are all-reduced
-in buckets while the backward pass goes on). `penstock.parallel.fsdp` shares weights out. Both leave the module what it
-was: same object, same names in the state dict, same call.
+in buckets while the backward pass goes on). `penstock.parallel.fsdp` splits the weights among the ranks. With both the
+module stays the same object, with the same names in its state dict, and is called as before.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """How a training step has to treat a model whose gradients other ranks add to."""
+    """How a training step treats a model whose gradients are averaged with those of other ranks."""
 
     model: Any
     dims: ParallelDims
     buffers: Sequence[Tensor] = field(default_factory=list)
-    """What each rank computes from its own samples beside gradients: the running statistics of batch norms."""
+    """What each rank computes from its own samples besides gradients: the running statistics of batch norms."""
     late: Callable[[], Sequence[Tensor]] | None = None
-    """Gradients to be averaged after the last backward pass, where the backward pass does not see to it."""
+    """Gradients to average after the last backward pass, where the backward pass does not average them itself."""
 
     def begin(self, micro_batch: int, count: int) -> None:
-        """Say that micro-batch `micro_batch` (from 0) of `count` begins: only the last one's backward pass has to
-        reduce gradients, those before it add to what lies on the rank.
+        """Micro-batch `micro_batch` (from 0) of `count` begins. Only the last one's backward pass reduces gradients;
+        those before it add up on the rank.
         """
         if self.late is None:
             self.model.set_requires_gradient_sync(micro_batch == count - 1)
 
     def settle(self) -> None:
-        """Before weights are changed from outside, and after: forget what copies of them there are."""
+        """Drop copies of weights. Called before and after weights are changed from outside."""
 
     @torch.no_grad()
     def end(self) -> None:
-        """After the last backward pass: average what it has not, so that all ranks keep the same model."""
+        """After the last backward pass: average what it has not averaged, so that all ranks keep the same model."""
         if self.late is not None:
             average_all(self.late(), self.dims)
         average_all(self.buffers, self.dims)
 
     def held_bytes(self) -> int:
-        """Bytes that stay beside weights and gradients from step to step: the buckets that gradients are copied into
-        while the backward pass goes on.
+        """Bytes that stay allocated between steps besides weights and gradients: the buckets that the backward pass
+        copies gradients into.
         """
         if self.late is not None:
             return 0
@@ -69,11 +69,11 @@ def replicate(
     *,
     late: Callable[[], Sequence[Tensor]] | None = None,
 ) -> DataParallel:
-    """Make `model` one of `dims.size` replicas, in place; rank 0's weights and buffers become everybody's.
+    """Make `model` one of `dims.size` replicas, in place; all ranks get rank 0's weights and buffers.
 
-    Must follow everything that replaces parameters. Names stay as they are. Gradients are averages over the ranks after
-    the backward pass of the last micro-batch; or those that `late` returns are, in `DataParallel.end`, for weights
-    whose gradients something else collects in between.
+    Must follow everything that replaces parameters. Names stay as they are. The backward pass of the last micro-batch
+    averages gradients over the ranks. Where something else collects gradients in between, `late` returns them, and
+    `DataParallel.end` averages those instead.
     """
     if late is not None:
         broadcast(model)

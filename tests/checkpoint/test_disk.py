@@ -17,9 +17,9 @@ from penstock.checkpoint import disk
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a few kilobytes go through every thread."""
-    monkeypatch.setattr(disk, "PIECE", 1000)
-    monkeypatch.setattr(disk, "WORTH_A_THREAD", 300)
-    monkeypatch.setattr(disk, "BEHIND", 2500)
+    monkeypatch.setattr(disk, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(disk, "THREAD_BYTES", 300)
+    monkeypatch.setattr(disk, "FLUSH_BYTES", 2500)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [299, 300, 301], [999, 1000, 1001], [10_000, 5, 2500]])

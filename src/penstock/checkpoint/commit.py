@@ -62,7 +62,7 @@ def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -
         if coordinator.first(lambda: _prepare(folder, parts)):
             return final
         _write(temporary, parts, coordinator)
-        coordinator.first(lambda: _publish(temporary, final))
+        coordinator.first(lambda: publish(temporary, final))
     except (Exception, CheckpointException) as problem:
         where, error = _cause(problem)
         if coordinator.rank == 0:
@@ -113,10 +113,31 @@ def _prepare(folder: Path, parts: Parts) -> bool:
             set_aside(final)
         else:
             return True
-    _require_space(folder, parts)
+    # Tensors make up nearly all of a checkpoint; a megabyte covers headers and JSON.
+    make_empty(temporary, parts.whole_bytes() + 1_000_000)
+    return False
+
+
+def make_empty(temporary: Path, size: int) -> None:
+    """Make an empty folder `temporary` for a checkpoint of about `size` bytes.
+
+    Raises:
+        EnvironmentProblem: the disk has too little room.
+    """
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    _require_space(temporary, size)
     remove(temporary)
     temporary.mkdir()
-    return False
+
+
+def _require_space(temporary: Path, size: int) -> None:
+    """Files take whole blocks, which 5 % more cover."""
+    needed, free = 1.05 * size, shutil.disk_usage(temporary.parent).free
+    if free < needed:
+        raise EnvironmentProblem(
+            f"{temporary.parent} has {free / 1e6:.0f} MB free; {temporary.stem} needs {needed / 1e6:.0f} MB. Nothing "
+            f"that exists was changed: free space, then run the same command again."
+        )
 
 
 def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
@@ -150,13 +171,18 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
 
     def manifest() -> None:
         listed = Manifest(parts.step, parts.plan, versions(), files, coordinator.world)  # type: ignore[arg-type]
-        write_file(temporary / MANIFEST, [manifest_text(listed)])
-        _sync_directory(temporary)
+        write_manifest(temporary, listed)
 
     coordinator.first(manifest)
 
 
-def _publish(temporary: Path, final: Path) -> None:
+def write_manifest(temporary: Path, manifest: Manifest) -> None:
+    """Step 2 of Note [The commit protocol]."""
+    write_file(temporary / MANIFEST, [manifest_text(manifest)])
+    _sync_directory(temporary)
+
+
+def publish(temporary: Path, final: Path) -> None:
     """Steps 3 and 4 of Note [The commit protocol]."""
     temporary.rename(final)
     _sync_directory(final.parent)
@@ -181,17 +207,6 @@ def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
 
     if folder.is_dir():
         current_coordinator(group).first(leftovers)
-
-
-def _require_space(folder: Path, parts: Parts) -> None:
-    """Tensors make up nearly all of a checkpoint; 5 % and a megabyte cover headers, JSON and disk blocks."""
-    needed = int(1.05 * parts.whole_bytes()) + 1_000_000
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentProblem(
-            f"{folder} has {free / 1e6:.0f} MB free; step-{parts.step} needs {needed / 1e6:.0f} MB. "
-            f"Older checkpoints are untouched: free space, then run the same command again to resume."
-        )
 
 
 def _point_latest(folder: Path, name: str) -> None:

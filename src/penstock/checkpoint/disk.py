@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PIECE = 16_000_000
+PIECE_BYTES = 16_000_000
 """Bytes that are hashed while the same are written, or the next are read."""
-WORTH_A_THREAD = 1_000_000
-BEHIND = 64_000_000
+THREAD_BYTES = 1_000_000
+FLUSH_BYTES = 64_000_000
 """Bytes that are flushed together; smaller files stay in the page cache."""
 
 
@@ -44,13 +44,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     """
     digest = hashlib.sha256()
     size = flushed = 0
-    with path.open("wb") as file, _Beside() as hashing, _Beside() as flushing:
+    with path.open("wb") as file, _SecondThread() as hashing, _SecondThread() as flushing:
         handle = file.fileno()
         for piece in _pieces(chunks):
-            hashing.do(digest.update, piece, now=len(piece) < WORTH_A_THREAD)
+            hashing.do(digest.update, piece, now=len(piece) < THREAD_BYTES)
             file.write(piece)
             size += len(piece)
-            if size - flushed >= BEHIND:
+            if size - flushed >= FLUSH_BYTES:
                 file.flush()
                 flushing.do(_flush, handle, flushed, size - flushed)
                 flushed = size
@@ -72,13 +72,13 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     """
     digest = hashlib.sha256()
     position = 0
-    with path.open("rb", buffering=0) as file, _Beside() as hashing:
+    with path.open("rb", buffering=0) as file, _SecondThread() as hashing:
         size = os.fstat(file.fileno()).st_size
-        drops = not keep_cached and size >= BEHIND
-        buffers = [bytearray(min(PIECE, size) or 1) for _ in range(2)]
+        drops = not keep_cached and size >= FLUSH_BYTES
+        buffers = [bytearray(min(PIECE_BYTES, size) or 1) for _ in range(2)]
         turn = 0
         while count := file.readinto(buffers[turn]):
-            hashing.do(digest.update, memoryview(buffers[turn])[:count], now=count < WORTH_A_THREAD)
+            hashing.do(digest.update, memoryview(buffers[turn])[:count], now=count < THREAD_BYTES)
             if drops:
                 _forget(file.fileno(), position, count)
             position += count
@@ -87,7 +87,7 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     return digest.hexdigest()
 
 
-class _Beside:
+class _SecondThread:
     """Does one thing at a time in a second thread; the next waits for the one before.
 
     It uses plain threads. An executor of concurrent.futures takes no more work once the main thread has ended, and a
@@ -124,7 +124,7 @@ class _Beside:
         except BaseException as problem:  # noqa: BLE001  # raised again where it is waited for
             self._problem = problem
 
-    def __enter__(self) -> _Beside:
+    def __enter__(self) -> _SecondThread:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,11 +134,11 @@ class _Beside:
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     for chunk in chunks:
-        if len(chunk) <= PIECE:
+        if len(chunk) <= PIECE_BYTES:
             yield chunk
         else:
             whole = memoryview(chunk)
-            yield from (whole[start : start + PIECE] for start in range(0, len(whole), PIECE))
+            yield from (whole[start : start + PIECE_BYTES] for start in range(0, len(whole), PIECE_BYTES))
 
 
 def _flush(handle: int, start: int, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.commit import LATEST, remove
+from penstock.checkpoint.commit import make_empty, publish, remove, write_manifest
 from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Chunk, Entry, chunk_key, file_name, to_json
-from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
+from penstock.checkpoint.manifest import MANIFEST, Manifest, verify, versions
 from penstock.checkpoint.reader import Checkpoint, open_verified
 from penstock.checkpoint.snapshot import LOCAL, Piece
 from penstock.checkpoint.storage import INDEX, read_pieces
@@ -65,20 +64,10 @@ def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
     if final.exists():
         raise ConfigError(f"{final} exists already; give another folder, or remove it.")
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target).free
-        needed = 1.05 * checkpoint.manifest.bytes
-        if free < needed:
-            raise EnvironmentProblem(
-                f"{target} has {free / 1e6:.0f} MB free; {source} needs {needed / 1e6:.0f} MB."
-            )
-        remove(temporary)
-        temporary.mkdir()
+        make_empty(temporary, checkpoint.manifest.bytes)
         files = _rewritten(checkpoint, temporary, ranks)
-        manifest = Manifest(checkpoint.step, checkpoint.plan, versions(), files, ranks)
-        write_file(temporary / MANIFEST, [manifest_text(manifest)])
-        temporary.rename(final)
-        write_file(target / LATEST, [f"{final.name}\n".encode()])
+        write_manifest(temporary, Manifest(checkpoint.step, checkpoint.plan, versions(), files, ranks))
+        publish(temporary, final)
     except OSError as problem:
         remove(temporary)
         raise EnvironmentProblem(

@@ -1,7 +1,7 @@
 """Penstock: predict, apply and measure what makes Transformers fast.
 
-The flat public API. Names are imported when first used, so that `import penstock` costs nothing and needs no torch.
-Four functions are called like the room they live in and are imported from there: `penstock.build.build`,
+The flat public API. Names are imported on first use, so `import penstock` is fast and needs no torch. Four
+functions have the same name as their module and are imported from there: `penstock.build.build`,
 `penstock.train.train`, `penstock.ladder.ladder` and `penstock.probe.probe`.
 """
 
@@ -131,7 +131,7 @@ __all__ = sorted([*_HOME, "__version__"])
 
 
 _ROOMS = ("precision",)
-"""Modules that are written out where they are used: `penstock.precision.report(…)`."""
+"""Modules that are attributes of the package: `penstock.precision.report(…)`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Every error a user can meet, and the exit code each ends a command with.
+"""The errors that users can meet, and the exit codes with which they end a command.
 
-Codes are a contract with schedulers and scripts: 75 (`EX_TEMPFAIL`) asks Slurm and friends to requeue, 2 says
-"fix the configuration", 5 says "no checkpoint can be trusted". Messages are whole sentences: what is wrong, where,
-and what to do next.
+Schedulers and scripts rely on these codes: 75 (`EX_TEMPFAIL`) asks Slurm and similar programs to requeue, 2
+means "fix the configuration", 5 means "no checkpoint can be trusted". Messages are whole sentences: what is
+wrong, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ExitCode(IntEnum):
 
 
 class PenstockError(Exception):
-    """Base of all errors that are the user's to fix. `exit_code` is what the command line returns."""
+    """Base of all errors that a user can fix. `exit_code` is what the command line returns."""
 
     exit_code: ExitCode = ExitCode.CONFIG
 
 
 class ConfigError(PenstockError):
-    """A configuration that cannot be: unknown key, bad value, or a Plan that contradicts its model or machine.
+    """An invalid configuration: unknown key, bad value, or a Plan that contradicts its model or machine.
 
-    `problems` holds every problem found, so that all can be mended at once.
+    `problems` holds every problem found, so that all can be fixed at once.
     """
 
     exit_code = ExitCode.CONFIG
@@ -45,7 +45,8 @@ class ConfigError(PenstockError):
 
 
 class EnvironmentProblem(PenstockError):
-    """The machine or installation lacks something: a package, a device, a compiler. Says how to get it."""
+    """The machine or installation lacks something: a package, a device, a compiler. The message says how to
+    get it."""
 
     exit_code = ExitCode.ENVIRONMENT
 
@@ -57,19 +58,19 @@ class DataError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """No checkpoint that can be trusted: missing, truncated, or changed since it was written."""
+    """No checkpoint can be trusted: it is missing, truncated, or was changed after it was written."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class NumericError(PenstockError):
-    """Training left the finite numbers."""
+    """Training produced numbers that are not finite."""
 
     exit_code = ExitCode.NUMERIC
 
 
 class OutOfMemory(PenstockError):
-    """The device's memory did not suffice; says what would make it fit."""
+    """The device ran out of memory. The message says what would fit."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 

@@ -1,9 +1,10 @@
-"""Whether the host's allocator keeps freed memory or gives it back to the kernel.
+"""Controls whether the host's allocator keeps freed memory or returns it to the kernel.
 
-A training step on a CPU frees its activations and allocates the same again a moment later. By default glibc
-returns large blocks to the kernel, which then clears and maps every 4 KiB page anew on the next touch: tens of
-thousands of page faults a step, paid inside whatever operator touches a page first. Kept, the pages are mapped
-once. The price is that the process's resident size stays at its high-water mark.
+A training step on a CPU frees its activations and allocates the same sizes again a moment later. By default
+glibc returns large blocks to the kernel, which then clears and maps every 4 KiB page again on the next touch.
+These are tens of thousands of page faults per step, paid by the operator that touches a page first. If the
+memory is kept, each page is mapped only once. The price is that the process's resident size stays at its
+maximum.
 
 The names and numbers are those of `mallopt(3)`.
 """
@@ -20,7 +21,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER_TRIM = 2**31 - 1
 _KEEP_UP_TO = 2**30
-# Where glibc's dynamic thresholds settle once large blocks have been freed: what a process has that sets nothing.
+# glibc's dynamic thresholds after large blocks have been freed, in a process that sets no thresholds.
 _DYNAMIC_MMAP = 32 * 2**20
 _DYNAMIC_TRIM = 2 * _DYNAMIC_MMAP
 
@@ -34,9 +35,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def unavailable() -> str | None:
-    """Why freed memory cannot be kept on this host, or None where it can."""
+    """Why freed memory cannot be kept on this host, or None if it can."""
     if _glibc() is None:
-        return "only glibc's allocator can be told to keep freed memory, and this host uses another"
+        return "only glibc's allocator can keep freed memory, and this host uses another"
     return None
 
 
@@ -44,10 +45,11 @@ _kept = False
 
 
 def settle(*, keep: bool) -> bool:
-    """`keep_freed_memory(keep)` if it is not so already; returns whether that changed anything.
+    """Call `keep_freed_memory(keep)` if the setting differs; returns whether it did.
 
-    Cheap enough for every step, so that Plans which differ in this can take turns in one process. A process that
-    never asked to keep memory is left as it is, whatever its environment told the allocator.
+    This is cheap enough for every step, so Plans with different settings can take turns in one process. A
+    process that never asked to keep memory is left unchanged, including allocator settings from its
+    environment.
     """
     global _kept
     if keep == _kept:
@@ -65,7 +67,7 @@ def keep_freed_memory(keep: bool) -> None:
     library = _glibc()
     if library is None:
         raise EnvironmentProblem(
-            f"plan.host_memory 'keep' cannot be had here: {unavailable()}; use 'release'."
+            f"plan.host_memory 'keep' is not available here: {unavailable()}; use 'release'."
         )
     mmap, trim = (_KEEP_UP_TO, _NEVER_TRIM) if keep else (_DYNAMIC_MMAP, _DYNAMIC_TRIM)
     if not (library.mallopt(_M_MMAP_THRESHOLD, mmap) and library.mallopt(_M_TRIM_THRESHOLD, trim)):

@@ -101,7 +101,7 @@ def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], t
     for words in (
         "Where the time goes",
         "Where the memory goes",
-        "Why the others lose",
+        "Why the others are slower",
         "More devices, or fewer",
     ):
         assert words in text

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written_is_one_line(
     under = tmp_path / "file" / "plan"
     code, _, err = run(capsys, *SMALL, option, str(under))
     assert code == ExitCode.ENVIRONMENT
-    assert f"{under} cannot be written: {tmp_path / 'file'} is no folder; choose another path." in err
+    assert f"{under} cannot be written: {tmp_path / 'file'} is not a folder; choose another path." in err
 
 
 def test_what_a_search_without_layouts_would_overwrite_stays(
@@ -158,7 +158,7 @@ def test_days_are_of_the_tokens_that_the_rate_counts(capsys: pytest.CaptureFixtu
             "--global-batch is 64, but --base fixes 32 by micro_batch=2 accumulate=4 dp=4",
         ),
         ("micro_batch=3", 64, "--global-batch is 64, which micro_batch=3 of --base (3) does not divide"),
-        ("shard=4", 64, "--base has shard=4, which is of sharding=hsdp only"),
+        ("shard=4", 64, "--base has shard=4, which needs sharding=hsdp"),
     ],
 )
 def test_what_is_fixed_and_contradicts_the_request_is_told(

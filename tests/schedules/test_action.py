@@ -52,7 +52,7 @@ def test_torch_reads_and_writes_the_same(action: Action) -> None:
 )
 def test_what_is_no_action_is_refused_by_name(word: str) -> None:
     with pytest.raises(
-        ConfigError, match="is no action of a schedule; write stage, kind and micro-batch"
+        ConfigError, match="is not an action of a schedule; write stage, kind and micro-batch"
     ) as error:
         Action.parse(word)
     assert repr(word) in str(error.value)

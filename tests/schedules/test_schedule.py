@@ -67,7 +67,7 @@ def test_every_bad_line_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         Schedule.parse("rank 0 | 0F0 nonsense\n\nrank 2 | 1F0\nrank 2 | 2F0\n0F1")
     assert len(error.value.problems) == 3
-    assert "Line 1 of the schedule: 'nonsense' is no action" in error.value.problems[0]
+    assert "Line 1 of the schedule: 'nonsense' is not an action" in error.value.problems[0]
     assert "Line 3 of the schedule must begin with `rank 1 |`" in error.value.problems[1]
     assert "Line 5 of the schedule must begin with `rank 3 |`" in error.value.problems[2]
 
@@ -93,6 +93,6 @@ def test_a_stage_lives_on_one_rank() -> None:
     with pytest.raises(ConfigError) as error:
         _ = Schedule.parse("rank 0 | 0F0 3F0\nrank 1 | 0B0 1F0").placement
     assert error.value.problems == (
-        "Stage 0 is run by ranks 0 and 1; each stage must live on one rank.",
+        "Stage 0 is run by ranks 0 and 1; each stage must be on one rank.",
         "No rank runs stage 2, but there are stages up to 3.",
     )

@@ -27,7 +27,9 @@ app.command(
 )
 app.command("penstock.cli.run:run", name="run", help="Run a training script in mixed precision, unchanged.")
 app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
-app.command("penstock.cli.plan:plan", name="plan", help="Find the fastest way to train a model on a cluster.")
+app.command(
+    "penstock.cli.plan:plan", name="plan", help="Find the fastest parallel layout of a model on a cluster."
+)
 app.command(
     "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
 )

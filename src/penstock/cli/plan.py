@@ -1,4 +1,5 @@
-"""`penstock plan`: the best layouts of a model on a cluster, what each costs, and why the others lose."""
+"""`penstock plan`: the best parallel layouts of a model on a cluster, their costs, and why the others are
+slower."""
 
 from __future__ import annotations
 
@@ -35,20 +36,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What is planned."""
+    """The model to plan."""
 
     model: ModelConfig | None = None
-    """Preset, such as gpt-175b, llama3-8b or vit-l16; its fields can be changed one by one beside it."""
+    """Preset, such as gpt-175b, llama3-8b or vit-l16; single fields can be overridden."""
 
 
 @configured(PlanConfig, positional="model")
 def plan(
     asked: PlanConfig,
     *,
-    machine: Annotated[
-        str, Parameter(help="Name of a known machine, or file of one that probe stored.")
-    ] = "h100",
-    gpus: Annotated[int | None, Parameter(converter=whole, help="Devices; 8 if left out.")] = None,
+    machine: Annotated[str, Parameter(help="Name of a known machine, or a file that probe wrote.")] = "h100",
+    gpus: Annotated[int | None, Parameter(converter=whole, help="Number of devices; 8 if omitted.")] = None,
     global_batch: Annotated[
         int | None, Parameter(converter=whole, help="Samples of one optimizer step, over all devices.")
     ] = None,
@@ -62,32 +61,37 @@ def plan(
     epochs: Annotated[float, Parameter(help="Passes over --tokens or --images.")] = 1.0,
     base: Annotated[
         str | None,
-        Parameter(help="What is fixed, as a Plan line; everything it names is kept, the rest is searched."),
+        Parameter(help="Fixed settings, as a Plan line; the rest is searched."),
     ] = None,
-    explain: Annotated[str | None, Parameter(help="Explain this one Plan line in place of a search.")] = None,
-    sensitivity: Annotated[bool, Parameter(negative="", help="Say what would help most.")] = False,
-    top: Annotated[int | None, Parameter(converter=whole, help="Layouts to show; 10 if left out.")] = None,
-    price: Annotated[float | None, Parameter(help="Of one device for one hour: gives the cost.")] = None,
+    explain: Annotated[str | None, Parameter(help="Explain this Plan line instead of searching.")] = None,
+    sensitivity: Annotated[bool, Parameter(negative="", help="Show what would help most.")] = False,
+    top: Annotated[
+        int | None, Parameter(converter=whole, help="Number of layouts to show; 10 if omitted.")
+    ] = None,
+    price: Annotated[float | None, Parameter(help="Price of one device hour: gives the cost.")] = None,
     json: Annotated[bool, Parameter(negative="", help="Print everything as JSON.")] = False,
     toml: Annotated[
-        Path | None, Parameter(help="Write the best Plan as a file: of a vision model, for `train --config`.")
+        Path | None,
+        Parameter(help="Write the best Plan to a file; for vision models, `train --config` reads it."),
     ] = None,
-    html: Annotated[Path | None, Parameter(help="Write one page with figures.")] = None,
+    html: Annotated[Path | None, Parameter(help="Write a page with figures.")] = None,
     compute: Annotated[
-        float | None, Parameter(help="FLOPs to spend: says how large a model, by scaling laws.")
+        float | None, Parameter(help="FLOPs to spend: says how large a model to train, by scaling laws.")
     ] = None,
     budget_gpu_hours: Annotated[
-        float | None, Parameter(help="The same in hours of --machine's devices.")
+        float | None, Parameter(help="The same, in hours of --machine's devices.")
     ] = None,
     served_tokens: Annotated[
-        float, Parameter(help="Tokens the model will serve: favours smaller models.")
+        float, Parameter(help="Tokens that the model will serve: favours smaller models.")
     ] = 0.0,
 ) -> int:
-    """Find the fastest layout of MODEL on a cluster, with memory, time and what makes the others lose.
+    """Find the fastest parallel layout of MODEL on a cluster, with memory, time and why the others are
+    slower.
 
     MODEL is a preset of any family, such as gpt-175b or vit-l16.
 
-    With --compute or --budget-gpu-hours and no MODEL, say how large a model and how many tokens scaling laws advise.
+    With --compute or --budget-gpu-hours and no MODEL, show what model size and how many tokens scaling laws
+    advise.
     """
     check_numbers(
         above_zero={
@@ -168,7 +172,7 @@ def _explain(
     *,
     as_json: bool,
 ) -> int:
-    """One layout in sentences, or as JSON in the form of a search that found only this."""
+    """One layout in sentences, or as JSON in the form of a search that found only this layout."""
     from penstock.planner.explain import explain as words
     from penstock.planner.prediction import predict
 
@@ -224,7 +228,7 @@ def _levers(
 def as_data(
     question: dict[str, Any], found: Found, top: int, levers: list[Any], machine: Machine
 ) -> dict[str, Any]:
-    """The answer as plain data, units in the names."""
+    """The answer as plain data, with units in the names."""
     layouts = [_layout(one, question, machine) for one in found.predictions[:top]]
     runs = best_runnable(found)
     return {
@@ -270,7 +274,7 @@ def _show(
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     runs = best_runnable(found)
-    # `train` has vision models only; a language model is handed in as a module.
+    # `train` has only vision models; a language model is passed to `build` as a module.
     ours = isinstance(config, ViTConfig)
     runner = "penstock train runs" if ours else "penstock.build runs on a model of your own"
     if runs is None:
@@ -281,7 +285,7 @@ def _show(
     said = totals(best, samples, machine, price)
     if said:
         console.print(", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in said.items()))
-    console.print("why the others lose:")
+    console.print("why the others are slower:")
     for line in why_others_lose(config, machine, found, best):
         console.print(f"  {line}", soft_wrap=True)
     if levers:

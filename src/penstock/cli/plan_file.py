@@ -1,4 +1,4 @@
-"""What `penstock plan` leaves in files: the best Plan as TOML, and any text at a path that the user gave."""
+"""Files of `penstock plan`: the best Plan as TOML, and any text at a path that the user gave."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.planner.prediction import Prediction
 def plan_file(config: ModelConfig, best: Prediction) -> str:
     """The best Plan of a model as TOML.
 
-    A vision model's file is one for `penstock train --config`. There is no such model for the others, so theirs holds
-    the Plan alone, for `Plan.from_toml`, and says in comments what it was found for.
+    A vision model's file is for `penstock train --config`. `train` has no other models, so their file holds
+    only the Plan, for `Plan.from_toml`, with comments on what it was found for.
     """
     table = "[plan]\n" + dump_toml(best.plan)
     if isinstance(config, ViTConfig):
@@ -43,7 +43,8 @@ def _told(config: DecoderConfig | EncoderConfig | Seq2SeqConfig, best: Predictio
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Before long work: raise what `write` would for any of `paths`; what they hold stays as it is."""
+    """Raise what `write` would raise for any of `paths`, before long work starts. Their contents stay
+    unchanged."""
     for path in paths:
         if path is not None:
             with _refusing(path):
@@ -55,7 +56,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text`, and the folders that it needs. Raises EnvironmentProblem where that cannot be."""
+    """Write `text`, and create the folders for it. Raises EnvironmentProblem if that fails."""
     with _refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -71,5 +72,5 @@ def _refusing(path: Path) -> Iterator[None]:
         if path.is_dir():
             remedy = "give the name of a file in it"
         elif path.parent.exists() and not path.parent.is_dir():
-            why = f"{path.parent} is no folder"
+            why = f"{path.parent} is not a folder"
         raise EnvironmentProblem(f"{path} cannot be written: {why}; {remedy}.") from error

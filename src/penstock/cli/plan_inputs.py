@@ -1,4 +1,4 @@
-"""What `penstock plan` is asked, checked before anything is computed: numbers that cannot be, and what does not fit."""
+"""Checks the inputs of `penstock plan` before anything is computed: invalid numbers and contradictions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from penstock.errors import ConfigError
 from penstock.planner.shapes import counted_tokens
 
 DEGREES = ("dp", "tp", "pp", "cp")
-"""The settings of a Plan that multiply to its devices."""
+"""The settings of a Plan whose product is its number of devices."""
 BATCH = ("micro_batch", "accumulate", "dp")
-"""Those that multiply to its samples per step."""
+"""The settings whose product is its samples per step."""
 
 
 def whole(kind: Any, tokens: Sequence[Token]) -> int:
-    """A whole number as it was typed, `1e3` too. cyclopts by itself would make 8 of 8.5. Raises ConfigError."""
+    """Parse a whole number, also in the form `1e3`. cyclopts itself would turn 8.5 into 8. Raises
+    ConfigError."""
     (token,) = tokens
     try:
         found = convert(token.value, int, text=True)
@@ -38,7 +39,7 @@ def check_numbers(
     from_zero: Mapping[str, float | None],
     from_one: Mapping[str, int | None],
 ) -> None:
-    """Raise ConfigError with every option whose number is not finite, or is less than it can be; None is not given."""
+    """Raise ConfigError for every option whose number is not finite or too small. None means not given."""
     problems = [
         f"{option} is {value:g}, but must be above 0 and finite."
         for option, value in above_zero.items()
@@ -59,16 +60,16 @@ def check_numbers(
 
 
 def only(option: str, others: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming what would be left aside beside `option`; None is not given."""
+    """Raise ConfigError naming options that have no effect together with `option`. None means not given."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ConfigError(
-            f"{option} was given with {' and '.join(given)}, which it has no use for; leave one out."
+            f"{option} was given with {' and '.join(given)}, which it does not use; leave one out."
         )
 
 
 def model_to_plan(model: ModelConfig | None, sequence: int | None = None) -> ModelConfig:
-    """The model that was asked for, with another length of sample if that was asked too. Raises ConfigError."""
+    """The requested model, with the requested `sequence` if given. Raises ConfigError."""
     if model is None:
         raise ConfigError(
             "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
@@ -88,11 +89,11 @@ def samples_of_run(
     epochs: float,
     price: float | None,
 ) -> float | None:
-    """Samples of the whole run, or none where nobody says how long it is.
+    """Samples of the whole run, or None if its length is not given.
 
-    A sample has as many tokens as it counts for in tokens per second: an encoder–decoder's those of its decoder.
-    Raises ConfigError for both of --tokens and --images, for images of a language model, and for what only a run of a
-    stated length can have.
+    A sample counts for as many tokens as in tokens per second; for an encoder–decoder these are the
+    decoder's. Raises ConfigError if both --tokens and --images are given, for images of a language model, and
+    for options that need the run's length if it is not given.
     """
     if tokens is not None and images is not None:
         raise ConfigError("--tokens and --images were both given; a model is trained on one of them.")
@@ -117,22 +118,24 @@ def samples_of_run(
 
 
 def check_line(line: Plan, gpus: int | None, global_batch: int | None) -> None:
-    """Raise ConfigError for devices or samples that the Plan line of --explain contradicts, which says them all."""
+    """Raise ConfigError if --gpus or --global-batch contradict the Plan line of --explain, which determines
+    both."""
     for option, asked, said, degrees in (
         ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
         ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
     ):
         if asked is not None and asked != said:
             raise ConfigError(
-                f"{option} is {asked}, but the Plan line of --explain takes {said} by its {degrees}; change one of "
+                f"{option} is {asked}, but the Plan line of --explain has {said} by its {degrees}; change one of "
                 "them."
             )
 
 
 def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int | None) -> int | None:
-    """Samples of a step with what --base fixes: `global_batch`, or where that is none all that the line says.
+    """Samples of a step: `global_batch`, or if that is None, the product in the --base line if it fixes all
+    factors.
 
-    Raises ConfigError where the settings that the line names leave no layout on `gpus` devices, whatever the others.
+    Raises ConfigError if the settings that the line names allow no layout on `gpus` devices.
     """
     if global_batch is None and fixed.issuperset(BATCH):
         global_batch = base.global_batch
@@ -141,7 +144,7 @@ def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int |
         problems += _contradiction(base, fixed, BATCH, "--global-batch", global_batch)
     if "shard" in fixed and base.shard > 1 and base.sharding != "hsdp":
         problems.append(
-            f"--base has shard={base.shard}, which is of sharding=hsdp only; add sharding=hsdp, or leave shard out."
+            f"--base has shard={base.shard}, which needs sharding=hsdp; add sharding=hsdp, or leave shard out."
         )
     if problems:
         raise ConfigError(problems)
@@ -151,7 +154,7 @@ def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int |
 def _contradiction(
     base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, asked: int
 ) -> Iterator[str]:
-    """What is wrong where the factors that are fixed cannot multiply to what is asked."""
+    """The problem if the fixed factors cannot multiply to the requested number."""
     named = [name for name in factors if name in fixed]
     product = math.prod(getattr(base, name) for name in named)
     words = " ".join(f"{name}={getattr(base, name)}" for name in named)

@@ -19,7 +19,7 @@ from penstock.report.schedule_figure import schedule_figure
 SHOWN = 8
 DRAWN_STAGES = 8
 DRAWN_TURNS = 2
-"""Micro-batches per stage of the drawn pipeline, at most: more and the cells are too narrow to see."""
+"""Maximum micro-batches per stage of the drawn pipeline; with more, the cells are too narrow to see."""
 
 
 def plan_page(
@@ -27,14 +27,15 @@ def plan_page(
     samples: float | None = None, base: Plan | None = None, fixed: frozenset[str] = frozenset(),
     price: float | None = None,
 ) -> str:  # fmt: skip
-    """The page as text. `base` and `fixed` are what the search was given, for it is made again with other devices."""
+    """The page as text. `base` and `fixed` are those of the search, because it is repeated for other numbers
+    of devices."""
     best = found.predictions[0]
     sections = [
         _layouts(found),
         _time(found),
         _memory(found, machine),
         Section(
-            title="Why the others lose",
+            title="Why the others are slower",
             rows=[("", [Cell(line, words=True)]) for line in why_others_lose(model, machine, found, best)],
         ),
         _front(model, machine, gpus, best, base, fixed),
@@ -45,7 +46,7 @@ def plan_page(
         sections.append(
             Section(
                 title="What would help most",
-                text="The best layout searched anew under each change, in samples per second.",
+                text="The best layout after a new search for each change, in samples per second.",
                 columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True)],
                 rows=[
                     (
@@ -66,7 +67,7 @@ def plan_page(
         f"tried, {found.too_large:,} do not fit.",
         _tiles(best, machine, samples, price),
         sections,
-        "Predicted by penstock plan. How right such predictions are: docs/reference/planner-accuracy.md.",
+        "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
     )
 
 
@@ -98,7 +99,7 @@ def _layouts(found: Found) -> Section:
 
 
 def _label(rank: int, one: Prediction) -> str:
-    """A row of the table in a few words: degrees above 1, and what is shared out and computed again."""
+    """A row of the table in a few words: degrees above 1, sharding and recomputation."""
     p = one.plan
     degrees = {"tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "ep": p.ep, "virtual": p.virtual}
     words = [f"{name} {value}" for name, value in degrees.items() if value > 1]
@@ -135,7 +136,8 @@ def _front(
     base: Plan | None,
     fixed: frozenset[str],
 ) -> Section:
-    """Time against devices at the same global batch, without numbers of devices that what is fixed does not admit."""
+    """Time by number of devices at the same global batch, without numbers that the fixed settings do not
+    allow."""
     points = []
     for factor in (0.125, 0.25, 0.5, 1, 2, 4):
         devices = int(gpus * factor)
@@ -159,7 +161,7 @@ def _front(
 
 
 def _pipeline(best: Prediction) -> Section:
-    """The schedule as it would run, with fewer micro-batches where there are many."""
+    """The schedule as it would run, with fewer micro-batches if there are many."""
     from penstock.schedules import Costs, generate, simulate
 
     plan = best.plan
@@ -182,7 +184,7 @@ def _pipeline(best: Prediction) -> Section:
         if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual
         else (
             f" Drawn small, with {stages} stages of {plan.pp}, {micro} micro-batches of {plan.accumulate} and {chunks} "
-            f"chunks of {plan.virtual}: the order is the same, the drawing's bubble is its own."
+            f"chunks of {plan.virtual}: the order is the same, but the drawing's bubble differs."
         )
     )
     return Section(

@@ -1,4 +1,4 @@
-"""How large a model for so much compute, by the scaling laws: as text, JSON, or one HTML page."""
+"""The model size for a compute budget, by the scaling laws: as text, JSON, or an HTML page."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.plan_figures import Line, curves
 
 ASSUMED_MFU = 0.45
-"""What a budget of device hours is turned into FLOPs with, where no model says better."""
+"""The MFU that converts a budget of device hours to FLOPs, because no model is given."""
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
-"""Sizes of over-trained models, of the optimum's."""
+"""Sizes of over-trained models, relative to the optimum."""
 CHINCHILLA = 5.76e23
 """The compute of Hoffmann et al. 2022's model, at which the laws are compared."""
 
 
 def compute_of(machine: Machine, compute: float | None, hours: float | None) -> float:
-    """FLOPs to spend: as given, or what so many device hours compute.
+    """FLOPs to spend: as given, or computed in the given device hours.
 
     Raises ConfigError unless they are above 0 and finite.
     """
@@ -41,7 +41,8 @@ def compute_of(machine: Machine, compute: float | None, hours: float | None) -> 
 
 
 def allocations(compute: float, served: float) -> list[Allocation]:
-    """The optimum of every law, and with tokens to serve the cheapest model of the same loss over training and use."""
+    """The optimum of every law; with tokens to serve, also the model of the same loss that is cheapest
+    overall."""
     found = optima(compute)
     for law in LAWS if served else ():
         found.append(law.with_inference(law.optimum(compute), served))
@@ -49,9 +50,9 @@ def allocations(compute: float, served: float) -> list[Allocation]:
 
 
 def overtrained(law: ParametricLaw, compute: float, served: float) -> list[dict[str, float]]:
-    """Models smaller than the law's optimum at `compute`, trained until they reach its loss: what each costs.
+    """Costs of models smaller than the law's optimum at `compute`, trained until they reach its loss.
 
-    `total_flops` adds 2 FLOPs per parameter and token served. Sizes that never reach the loss are left out.
+    `total_flops` adds 2 FLOPs per parameter and served token. Sizes that never reach the loss are left out.
     """
     best = law.optimum(compute)
     found = []
@@ -88,7 +89,7 @@ def as_json(compute: float, served: float) -> str:
 
 
 def as_text(machine: Machine, compute: float, hours: float | None, served: float) -> str:
-    """The laws' answers, and what over-training costs, as lines."""
+    """The laws' answers and the costs of over-training, as lines."""
     lines = []
     if hours is not None:
         lines.append(f"{hours:,.4g} hours of {machine.name} at an assumed MFU of {ASSUMED_MFU:.0%}")
@@ -112,7 +113,7 @@ def as_text(machine: Machine, compute: float, hours: float | None, served: float
 
 
 def scaling_page(machine: Machine, compute: float, hours: float | None, served: float) -> str:
-    """One page: the laws side by side, how far apart they are, and the trade-off of over-training."""
+    """A page that compares the laws, with their differences and the trade-off of over-training."""
     best = optima(compute)
     spent = (
         ""
@@ -127,7 +128,7 @@ def scaling_page(machine: Machine, compute: float, hours: float | None, served: 
     sections.insert(2, _figure(compute, served))
     return page(
         f"What {compute:.4g} FLOPs train best",
-        f"C = 6 N D: parameters times tokens are the same for every law{spent}; how to share them is not.",
+        f"C = 6 N D: every law has the same product of parameters and tokens{spent}, but divides it differently.",
         tiles,
         sections,
         "Computed by penstock plan --compute. Losses are of each law's own data and tokenizer.",
@@ -168,7 +169,7 @@ def _disagreement() -> Section:
         f"{words}. The rounded exponents that Hoffmann et al. print give "
         f"{LAWS[0].optimum(CHINCHILLA).tokens_per_parameter:.1f} where Besiroglu et al.'s refit of the same points "
         f"gives {LAWS[2].optimum(CHINCHILLA).tokens_per_parameter:.1f}. Kaplan et al. "
-        f"({kaplan(CHINCHILLA).tokens_per_parameter:.2g}) counted no embeddings, and small models only.",
+        f"({kaplan(CHINCHILLA).tokens_per_parameter:.2g}) counted no embeddings, and used only small models.",
     )
 
 

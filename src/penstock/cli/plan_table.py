@@ -1,4 +1,4 @@
-"""How `penstock plan` writes layouts: the columns of its table and the totals of a run, for terminal and page alike."""
+"""The columns of the table of `penstock plan` and the totals of a run, for terminal and page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ GIB = 2**30
 
 
 def best_runnable(found: Found) -> Prediction | None:
-    """The fastest layout that training can run today: of a vision model by itself, of a model handed in otherwise."""
+    """The fastest layout that can be trained today: by `train` for a vision model, by `build` for any
+    other."""
     return next((one for one in found.predictions if one.plan.runnable), None)
 
 
 def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
-    """Days, device hours, energy of the devices at their rated power, and cost of seeing so many samples."""
+    """Days, device hours, energy at the devices' rated power, and cost of training on `samples` samples."""
     if samples is None:
         return {}
     hours = one.gpu_hours(samples)
@@ -40,7 +41,7 @@ TOTALS = {
 
 
 def grouped(value: float) -> str:
-    """Four digits, or all before the point."""
+    """The value with four digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -61,14 +62,14 @@ COLUMNS = (
 
 
 LEGEND = (
-    "tp, pp, dp (cp, ep): devices that share a layer, pipeline stages, replicas (that share a sample, experts). "
-    "micro: samples at once × times a step. virtual: chunks of blocks per stage. "
+    "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
+    "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "
     "GiB: on the fullest device. bubble: idle time over busy time."
 )
 
 
 def row(one: Prediction) -> list[str]:
-    """One layout as words under `COLUMNS`."""
+    """One layout as the cells of `COLUMNS`."""
     p = one.plan
     extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
     return [

@@ -1,7 +1,7 @@
 """Pipeline schedules as data, free of torch: generate, print and parse, validate, simulate.
 
-A schedule is, for each rank, an order of actions. When they happen follows from their dependencies and what they
-cost; a runtime that performs the same orders comes to the same result.
+A schedule is an order of actions for each rank. Their times follow from their dependencies and costs. A
+runtime that executes the same orders gets the same result.
 """
 
 from penstock.schedules.action import Action as Action

@@ -1,8 +1,8 @@
-"""Makespan, bubble and memory of the known schedules without playing them through, for stages that are all equal.
+"""Makespan, bubble and memory of the known schedules for equal stages, without simulation.
 
-The terms that do not depend on the transfer are those of Narayanan et al., SC 2021, §2.2 and Qi et al., ICLR 2024,
-Table 2; the number of transfers on the critical path is counted here. Each formula is offered only where it is exact,
-which tests hold against the simulation.
+The terms without transfers are those of Narayanan et al., SC 2021, §2.2 and Qi et al., ICLR 2024, Table 2.
+The number of transfers on the critical path is derived here. Each formula is used only where it is exact;
+tests compare it with the simulation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.schedules.generate import ScheduleName, interleaved_warm_up, micro
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """What a schedule of equal stages comes to, in the unit of its costs."""
+    """The result for a schedule of equal stages, in the unit of its costs."""
 
     makespan: Number
     ideal: Number
-    """The time each rank computes, which is the makespan without a bubble."""
+    """The time that each rank computes, which is the makespan without a bubble."""
 
     @property
     def bubble_over_ideal(self) -> Number:
@@ -46,12 +46,12 @@ def closed_form(
     backward_weight: Number,
     transfer: Number = 0,
 ) -> ClosedForm | None:
-    """The result of `simulate(generate(…), Costs(…))` where a formula gives exactly that, else None.
+    """The result of `simulate(generate(…), Costs(…))` if a formula gives exactly that, else None.
 
-    The costs are those of one stage, which is one of `chunks` parts of what a rank holds. GPipe and 1F1B: always
-    exact. Interleaved: where a transfer takes no longer than a forward or a backward (in groups of more than p
-    micro-batches, no longer than the share of that which `_interleaved` states). ZB-H1: where W takes no longer
-    than F and I, and a transfer no longer than half of W; without transfers also for any W where m ≥ p.
+    The costs are for one stage, which is one of `chunks` parts of a rank's model. GPipe and 1F1B are always
+    exact. Interleaved is exact if a transfer takes no longer than a forward or a backward (in groups of more
+    than p micro-batches, no longer than the share that `_interleaved` states). ZB-H1 is exact if W takes no
+    longer than F and I, and a transfer no longer than half of W; without transfers also for any W if m ≥ p.
 
     Raises `ConfigError` for an unknown name, counts below 1 and negative costs.
     """
@@ -78,16 +78,17 @@ _Formula = Callable[[int, int, int, _Stage], Number | None]
 
 
 def _gpipe(p: int, m: int, _: int, stage: _Stage) -> Number:
-    """The pipeline fills and empties once, each way."""
+    """The pipeline fills and empties once in each direction."""
     forward, into, weight, transfer = stage
     return (m + p - 1) * (forward + into + weight) + 2 * (p - 1) * transfer
 
 
 def _one_f_one_b(p: int, m: int, _: int, stage: _Stage) -> Number:
-    """As GPipe, but in the steady state a rank waits for a transfer both ways before each pair, save one in p.
+    """As GPipe, but in the steady state a rank waits for a transfer in each direction before each pair,
+    except one in p.
 
-    1F1B has no slack: p micro-batches are held at the first rank, and p pairs take p pairs' time plus 2 (p − 1)
-    transfers to come back to it.
+    1F1B has no slack: the first rank holds p micro-batches, and p pairs take p pairs' time plus 2 (p − 1)
+    transfers to return to it.
     """
     forward, into, weight, transfer = stage
     hops = p - 1 + (m - 1) - -(-(m - 1) // p)
@@ -95,10 +96,11 @@ def _one_f_one_b(p: int, m: int, _: int, stage: _Stage) -> Number:
 
 
 def _interleaved(p: int, m: int, v: int, stage: _Stage) -> Number | None:
-    """Warm-up runs two micro-batches ahead per hop, so a transfer that is shorter than a forward and a backward hides.
+    """Warm-up runs two micro-batches ahead per hop, so transfers shorter than a forward and a backward are
+    hidden.
 
-    What does not hide is one way through the stages and back. In groups of g > p micro-batches the way from the last
-    rank back to the first has g − p slots of slack, in which p transfers hide.
+    Only one trip through the stages and back is not hidden. In groups of g > p micro-batches, the way from
+    the last rank back to the first has g − p slots of slack, which hide p transfers.
     """
     if v == 1:
         return _one_f_one_b(p, m, v, stage)
@@ -106,19 +108,19 @@ def _interleaved(p: int, m: int, v: int, stage: _Stage) -> Number | None:
     pair, slot = forward + into + weight, min(forward, into + weight)
     if transfer > slot:
         return None
-    if m < p:  # every chunk of a rank waits for the one before to come round: v·p stages in a row
+    if m < p:  # every chunk of a rank waits for the previous one: v·p stages in a row
         return (v * p + m - 1) * pair + 2 * (v * p - 1) * transfer
     groups = micro_batch_groups(p, m)
     if any(p * transfer > (size - p) * slot for size in (groups[0], groups[-1]) if size > p):
         return None
     rounds = (groups[0] == p) + (
         groups[-1] == p
-    )  # the way round is exposed forwards in the first, backwards in the last
+    )  # the way back to the first rank is exposed forward in the first group, backward in the last
     return (m * v + p - 1) * pair + (2 * (p - 1) + (v - 1) * p * rounds) * transfer
 
 
 def _zb_h1(p: int, m: int, _: int, stage: _Stage) -> Number | None:
-    """Only F and I are in the way of filling and emptying; each rank but the first puts off W until the end."""
+    """Only F and I delay filling and emptying; each rank but the first postpones W until the end."""
     forward, into, weight, transfer = stage
     if weight <= min(forward, into) and 2 * transfer <= weight:
         hops = 2 * (p - 1) + 2 * max(0, min(m, p + 1) - 2)
@@ -138,15 +140,15 @@ _FORMULAS: dict[str, _Formula] = {
 
 
 class Held(NamedTuple):
-    """The most a rank holds at one time, as numbers of one stage's activations of one micro-batch."""
+    """The most that a rank holds at one time, in activations of one stage and one micro-batch."""
 
     whole: int
     for_weight: int
-    """Of activations past I, of which only `kept_for_weight` is left."""
+    """Activations after I, of which only `kept_for_weight` remains."""
 
 
 def held(name: ScheduleName, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Held:
-    """What `rank` holds when it holds most: min(p − r, m) micro-batches for 1F1B. Raises `ConfigError`."""
+    """The most that `rank` holds: min(p − r, m) micro-batches for 1F1B. Raises `ConfigError`."""
     problems = list(shape_problems(name, ranks, micro_batches, chunks))
     if not problems and not 0 <= rank < ranks:
         problems.append(f"There is no rank {rank} among {ranks}; ranks are counted from 0.")

@@ -1,4 +1,4 @@
-"""Sends and receives written out, in an order that cannot deadlock even if every one of them blocks."""
+"""Adds explicit sends and receives, in an order that cannot deadlock even if every one of them blocks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from penstock.schedules.schedule import Schedule
 from penstock.schedules.simulate import simulate
 
 _Event = tuple[Number, int, Action, Action]
-"""Its time; 0 for a transfer and 1 for a computation; what orders the events of one time; what the rank does."""
+"""The time; 0 for a transfer or 1 for a computation; the action that orders events of the same time; the
+action that the rank performs."""
 
 
 def with_communication(schedule: Schedule) -> Schedule:
-    """The schedule with `SEND_…` after what is computed and `RECV_…` before what needs it, where two ranks meet.
+    """The schedule with `SEND_…` after a result and `RECV_…` before its use, where neighbouring stages are on
+    two ranks.
 
-    All events of a run with unit costs are put in one order: a computation at its start, a transfer at the end of
-    what produced it. Each rank's list is a part of that one order, with both ends of a transfer at the same place
-    in it. Hence the earliest event not yet done can always be done, and blocking operations cannot deadlock.
-    Transfers between the same two ranks also come in the same order at both ends, as channels without tags need.
+    All events of a run with unit costs get one global order: a computation at its start, a transfer at the
+    end of the computation that produced it. Each rank's list is a part of that order, with both ends of a
+    transfer at the same place in it. So the earliest event that is not yet done can always be done, and
+    blocking operations cannot deadlock. Transfers between the same two ranks also come in the same order at
+    both ends, which channels without tags need.
 
-    Raises `ConfigError` where the schedule deadlocks by itself, or has sends and receives already.
+    Raises `ConfigError` if the schedule itself deadlocks, or already has sends and receives.
     """
     run = simulate(schedule)
     home, last = schedule.placement, schedule.stages - 1

@@ -1,6 +1,6 @@
-"""What the actions of a schedule cost, in any one unit of time and any one unit of memory.
+"""Costs of the actions of a schedule, in any one unit of time and any one unit of memory.
 
-Numbers stay what they are: whole numbers and Fractions give exact results, floats give floats.
+Number types are preserved: whole numbers and Fractions give exact results, floats give floats.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from penstock.schedules.action import Kind
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
-"""One number for all stages, or one for each."""
+"""One number for all stages, or one per stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the actions of one micro-batch cost, in any one unit of time and any one unit of memory."""
+    """Costs of the actions of one micro-batch, in any one unit of time and any one unit of memory."""
 
     forward: PerStage = 1
     backward_input: PerStage = 1
     """The gradient of a stage's input. A whole backward, B, takes this and `backward_weight`."""
     backward_weight: PerStage = 1
     transfer: PerStage = 0
-    """From a stage to the next, and the gradient back, when the two live on different ranks; one number for each of
-    the stages − 1 boundaries. A transfer delays who receives and occupies neither rank."""
+    """Time from a stage to the next, and for the gradient back, if the two are on different ranks; one number
+    for each of the stages − 1 boundaries. A transfer delays the receiver and occupies neither rank."""
     activation: PerStage = 1
-    """Held by a stage from the start of a forward to the end of its backward, or of I where that is split."""
+    """Memory that a stage holds from the start of a forward to the end of its backward, or of I if that is
+    split."""
     kept_for_weight: PerStage | None = None
-    """What stays of it from the end of I to the end of W; None is all of it."""
+    """The part of `activation` that is held from the end of I to the end of W; None means all of it."""
 
 
 def ratio(part: Number, whole: Number) -> Number:
-    """`part / whole`, exact where both are."""
+    """`part / whole`, exact if both are exact."""
     if isinstance(part, float) or isinstance(whole, float):
         return part / whole
     return Fraction(part) / whole
@@ -50,7 +51,7 @@ def durations(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
 
 
 def memory_changes(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
-    """What each kind of computation adds to the memory held, for each stage. Raises `ConfigError`."""
+    """Change of the held memory by each kind of computation, for each stage. Raises `ConfigError`."""
     whole = per_stage("activation", costs.activation, stages)
     kept = whole
     if costs.kept_for_weight is not None:

@@ -1,4 +1,5 @@
-"""Who waits for whom when a schedule cannot go on, and whether blocking sends and receives ever all complete."""
+"""Which rank waits for which when a schedule is stuck, and whether blocking sends and receives all
+complete."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from penstock.schedules.schedule import Schedule
 
 
 def waits(schedule: Schedule, done: Sequence[int]) -> list[str]:
-    """One sentence for each rank that cannot go on, given how many of its actions each rank has done."""
+    """One sentence for each rank that is stuck, given how many of its actions each rank has done."""
     where = {action: (rank, i) for rank, order in enumerate(schedule.ranks) for i, action in enumerate(order)}
     problems = []
     for rank, (order, i) in enumerate(zip(schedule.ranks, done)):
@@ -33,7 +34,7 @@ def _is_done(action: Action, where: dict[Action, tuple[int, int]], done: Sequenc
 
 
 def _whereabouts(waiter: int, rank: int, i: int, schedule: Schedule, done: Sequence[int]) -> str:
-    """Why the action at place i of a rank has not come yet."""
+    """Why the i-th action of a rank has not been done yet."""
     if rank == waiter:
         return f"which the same rank has only as its action {i + 1}."
     if i == done[rank]:
@@ -42,9 +43,9 @@ def _whereabouts(waiter: int, rank: int, i: int, schedule: Schedule, done: Seque
 
 
 def awaited(schedule: Schedule, action: Action) -> list[Action]:
-    """What must have been done before `action`, or, for a send or receive, what must be done along with it.
+    """The actions that must precede `action`, or, for a send or receive, accompany it.
 
-    A stage's backward may be either whole or split, so two actions, of which one will do, stand for it.
+    A stage's backward is either whole or split. It is then given as two actions, one of which suffices.
     """
     stage, kind, i = action
     last = schedule.stages - 1
@@ -64,12 +65,12 @@ def awaited(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def _received(schedule: Schedule, stage: int) -> bool:
-    """Whether what passes between a stage and the next is received by an action of its own."""
+    """Whether transfers between a stage and the next are explicit actions."""
     return schedule.communicates and schedule.placement[stage] != schedule.placement[stage + 1]
 
 
 def partner(action: Action) -> Action:
-    """The receive that takes what a send gives, and the other way round."""
+    """The receive that matches a send, and vice versa."""
     stage, kind, i = action
     if kind == "SEND_F":
         return Action(stage + 1, "RECV_F", i)
@@ -81,7 +82,8 @@ def partner(action: Action) -> Action:
 
 
 def rendezvous(schedule: Schedule) -> list[int]:
-    """How many of its actions each rank does when every send and receive blocks until its partner has come to it.
+    """How many of its actions each rank completes if every send and receive blocks until its partner is
+    reached.
 
     This is the strictest reading of point-to-point communication: nothing is buffered, one operation at a time.
     """
@@ -92,7 +94,7 @@ def rendezvous(schedule: Schedule) -> list[int]:
         return schedule.ranks[rank][done[rank]] if done[rank] < len(schedule.ranks[rank]) else None
 
     def ready(action: Action) -> bool:
-        """Whether nothing but its partner holds the action up."""
+        """Whether the action waits for nothing except its partner."""
         if action.communicates:
             return not action.kind.startswith("SEND") or not finished.isdisjoint(_computed(action))
         needs = awaited(schedule, action)
@@ -109,7 +111,7 @@ def rendezvous(schedule: Schedule) -> list[int]:
             other = partner(action)
             home = schedule.placement[other.stage] if 0 <= other.stage < schedule.stages else rank
             if home == rank or head(home) != other or not ready(other):
-                continue  # the partner, when it comes to it, moves both on
+                continue  # when the partner's rank reaches its end, it advances both
             together[home] = other
         for moved, what in together.items():
             finished.add(what)
@@ -119,6 +121,6 @@ def rendezvous(schedule: Schedule) -> list[int]:
 
 
 def _computed(send: Action) -> list[Action]:
-    """What a send needs: any one of these computations."""
+    """The computations of which a send needs one."""
     kinds: list[Kind] = ["F"] if send.kind == "SEND_F" else ["B", "I"]
     return [Action(send.stage, kind, send.micro_batch) for kind in kinds]

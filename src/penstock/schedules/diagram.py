@@ -1,4 +1,4 @@
-"""A schedule as the familiar table of ranks by time, in plain text that parses back."""
+"""A schedule as a table of ranks by time, in plain text that can be parsed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from penstock.schedules.simulate import play
 
 
 def diagram(schedule: Schedule) -> str:
-    """One line per rank and one column per slot of time; `Schedule.parse` gives an equal schedule back.
+    """One line per rank and one column per time slot; `Schedule.parse` returns an equal schedule.
 
-    F, I and W take one slot and B takes two, its second written `---`; `.` is an idle slot. Actions that a deadlock
-    keeps from ever starting follow a `!`. Raises `ConfigError` for a schedule with sends and receives written out.
+    F, I and W take one slot and B takes two, the second written `---`; `.` is an idle slot. Actions that
+    never start because of a deadlock follow a `!`. Raises `ConfigError` for a schedule with explicit sends
+    and receives.
     """
     if schedule.communicates:
         raise ConfigError(

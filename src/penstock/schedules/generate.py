@@ -1,6 +1,6 @@
-"""The schedules that people use, for any number of ranks, micro-batches and model chunks.
+"""The common schedules, for any number of ranks, micro-batches and model chunks.
 
-Stages are dealt to ranks in turn: stage s lives on rank s mod p, so a rank with v chunks holds stages r, r + p, ….
+Stage s is on rank s mod p, so rank r with v chunks holds stages r, r + p, ….
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule called `name`. `chunks` (model chunks per rank) is for `interleaved` alone.
+    """The schedule called `name`. `chunks` (model chunks per rank) is only for `interleaved`.
 
     Raises `ConfigError` for an unknown name and for counts below 1.
     """
@@ -58,7 +58,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with a flush: each backward as early as it can be, so at most min(p − r, m) micro-batches are held.
+    """1F1B with a flush: each backward runs as early as possible, so at most min(p − r, m) micro-batches are
+    held.
 
     Narayanan et al., SC 2021, §2.2.1 (PipeDream-flush).
     """
@@ -66,11 +67,13 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B over `chunks` model chunks per rank, which divides the bubble by their number (Narayanan et al., §2.2.2).
+    """1F1B over `chunks` model chunks per rank, which divides the bubble by `chunks` (Narayanan et al.,
+    §2.2.2).
 
-    Micro-batches go through the chunks in groups. The paper needs a multiple of `ranks` and makes every group
-    `ranks` long; here the groups are as equal as can be and none is shorter than `ranks` (than m, where m < ranks),
-    which gives the paper's order where the paper has one, and a valid order for every other number.
+    Micro-batches go through the chunks in groups. The paper needs a multiple of `ranks` micro-batches and
+    makes every group `ranks` long. Here the groups are as equal as possible, and none is shorter than `ranks`
+    (or than m, if m < ranks). This gives the paper's order for the paper's numbers, and a valid order for all
+    others.
     """
     _check("interleaved", ranks, micro_batches, chunks)
     groups = micro_batch_groups(ranks, micro_batches)
@@ -97,18 +100,18 @@ def micro_batch_groups(ranks: int, micro_batches: int) -> list[int]:
 def interleaved_warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
     """Forwards before the first pair of a forward and a backward.
 
-    The last rank needs all but the last chunk of the first group. Each rank before it needs two more when chunks
-    interleave (a forward and a backward must each travel one hop further), one more when there is one chunk, since
-    then its next forward is always ready.
+    The last rank needs all but the last chunk of the first group. With several chunks, each earlier rank
+    needs two more, because a forward and a backward must each travel one hop further. With one chunk it needs
+    one more, because its next forward is always ready.
     """
     hops = ranks - 1 - rank
     return min(total, hops if chunks == 1 else (chunks - 1) * group + 2 * hops)
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with the backward split, each rank putting off its weight gradients by as many micro-batches as its number.
+    """1F1B with a split backward, where rank r postpones its weight gradients by r micro-batches.
 
-    The first rank holds what it would hold under 1F1B, no rank holds more, and the weight gradients put off fill
+    The first rank holds as much as under 1F1B, and no rank holds more. The postponed weight gradients fill
     the end of the pipeline. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, §2.2, schedule ZB-H1.
     """
     _check("zb-h1", ranks, micro_batches)
@@ -143,7 +146,7 @@ def _chunked(rank: int, ranks: int, kind: Kind, chunks: range, groups: list[int]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then a forward and a backward by turns, then the backwards that are left."""
+    """`warm_up` forwards, then alternating forwards and backwards, then the remaining backwards."""
     steady = len(forwards) - warm_up
     pairs = [action for pair in zip(forwards[warm_up:], backwards) for action in pair]
     return (*forwards[:warm_up], *pairs, *backwards[steady:])

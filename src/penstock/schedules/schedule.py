@@ -1,4 +1,4 @@
-"""A pipeline schedule: for each rank, the order of its actions. Nothing else, so it prints, parses and compares."""
+"""A pipeline schedule: the order of actions for each rank. It prints, parses and compares."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from penstock.errors import ConfigError
 from penstock.schedules.action import COMPUTE_KINDS, Action
 
 _RANK_LABEL = re.compile(r"\s*rank\s+(\d+)\s*\|(.*)", re.ASCII)
-_NO_ACTION = re.compile(r"\.|-+|!")  # idle slot, second half of a long action, mark before what never starts
+_NO_ACTION = re.compile(
+    r"\.|-+|!"
+)  # idle slot, second half of a long action, mark before actions that never start
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ranks[r]` is what rank r does, in order; when it does it follows from the dependencies and the costs."""
+    """`ranks[r]` is what rank r does, in order. The times follow from the dependencies and the costs."""
 
     ranks: tuple[tuple[Action, ...], ...]
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that lines such as `rank 0 | 0F0 0F1 . 0B0 ---` write, in order of rank.
+        """The schedule in lines such as `rank 0 | 0F0 0F1 . 0B0 ---`, one per rank in order.
 
-        Idle slots (`.`), continued actions (`---`) and the mark `!` of `diagram` are not part of a schedule and are
-        passed over. Raises `ConfigError`, listing every line that cannot be read.
+        Idle slots (`.`), continued actions (`---`) and the mark `!` of `diagram` are ignored. Raises
+        `ConfigError`, listing every line that cannot be read.
         """
         ranks: list[tuple[Action, ...]] = []
         problems: list[str] = []
@@ -59,27 +61,28 @@ class Schedule:
         return "\n".join(rank_lines([map(str, order) for order in self.ranks]))
 
     def __len__(self) -> int:
-        """Number of actions of all ranks."""
+        """Total number of actions."""
         return sum(map(len, self.ranks))
 
     @cached_property
     def stages(self) -> int:
-        """Number of stages: one more than the largest stage named."""
+        """Number of stages: one more than the largest stage number."""
         return 1 + max((max(map(itemgetter(0), order)) for order in self.ranks if order), default=-1)
 
     @cached_property
     def micro_batches(self) -> int:
-        """Number of micro-batches: one more than the largest named."""
+        """Number of micro-batches: one more than the largest number."""
         return 1 + max((max(map(itemgetter(2), order)) for order in self.ranks if order), default=-1)
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether sends and receives are written out; without, every rank receives what it needs when it needs it."""
+        """Whether sends and receives are explicit. If not, every rank receives what it needs when it needs
+        it."""
         return any(not set(map(itemgetter(1), order)).issubset(COMPUTE_KINDS) for order in self.ranks)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The rank of each stage. Raises `ConfigError` where a stage has no rank or several."""
+        """The rank of each stage. Raises `ConfigError` if a stage has no rank or several."""
         homes: list[list[int]] = [[] for _ in range(self.stages)]
         for rank, order in enumerate(self.ranks):
             for stage in sorted(set(map(itemgetter(0), order))):
@@ -90,7 +93,7 @@ class Schedule:
                 problems.append(f"No rank runs stage {stage}, but there are stages up to {self.stages - 1}.")
             elif len(home) > 1:
                 where = " and ".join(map(str, home))
-                problems.append(f"Stage {stage} is run by ranks {where}; each stage must live on one rank.")
+                problems.append(f"Stage {stage} is run by ranks {where}; each stage must be on one rank.")
         if problems:
             raise ConfigError(problems)
         return tuple(home[0] for home in homes)

@@ -1,4 +1,4 @@
-"""When everything in a schedule happens, given what it costs: makespan, bubble, memory and timeline."""
+"""Simulates a schedule with given costs: makespan, bubble, memory and timeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A schedule played through. Times and memory are in the units of the costs."""
+    """The result of a simulation. Times and memory are in the units of the costs."""
 
     schedule: Schedule
     costs: Costs
@@ -35,7 +35,7 @@ class Simulation:
     busy: tuple[Number, ...]
     """Time that each rank computes."""
     peak_memory: tuple[Number, ...]
-    """The most that each rank holds at one time."""
+    """Peak memory of each rank."""
     starts: tuple[tuple[Number, ...], ...]
     """When each rank starts each of its actions."""
 
@@ -69,7 +69,7 @@ class Simulation:
         ]
 
     def memory(self, rank: int) -> list[tuple[Number, Number]]:
-        """What the rank holds over time: (time, held from then on), one entry wherever that changes."""
+        """Held memory over time: (time, held from then on), one entry per change."""
         order, starts = self.schedule.ranks[rank], self.starts[rank]
         duration = durations(self.costs, self.schedule.stages)
         change = memory_changes(self.costs, self.schedule.stages)
@@ -85,10 +85,10 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Play a schedule through: each rank starts its next action as soon as it is free and the input has arrived.
+    """Simulate a schedule: each rank starts its next action as soon as it is free and the input has arrived.
 
-    Takes time proportional to the number of actions. Raises `ConfigError` for costs that do not fit the schedule,
-    for one with sends and receives written out, and for a deadlock, naming who waits for what.
+    Takes time proportional to the number of actions. Raises `ConfigError` for costs that do not fit the
+    schedule, for explicit sends and receives, and for a deadlock, naming which rank waits for what.
     """
     costs = costs or Costs()
     if schedule.communicates:
@@ -110,17 +110,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 _Box = list[Any]
-"""For each micro-batch the time when an input arrives; before that is known, the rank that waits for it, or None.
-Any, since telling the three apart would cost the inner loop."""
+"""For each micro-batch the time when an input arrives; before that is known, the rank that waits for it, or
+None. The type is Any, because type checks would slow the inner loop."""
 _Links = dict[Kind, list[tuple[_Box, Number, _Box, Number, _Box]]]
 _Runner = Generator[None, None, None]
 
 
 def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Number], list[Number]]:
-    """Start times of all actions that can start; per rank, when its last one ends and how long it waited in all.
+    """Start times of all actions that can start; per rank, the end of its last action and its total waiting
+    time.
 
-    A rank that needs an input whose time is not known yet leaves itself in the input's place and stops; whoever then
-    fills the place wakes it. Each rank is a generator, since stopping and going on is most of the work.
+    A rank that needs an input whose time is not known yet stores itself in the input's place and stops. The
+    rank that later fills the place wakes it. Each rank is a generator, because most of the work is stopping
+    and resuming.
     """
     links = _links(schedule, costs)
     starts: list[list[Number]] = [[] for _ in schedule.ranks]
@@ -153,21 +155,20 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
     able = runners[::-1]
     while able:
         runner = able.pop()
-        if not isinstance(runner, GeneratorType):  # a time that was there already
+        if not isinstance(runner, GeneratorType):  # a time that was already set
             raise ConfigError(
-                "An action is in the schedule twice, so it cannot be simulated; validate() names it, and all else "
-                "that is wrong."
+                "An action is in the schedule twice, so it cannot be simulated; validate() lists all problems."
             )
         next(runner, None)
     return starts, clocks, waited
 
 
 def _links(schedule: Schedule, costs: Costs) -> _Links:
-    """For each kind and stage: where its input arrives, its time, where its output goes and how long that takes, and
-    where W finds that I is done.
+    """For each kind and stage: the box of its input, its duration, the box and delay of its output, and the
+    box that tells W that I is done.
 
-    The forward and the backward of a micro-batch are one chain of 2·S links: F of stage s is link s, its B or I is
-    link 2S − 1 − s.
+    The forward and the backward of a micro-batch are one chain of 2·S links: F of stage s is link s, and its
+    B or I is link 2S − 1 − s.
     """
     stages, count, home = schedule.stages, schedule.micro_batches, schedule.placement
     duration = durations(costs, stages)
@@ -189,7 +190,8 @@ def _links(schedule: Schedule, costs: Costs) -> _Links:
 
 
 def _peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
-    """The most each rank holds. Only the order matters: forwards add when they start, the others free when they end."""
+    """Peak memory of each rank. Only the order matters: forwards add when they start, the others free when
+    they end."""
     change = memory_changes(costs, schedule.stages)
     return tuple(
         max(accumulate([change[kind][stage] for stage, kind, _ in order], initial=0))

@@ -1,4 +1,4 @@
-"""Whether a schedule does everything once, in an order that can be run."""
+"""Checks that a schedule does everything once, in an order that can run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MOST = 20  # problems that one message lists; a schedule with one stage missing
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise `ConfigError`, listing what is wrong, unless the schedule can be run as it stands.
+    """Raise `ConfigError`, listing what is wrong, unless the schedule can run.
 
-    Every stage lives on one rank. Every stage has, for every micro-batch, one forward and either one whole backward
-    or one I and one W. And it never deadlocks: without sends and receives, each rank blocks at an action until its
-    input has come (sends are buffered); with them, each send and each receive blocks until its partner is reached
-    (nothing is buffered).
+    Every stage must be on one rank. For every micro-batch, every stage must have one forward and either one
+    whole backward or one I and one W. The schedule must never deadlock. Without sends and receives, each rank
+    blocks at an action until its input has arrived (sends are buffered). With them, each send and each
+    receive blocks until its partner is reached (nothing is buffered).
     """
     problems = _problems(schedule)
     if len(problems) > _MOST:
@@ -55,7 +55,7 @@ def _problems(schedule: Schedule) -> list[str]:
 
 
 def _absent(schedule: Schedule, counts: Counter[Action]) -> list[str]:
-    """What a stage lacks or has too much of for a micro-batch."""
+    """Problems of stages with missing or surplus actions for a micro-batch."""
     problems = []
     for stage in range(schedule.stages):
         for i in range(schedule.micro_batches):

@@ -124,7 +124,7 @@ def build(
 
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.
-    precision = precision_of(plan)
+    precision = precision_of(plan, recipe.lists, device)
     if precision.weights == "half" and precision.master == "none":
         module = module.to(precision.dtype)
     if precision.fp8 != "none":
@@ -165,7 +165,7 @@ def build(
     # both share them, the model the upper 16 bits of each and the optimizer the others.
     masters = None if sharded else _masters(module, optimizer, precision)
     if precision.master == "remainder":
-        (optimizer,) = complete([optimizer], [module])
+        (optimizer,) = complete([optimizer], [module], norms=precision.norms, lists=precision.lists)
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if not dims.alone and not sharded:
@@ -214,7 +214,7 @@ def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
 def _masters(module: nn.Module, optimizer: Optimizer, precision: Precision) -> MasterWeights | None:
     if precision.master != "copy" or precision.dtype is None:
         return None
-    return MasterWeights([module], [optimizer], precision.dtype)
+    return MasterWeights([module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists)
 
 
 def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: MasterWeights | None) -> EMA:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.convert import field_types
+from penstock.config.convert import field_types, is_union
 from penstock.config.load import load
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, ViTConfig
@@ -26,6 +26,8 @@ MODEL = PRESETS["vit-s16"]
 def _values(kind: Any) -> st.SearchStrategy[Any]:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
+    elif is_union(kind):
+        return st.one_of(*(_values(arm) for arm in get_args(kind)))
     elif get_origin(kind) is not None:
         return st.sampled_from(get_args(kind))
     return {int: st.integers(1, 10**6), bool: st.booleans()}[kind]

@@ -21,6 +21,7 @@ BROKEN = {
     "remainder_completes_bf16_weights": ("master=remainder", "vit-s16", "h100", "master=remainder completes"),
     "fp8_stands_on_bf16": ("fp8=true", "vit-s16", "h100", "replaces the bf16 products"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
+    "half_norms_are_of_o2": ("norms=half", "vit-s16", "h100", "has no effect with plan.precision=O0"),
     "sequence_parallel_needs_tensor_parallel": ("sp=true", "gpt2", "h100", "but plan.tp=1"),
     "virtual_stages_interleave": ("virtual=2", "gpt2", "h100", "needs plan.schedule=interleaved"),
     "experts_are_split_over_replicas": ("ep=2", "mixtral-8x7b", "h100", "must divide plan.dp=1"),

@@ -157,6 +157,7 @@ def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
     lines = [
         "dp=2 sharding=fsdp micro_batch=2 precision=O1",
         "dp=2 sharding=fsdp micro_batch=2 precision=O2",
+        "dp=2 sharding=fsdp micro_batch=2 precision=O2 norms=half",
         "dp=2 sharding=fsdp micro_batch=2 precision=O1 accumulate=2 recompute=full",
         "dp=2 sharding=zero1 micro_batch=2 precision=O1 accumulate=2",
         "dp=2 sharding=fsdp micro_batch=2 precision=O1 dtype=fp16 optimizer=fused",

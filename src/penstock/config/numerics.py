@@ -87,13 +87,14 @@ def numerics_of(plan: Plan) -> Numerics:
         plan.gradients,
         plan.algorithm,
         plan.fp8,
+        plan.norms,
     )
 
 
 @lru_cache(maxsize=512)
 def _numerics(
     precision: str, dtype: Dtype, master: Masters, matmul: str, sharding: str, gradients: str, algorithm: str,
-    fp8: bool,
+    fp8: bool | str, norms: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
     compute: Dtype = "fp32" if precision == "O0" else dtype
@@ -120,12 +121,12 @@ def _numerics(
         compute=compute,
         products="fp8" if fp8 else products,
         residual=compute if precision in ("O2", "O3") else "fp32",
-        norms=compute if precision == "O3" else "fp32",
+        norms=compute if precision == "O3" or norms == "half" else "fp32",
         gradients=gathered,
         reduction=reduction,
         masters=masters,
         moments="int8" if algorithm == "adam8bit" else moments,
         moments_per_weight=MOMENTS[algorithm],
         loss_scale=compute == "fp16",
-        fp8="tensorwise" if fp8 else "none",
+        fp8="rowwise" if fp8 == "rowwise" else "tensorwise" if fp8 else "none",
     )

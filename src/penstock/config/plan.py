@@ -14,6 +14,8 @@ from penstock.errors import ConfigError
 Precision = Literal["O0", "O1", "O2", "O3"]
 HalfDtype = Literal["bf16", "fp16"]
 Master = Literal["copy", "remainder"]
+Norms = Literal["fp32", "half"]
+Fp8 = bool | Literal["rowwise"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 Layout = Literal["batch_first", "batch_second"]
@@ -45,6 +47,8 @@ class Plan:
     master: Master = "copy"
     """Where O2 stores its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which saves 2
     bytes."""
+    norms: Norms = "fp32"
+    """Type of the weights and the arithmetic of norms with O2; they are fp32 with O0 and O1, half with O3."""
     matmul: Matmul = "highest"
     """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU, `medium` bf16 passes
     on a CPU."""
@@ -97,8 +101,9 @@ class Plan:
     which omits a block's last product)."""
     recompute_every: Count = 1
     """Every n-th block recomputes."""
-    fp8: bool = False
-    """Whether linear layers inside the blocks multiply in fp8, with one scale per tensor."""
+    fp8: Fp8 = False
+    """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
+    what is summed over."""
     algorithm: Algorithm = "adamw"
     """The optimizer's algorithm, which decides how many numbers it keeps per weight."""
     gradients: GradientType = "weights"

@@ -156,6 +156,17 @@ def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
 
 
 @_rule("types")
+def _half_norms_are_of_o2(plan: Plan) -> Iterator[str]:
+    """`norms=half` is set with O2 only, the one level that has a choice."""
+    if plan.norms == "half" and plan.precision != "O2":
+        has = "half ones anyway" if plan.precision == "O3" else "fp32 ones"
+        yield (
+            f"plan.norms=half has no effect with plan.precision={plan.precision}, which has {has}; use precision=O2, "
+            "or leave norms out."
+        )
+
+
+@_rule("types")
 def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
     """`master=remainder` needs O2 in bf16, a fused optimizer, and weights that are not sharded."""
     if plan.master != "remainder":

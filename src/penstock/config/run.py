@@ -84,6 +84,27 @@ class Augment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """Operations and modules that run in another type than the op lists of O1 and O2 give them."""
+
+    half: tuple[str, ...] = ()
+    """Operations in half precision, by name: `torch.nn.functional.gelu`."""
+    fp32: tuple[str, ...] = ()
+    """Operations in fp32."""
+    promote: tuple[str, ...] = ()
+    """Operations in the widest type of their arguments."""
+    keep: tuple[str, ...] = ()
+    """Operations in the type of their first argument."""
+    half_modules: tuple[str, ...] = ()
+    """Modules whose inputs are cast to half precision, by name or pattern: `blocks.*.mlp`."""
+    fp32_modules: tuple[str, ...] = ()
+    """Modules in fp32, with all that is in them."""
+
+    def __post_init__(self) -> None:
+        _raise(check_fields(self, "recipe.lists"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
@@ -117,6 +138,7 @@ class Recipe:
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
+    lists: Lists = field(default_factory=Lists)
 
     def __post_init__(self) -> None:
         _raise(check_fields(self, "recipe"))

@@ -106,7 +106,7 @@ def shard(
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     units = [*units[1:], units[0]]
     gather_mixed(model, units, plan)
-    if plan.precision == "O2":
+    if plan.precision == "O2" and plan.norms == "fp32":
         for module in model.modules():
             if is_norm(module) and _own(module):
                 compute_in_fp32(module)

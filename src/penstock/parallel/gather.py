@@ -19,7 +19,9 @@ from torch import nn
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Linear
+from penstock.precision.forward import precision_on
 from penstock.precision.fp8_linear import Fp8Linear
+from penstock.precision.lists import fp32_modules_of
 from penstock.precision.master import is_norm
 from penstock.precision.settings import precision_of
 
@@ -75,14 +77,22 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
+    precision = precision_on(model) or precision_of(plan)
+    wide = fp32_modules_of(model, precision.lists)
+
+    def in_half(module: nn.Module, name: str) -> bool:
+        if module in wide:
+            return False
+        if plan.precision == "O1":
+            # Where operations have other lists, products may be computed in fp32 too.
+            return not precision.relisted and _multiplied(module, name, module in linears)
+        return precision.norms == "half" or not is_norm(module)
+
     for group in groups_of(units):
         kinds = set()
         for entry in group.fsdp_params:
             holders = owners[id(entry.sharded_param)]
-            if plan.precision == "O1":
-                half = all(_multiplied(module, name, module in linears) for module, name in holders)
-            else:
-                half = not any(is_norm(module) for module, _ in holders)
+            half = all(in_half(module, name) for module, name in holders)
             kinds.add(half)
             if not half:
                 entry.init_dtype_attrs = functools.partial(_in_fp32, weakref.ref(entry))

@@ -45,6 +45,11 @@ def apply_precision(model: nn.Module, precision: Precision, device: torch.device
     wrap_forward(model, precision)
 
 
+def precision_on(model: nn.Module) -> Precision | None:
+    """What `apply_precision` was given for a model; None where it was not applied."""
+    return model.__dict__.get(_KEY)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind torch.compile and DistributedDataParallel."""
     while True:

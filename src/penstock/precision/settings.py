@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,9 @@ import torch
 from penstock.config.convert import nearest
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.run import Lists
 from penstock.errors import ConfigError
-from penstock.precision.lists import OpLists
+from penstock.precision.lists import OpLists, default_lists
 
 Level = Literal["O0", "O1", "O2", "O3"]
 Width = Literal["fp32", "half"]
@@ -85,6 +86,14 @@ class Precision:
     def scales(self) -> bool:
         """Whether the loss is scaled at all."""
         return self.loss_scale != 1.0
+
+    @property
+    def relisted(self) -> bool:
+        """Whether an operation is in another list than by default; modules apart."""
+        if self.lists is None or self.dtype is None:
+            return False
+        defaults = [default_lists(self.dtype, place).policies() for place in ("cpu", "cuda")]
+        return self.lists.policies() not in defaults
 
     @property
     def dtype_name(self) -> str:
@@ -159,10 +168,20 @@ def resolve(
     return found
 
 
-def precision_of(plan: Plan) -> Precision:
-    """The properties of a Plan's level in training, as its `Numerics` have them."""
+def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | str = "cpu") -> Precision:
+    """The properties of a Plan's level in training, as its `Numerics` have them. `lists` are added to the op lists of
+    its type on a device. Raises ConfigError where the level has no op lists, or an operation is not known.
+    """
     numerics = numerics_of(plan)
     half = DTYPES.get(numerics.compute)
+    chosen: OpLists | None = None
+    if lists is not None and lists != Lists():
+        if half is None or not numerics.by_lists:
+            raise ConfigError(
+                f"recipe.lists has no effect with plan.precision={plan.precision}, which has no op lists; use "
+                "precision=O1 or O2, or leave it out."
+            )
+        chosen = default_lists(half, torch.device(device).type).with_(**asdict(lists))
     return Precision(
         level=plan.precision,
         dtype=half,
@@ -173,6 +192,7 @@ def precision_of(plan: Plan) -> Precision:
         loss_scale="dynamic" if numerics.loss_scale else 1.0,
         outputs="keep" if half is None else "fp32",
         fp8=numerics.fp8,
+        lists=chosen,
     )
 
 

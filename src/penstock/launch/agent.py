@@ -14,7 +14,7 @@ from penstock.launch.life import Life
 from penstock.launch.nodes import Alone, Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
-from penstock.launch.signals import Asked, Requests
+from penstock.launch.signals import STOPS, Asked, Requests
 from penstock.launch.verdict import Outcome
 from penstock.launch.verdict import tell as lines_of
 
@@ -31,7 +31,7 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
     """
     with (
         tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
-        Requests() as requests,
+        Requests((*STOPS, signal.SIGINT)) as requests,
         _nodes(settings) as nodes,
     ):
         restarts = 0

@@ -1,15 +1,16 @@
-"""Signals that the agent itself receives."""
+"""Signals by which an agent or a training run is asked to stop."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_NOTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+"""How schedulers ask: SIGTERM, and SIGUSR1 as Slurm's warning before preemption."""
 
 
 class Asked(BaseException):
@@ -17,9 +18,13 @@ class Asked(BaseException):
 
 
 class Requests:
-    """While entered, records SIGTERM, SIGUSR1 and SIGINT instead of dying of them. Only the main thread can do that."""
+    """While entered, records `numbers` instead of dying of them, a second one too.
 
-    def __init__(self) -> None:
+    Only the main thread can handle signals; elsewhere nothing is installed.
+    """
+
+    def __init__(self, numbers: Sequence[signal.Signals] = STOPS) -> None:
+        self._numbers = numbers
         self.signal: signal.Signals | None = None
         """The first that came, if any: how the run was asked to stop."""
         self._pending: list[signal.Signals] = []
@@ -28,7 +33,7 @@ class Requests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _NOTED:
+            for number in self._numbers:
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ExitCode
+from penstock.launch.signals import STOPS
 
 FINAL = frozenset(
     {
@@ -22,7 +23,6 @@ FINAL = frozenset(
 )
 """Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end."""
 _SHELL_SIGNAL = 128
-_STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def judge(failures: Iterable[Failure], *, stopping: bool) -> Outcome:
     if not ordered:
         return Outcome(int(ExitCode.DONE))
     first = ordered[0]
-    if stopping and (first.code == ExitCode.SAVED_REQUEUE or -first.code in _STOPS):
+    if stopping and (first.code == ExitCode.SAVED_REQUEUE or -first.code in STOPS):
         # Killed by the signal that was forwarded to it: it did not handle it yet, and had nothing to save.
         return Outcome(int(ExitCode.SAVED_REQUEUE), ordered)
     return Outcome(first.exit_code, ordered, final=stopping or first.code in FINAL)

@@ -28,6 +28,7 @@ from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
 from penstock.errors import SavedRequeue
 from penstock.launch.heartbeat import beat, beating
+from penstock.launch.signals import Requests
 from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device, whole_state
@@ -50,7 +51,6 @@ from penstock.train.records import Records
 from penstock.train.resume import find_checkpoint, locked, set_aside
 from penstock.train.run_state import Progress, RunState
 from penstock.train.saves import Saves
-from penstock.train.signals import StopRequest
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def train(
     with (
         joined(config.plan, device) as dims,
         locked(output, dims) as lock,
-        StopRequest() as stop,
+        Requests() as stop,
         memory_advice(config.plan, task),
         own_random(device),
     ):
@@ -198,7 +198,7 @@ class _Run:
         """Optimizer steps done."""
         return self.progress.step
 
-    def go(self, lock: RunLock, stop: StopRequest) -> TrainResult:
+    def go(self, lock: RunLock, stop: Requests) -> TrainResult:
         """Train to the end, or until asked to stop."""
         try:
             self._announce()
@@ -315,7 +315,7 @@ class _Run:
         beat(self.step)
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
-    def _stop_if_asked(self, stop: StopRequest) -> None:
+    def _stop_if_asked(self, stop: Requests) -> None:
         """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life.
 
         Ranks hear of a signal at different times, or not at all: they act one step later, when all know.

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from penstock.train.signals import StopRequest
+from penstock.launch.signals import Requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopRequest() as stop:
+    with Requests() as stop:
         assert stop.signal is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
@@ -27,7 +27,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     seen = []
 
     def body() -> None:
-        with StopRequest() as stop:
+        with Requests() as stop:
             seen.append((stop.signal, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=body)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, quantiles
 from typing import Any
 
 from calibration.fit import error, leave_one_out, stored_leave_one_out
@@ -52,6 +53,52 @@ class Summary:
 def summary(table: str, constants: Constants = DEFAULT) -> Summary:
     """Errors of all rows of a table."""
     return Summary.of([error(row, constants) for row in rows(table)])
+
+
+KINDS = {
+    "ampere": (
+        ("korthikanti_table5", "mosaicml_a100", "bloom", "megatron"),
+        "published runs of language models on A100",
+    ),
+    "hopper": (
+        ("mosaicml_h100", "torchtitan_speed", "nemo"),
+        "published runs of language models on H100 and H200",
+    ),
+    "vision": (("vit",), "published runs of ViTs on A100 and H100"),
+}
+"""The tables that stand for a kind of prediction, and what their rows are."""
+
+
+def slowness(table: str) -> list[tuple[str, float]]:
+    """Of each row, its model and measured over predicted seconds."""
+    faster = TABLES[table][2].startswith(("tokens", "images", "samples"))
+    found = [(f"{table} {row.model}", row.predict(DEFAULT) / row.measured) for row in rows(table)]
+    return found if faster else [(model, 1.0 / ratio) for model, ratio in found]
+
+
+def intervals(own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What `planner/intervals.json` holds: four fifths of the rows of each kind, and of their distance to their model's
+    mean."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds = {
+        kind: ([one for table in tables for one in slowness(table)], words)
+        for kind, (tables, words) in KINDS.items()
+    }
+    cases = [(one["model"], 1.0 / (1.0 + one["step_error"]["median"])) for one in own["cases"]]
+    kinds["cpu"] = (cases, "own runs on CPUs")
+    for kind, (given, words) in kinds.items():
+        tenths = quantiles([ratio for _, ratio in given], n=10, method="inclusive")
+        means = {model: fmean(r for m, r in given if m == model) for model, _ in given}
+        apart = [
+            abs(ratio / means[model] - 1.0)
+            for model, ratio in given
+            if [m for m, _ in given].count(model) > 1
+        ]
+        found[kind] = {
+            "low": round(tenths[0], 3), "high": round(tenths[8], 3),
+            "apart": round(quantiles(apart, n=5, method="inclusive")[3], 3), "rows": len(given), "words": words,
+        }  # fmt: skip
+    return found
 
 
 DAYS = 0.06
@@ -259,6 +306,19 @@ def page(held_out: dict[str, list[float]] | None = None, own: dict[str, Any] | N
     lines += [
         f"| {r.section} | {r.layouts} | {r.spearman:.2f} | {r.apart:.0%} | {r.loss:.1%} |" for r in rankings()
     ]
+    lines += [
+        "",
+        "The interval that each prediction carries, by its kind: measured over predicted seconds.",
+        "",
+    ]
+    lines += [
+        "| kind | rows | four of five lie from | to | between layouts of one model |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one['words']} | {one['rows']} | {one['low']:.2f} | {one['high']:.2f} | {one['apart']:.1%} |"
+        for one in (intervals(own) if own else {}).values()
+    ]
     lines.append(NOTES)
     lines += _own_section(own) if own else []
     for table in TABLES:
@@ -293,4 +353,6 @@ def write(root: Path, *, refit: bool = True) -> Path:
         stored.write_text(json.dumps(held_out) + "\n", encoding="utf-8")
     path = root / "docs" / "reference" / "planner-accuracy.md"
     path.write_text(page(held_out, own_runs(root)), encoding="utf-8")
+    stored = root / "src" / "penstock" / "planner" / "intervals.json"
+    stored.write_text(json.dumps(intervals(own_runs(root)), indent=1) + "\n", encoding="utf-8")
     return path

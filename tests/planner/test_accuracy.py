@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from calibration.fit import FITTED, WEIGHTS, fitted_rows, loss, stored_leave_one_out
-from calibration.report import agreement, own_runs, page, rankings, spearman, summary
+from calibration.report import agreement, intervals, own_runs, page, rankings, spearman, summary
 from calibration.rows import TABLES, rows
 from calibration.table import Row, source
+from penstock.config.machine import load_machine
+from penstock.config.model import preset
+from penstock.config.plan import Plan
+from penstock.planner import predict
 from penstock.planner.constants import DEFAULT
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +72,26 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(own=own_runs(ROOT)), (
         "run python tools/planner_accuracy.py"
     )
+
+
+def test_predictions_carry_the_interval_of_their_kind() -> None:
+    stored = json.loads((ROOT / "src/penstock/planner/intervals.json").read_text(encoding="utf-8"))
+    assert stored == intervals(own_runs(ROOT)), "run python tools/planner_accuracy.py"
+    for name, one in stored.items():
+        assert 0.3 < one["low"] < one["high"] < 2.0, name
+        assert 0 < one["apart"] < one["high"] - one["low"] + 0.1, name
+    h100, cpu = load_machine("h100"), replace(load_machine("h100"), device="cpu", name="cpu")
+    plan = Plan(precision="O1", micro_batch=4)
+    seen = [
+        predict(preset(model), machine, plan).interval
+        for model, machine in (
+            ("gpt2", h100), ("vit-b16", h100), ("gpt2", load_machine("a100-80g")), ("gpt2", cpu),
+            ("gpt2", load_machine("b200")),
+        )
+    ]  # fmt: skip
+    words = [one.words if one else "" for one in seen]
+    assert len(set(words)) == 5
+    assert words[-1].endswith("a guess")
 
 
 def test_the_readme_says_what_the_page_says() -> None:

@@ -22,7 +22,7 @@ from penstock.cli.plan_inputs import (
     samples_of_run,
     whole,
 )
-from penstock.cli.plan_table import COLUMNS, LEGEND, TOTALS, best_runnable, grouped, row, totals
+from penstock.cli.plan_table import COLUMNS, LEGEND, TOTALS, best_runnable, error_words, grouped, row, totals
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, ViTConfig, title
@@ -272,6 +272,7 @@ def _show(
         table.add_row(str(rank), *row(one))
     console.print(table)
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
+    console.print(error_words(found), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     runs = best_runnable(found)
     # `train` has only vision models; a language model is passed to `build` as a module.

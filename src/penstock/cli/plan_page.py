@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.plan_table import COLUMNS, GIB, LEGEND, TOTALS, grouped, row, totals
+from penstock.cli.plan_table import COLUMNS, GIB, LEGEND, TOTALS, error_words, grouped, row, totals
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
@@ -88,7 +88,7 @@ def _tiles(best: Prediction, machine: Machine, samples: float | None, price: flo
 def _layouts(found: Found) -> Section:
     return Section(
         title="The fastest layouts",
-        text=LEGEND,
+        text=f"{LEGEND} {error_words(found)}",
         code=found.predictions[0].plan.line(),
         columns=[Cell("rank"), *(Cell(name) for name in COLUMNS)],
         rows=[

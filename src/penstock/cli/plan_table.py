@@ -68,6 +68,19 @@ LEGEND = (
 )
 
 
+def error_words(found: Found) -> str:
+    """How right the times are, and how many of the best layouts that leaves equal."""
+    best = found.predictions[0]
+    if best.interval is None:
+        return ""
+    apart = best.interval.apart
+    equal = sum(one.iteration_seconds <= (1 + apart) * best.iteration_seconds for one in found.predictions)
+    words = f"The best takes {best.interval.seconds(best.iteration_seconds)}. "
+    if equal == 1:
+        return f"{words}No other layout is within {apart:.1%} of it, the error between layouts of one model."
+    return f"{words}{equal:,} layouts are equal: within {apart:.1%}, the error between layouts of one model."
+
+
 def row(one: Prediction) -> list[str]:
     """One layout as the cells of `COLUMNS`."""
     p = one.plan

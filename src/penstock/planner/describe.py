@@ -93,6 +93,8 @@ class Workload:
     """Learned numbers on this device, with all stages and before data parallel sharding."""
     tensors: int = 0
     """Tensors that they are in."""
+    vision: bool = False
+    """Whether a sample is an image."""
 
     @classmethod
     def of(cls, parts: Iterable[Part], samples: int, *, units: int | None = None, **rest: Any) -> Workload:
@@ -190,7 +192,8 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     exit_ = _Lister(terms)
     _exit(exit_, model)
     parts.append(exit_.part("exit"))
-    return Workload.of(parts, terms.samples, tokens=counted_tokens(model), tied=tied)
+    vision = isinstance(model, ViTConfig)
+    return Workload.of(parts, terms.samples, tokens=counted_tokens(model), tied=tied, vision=vision)
 
 
 class Totals(NamedTuple):

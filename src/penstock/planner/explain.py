@@ -58,6 +58,8 @@ def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
         f"{one.gpus} {machine.name}: {one.iteration_seconds:.4g} s a step of {one.global_batch} samples, "
         f"MFU {one.mfu:.1%}, HFU {one.hfu:.1%} of {one.peak_flops / 1e12:.0f} TFLOP/s ({one.peak_name}).",
     ]
+    if one.interval is not None:
+        lines.append(f"It would take {one.interval.seconds(one.iteration_seconds)}.")
     for name, seconds in sorted(one.seconds.items(), key=lambda item: -item[1]):
         if seconds > 0.0005 * one.iteration_seconds:
             share = seconds / one.iteration_seconds
@@ -106,7 +108,9 @@ def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Pr
                 if other != axis and getattr(one.plan, other) != getattr(best.plan, other)
             ]
             at = f" (at best with {', '.join(besides)})" if besides else ""
-            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} slower, {_difference(best, one)}."
+            equal = best.interval is not None and slower <= best.interval.apart
+            words = "slower, which is equal within the error: " if equal else "slower, "
+            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, one)}."
     yield from _too_large(model, machine, best)
     if found.too_large:
         yield f"{found.too_large:,} of {found.tried:,} layouts do not fit."

@@ -12,6 +12,7 @@ from penstock.config.rules import problems
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import Part, Workload, describe, totals
+from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.memory import held, in_flight, memory
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import computed_again
@@ -68,6 +69,8 @@ class Prediction:
     """Of `backward_seconds`, the gradients of weights, which a zero-bubble schedule puts off."""
     memory_limit_bytes: int = 0
     """The machine's memory; 0 where it is unknown."""
+    interval: Interval | None = None
+    """How far predictions of this kind have been off."""
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -160,6 +163,7 @@ def predicted(
         backward_seconds=time.backward_seconds,
         weight_gradient_seconds=time.weight_gradient_seconds,
         memory_limit_bytes=int(machine.memory_bytes),
+        interval=interval_of(vision=work.vision, machine=machine),
     )
 
 

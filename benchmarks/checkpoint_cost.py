@@ -1,12 +1,12 @@
-"""What a checkpoint costs: how long training stands still for it, in the foreground and in the background.
+"""The cost of a checkpoint: how long training waits for it, in the foreground and in the background.
 
     python benchmarks/checkpoint_cost.py --output benchmarks/results/checkpoint_cost_cpu.json
 
-A stack of linear layers with AdamW in fp32 (12 bytes a parameter in a checkpoint) trains on one thread. A round saves
-once in each way, the order turning from round to round: `penstock.checkpoint.save`; `BackgroundSaver`; and, as the
-reference, `torch.distributed.checkpoint.save` as it comes, which takes no checksum, reads nothing back, and writes in
-place, into a pickle-headed file. Older checkpoints are pruned within our clock, and the reference's removed outside its
-own.
+A stack of linear layers with AdamW in fp32 (12 bytes per parameter in a checkpoint) trains on one thread. A
+round saves once in each way, and the order rotates: `penstock.checkpoint.save`; `BackgroundSaver`; and as
+reference `torch.distributed.checkpoint.save` with its defaults, which computes no checksum, reads nothing
+back, and writes in place, with pickled metadata. Our time includes pruning older checkpoints; the reference's
+are removed outside its time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
 
 
 def timed(name: str, action: Callable[[], Any]) -> dict[str, float]:
-    """Wall clock, and processor time of all threads: the latter says more on a machine that has other work."""
+    """Wall-clock time, and processor time of all threads; the latter says more on a busy machine."""
     wall, processor = time.perf_counter(), time.process_time()
     action()
     return {
@@ -106,7 +106,7 @@ WAYS = (foreground, background, reference)
 
 
 def once(run: Run, folder: Path, saver: BackgroundSaver, first: int) -> dict[str, float]:
-    """One round: a save in each way, each after three steps of training, the ways in turn being the first."""
+    """One round: a save in each way, each after three steps of training; the first way rotates."""
     found: dict[str, float] = {"step_seconds": statistics.median(run.train() for _ in range(3))}
     for number in range(len(WAYS)):
         run.train()

@@ -1,12 +1,12 @@
-"""How many images a second one core delivers, by each path that data can take, and what augmentation costs on it.
+"""Images per second that one core delivers by each data path, and the cost of augmentation.
 
     PYTHONPATH=tests python benchmarks/data_paths.py --output benchmarks/results/data_paths_cpu.json
 
-The images are generated, 500 × 375 pixels with the spectrum and file size of photographs (ImageNet's mean is 110 KB),
-packed at 256 pixels as JPEG (quality 90) and raw. Each path reads the same number of random samples on one thread, in
-rounds A B C, B C A, …; files are in the page cache. Rates are per second of processor time of that thread, so that
-other work on the machine does not count; wall-clock rates stand beside them. Augmentation takes a batch of 256-pixel
-images to 224 pixels and floating point, also on one thread.
+The images are generated, 500 × 375 pixels with the spectrum and file size of photographs (ImageNet's mean is
+110 KB), and packed at 256 pixels as JPEG (quality 90) and raw. Each path reads the same number of random
+samples on one thread, in rounds A B C, B C A, …; files are in the page cache. Rates are per second of that
+thread's processor time, so that other work on the machine does not count; wall-clock rates are listed beside
+them. Augmentation turns a batch of 256-pixel images into 224 pixels and floating point, also on one thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from penstock.report.record import environment
 WIDTH, HEIGHT, QUALITY = 500, 375, 97
 BATCH = 64
 COPIES = 5
-"""Files of each image: making them takes time, and what is read must be larger than the processor's caches."""
+"""Files per image. Generating images takes time, but the set must be larger than the processor's caches."""
 
 
 @dataclass
 class Way:
-    """One way to images, and what was measured of it: seconds of processor time and of the clock, per round."""
+    """One way to read images, and its measurements: processor and wall-clock seconds per round."""
 
     work: Callable[[np.random.Generator], int]
     """Does the work once and returns the number of images."""

@@ -1,14 +1,14 @@
-"""fp8 against bf16, side by side: linear layers of ViT-B/L/H and of a decoder of 1.5 billion parameters, and blocks.
+"""fp8 compared with bf16: linear layers and blocks of ViT-B/L/H and of a decoder of 1.5 billion parameters.
 
     python benchmarks/fp8_linear.py --output benchmarks/results/fp8_linear_h100.json
 
-Measured are forward and backward passes under autocast to bf16, over fp32 weights (`--weights bfloat16` for half ones),
-of each linear layer of a block by itself and of a block: norm, attention (SDPA), norm, perceptron, with residuals.
-Everything is compiled unless `--eager` is given, because what scales and casts cost depends on their being fused.
-Contestants take turns in rounds whose order is reversed each time; ratios are medians of the ratios within a round.
-Where fp8 is slower, the table says so.
+Measured are forward and backward passes under autocast to bf16 over fp32 weights (`--weights bfloat16` for
+half weights), of each linear layer of a block by itself and of a block: norm, attention (SDPA), norm,
+perceptron, with residuals. Everything is compiled unless `--eager` is given, because the cost of scaling and
+casting depends on fusion. Contestants take turns in rounds whose order is reversed each time; ratios are
+medians of the ratios within a round. Where fp8 is slower, the table says so.
 
-On a machine without fp8, `--emulate` shows that the program runs and nothing of its speed.
+On a machine without fp8, `--emulate` shows only that the program runs; its speed means nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def contestants(module: nn.Module, arguments: argparse.Namespace, device: torch.
     module = module.to(device=device, dtype=getattr(torch, arguments.weights))
     found = []
     for name in (REFERENCE, "fp8 tensorwise", "fp8 rowwise"):
-        # Two alike blocks around what is converted, because conversion looks for a model's repeated blocks.
+        # Two equal blocks around the converted layers, because conversion looks for a model's repeated
+        # blocks.
         model = nn.ModuleList([nn.ModuleList([copy.deepcopy(module)]) for _ in range(2)])
         if name != REFERENCE:
             scaling: Scaling = "tensorwise" if name.endswith("tensorwise") else "rowwise"

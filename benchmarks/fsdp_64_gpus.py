@@ -1,10 +1,10 @@
-"""What sharding gains over replicas on 64 GPUs, on paper, beside the published figure. Nothing is run.
+"""The predicted gain of sharding over replicas on 64 GPUs, beside the published figure. Nothing is run.
 
     python benchmarks/fsdp_64_gpus.py --output benchmarks/results/fsdp_64_gpus.json
 
-The published figure is 1.83 times the speed of the DDP baseline for a large vision transformer on 64 GPUs (Meta AI,
-"Significantly faster Vision Transformer training", 2022). Which batch, precision and GPU memory either side had is not
-in the text that can be read, so the planner is asked under several assumptions.
+The published figure is 1.83 times the speed of the DDP baseline for a large vision transformer on 64 GPUs
+(Meta AI, "Significantly faster Vision Transformer training", 2022). The accessible text does not give the
+batch, precision and GPU memory of either side, so the planner predicts under several assumptions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GPUS = 64
 PUBLISHED = 1.83
 MACHINES = ("a100-40g", "a100-80g")
 SHARDED = "precision=O2 dtype=fp16 optimizer=fused sharding=fsdp"
-"""Half weights are gathered and the shards are fp32: what FSDP's mixed precision does."""
+"""Half weights are gathered from fp32 shards, as in FSDP's mixed precision."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What replicas may have been."""
+    """Possible settings of the replicas."""
 
     name: str
     line: str

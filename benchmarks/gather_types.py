@@ -1,13 +1,13 @@
-"""O1 under FSDP: matrices gathered in half precision against everything in fp32 and cast by autocast later.
+"""O1 under FSDP: matrices gathered in half precision, compared with gathering fp32 for autocast to cast.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/gather_types.py \\
         --output benchmarks/results/gather_types_cpu.json
 
-Both compute the same bits (checked first, over the losses of the warm-up). Autocast keeps each of its copies for the
-backward pass, so that fp32 gathering leaves the whole model in half on every rank: 2 bytes per weight, which is the
-difference predicted for `held`. `sent` is what the all-gathers of one step give each rank, predicted as twice the
-weights (forward and backward) in 4 or 2 bytes. Steps of both are timed in turns, in rounds whose order is reversed
-each time; the ratio is the median of those within a round.
+Both compute the same bits (checked first, over the losses of the warm-up). Autocast keeps each of its copies
+for the backward pass, so fp32 gathering leaves a half copy of the whole model on every rank: 2 bytes per
+weight, which is the predicted difference of `held`. `sent` is the bytes that each rank gets from the
+all-gathers of one step, predicted as twice the weights (forward and backward) in 4 or 2 bytes. Steps of both
+take turns, in rounds whose order is reversed each time; the ratio is the median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.report.record import environment
 SMALL = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=512, depth=12, heads=8, mlp_width=2048, classes=10
 )
-"""38 million weights and 5 tokens: weights are what is weighed, also where half precision is slow."""
+"""38 million weights and 5 tokens, so that weights dominate even where half precision is slow."""
 WARM_UP = 2
 
 
@@ -74,7 +74,7 @@ def whole(model: ViTConfig, plan: Plan, dims: ParallelDims, device: torch.device
 
 
 def held_bytes(built: Built, batch: Any) -> int:
-    """Bytes that the backward pass is kept waiting for, storages counted once, weights of this rank left out."""
+    """Bytes kept for the backward pass; each storage counts once, and this rank's weights do not count."""
     own = {local(parameter).untyped_storage().data_ptr() for parameter in built.model.parameters()}
     held: list[Tensor] = []
 
@@ -91,7 +91,7 @@ def held_bytes(built: Built, batch: Any) -> int:
 
 
 def sent_bytes(built: Built, batch: Any) -> int:
-    """What the all-gathers of one step leave on this rank."""
+    """Bytes that this rank gets from the all-gathers of one step."""
     received = 0
     newer = hasattr(distributed, "all_gather_single")  # since torch 2.13
     name = "all_gather_single" if newer else "all_gather_into_tensor"

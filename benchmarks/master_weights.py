@@ -1,20 +1,21 @@
-"""Master weights two ways: RemainderAdamW against torch's fused AdamW over an fp32 copy of half weights.
+"""Two forms of master weights: RemainderAdamW, and torch's fused AdamW over an fp32 copy of half weights.
 
     OMP_NUM_THREADS=1 python benchmarks/master_weights.py --output benchmarks/results/master_weights_cpu.json
 
-Over the 152 tensors (22 million parameters) of a ViT-S/16, bf16 weights, gradients as backward left them in bf16. Timed
-is the update span: all that lies between the end of the backward pass and the next forward pass, without clipping.
+The weights are the 152 tensors (22 million parameters) of a ViT-S/16 in bf16, with the backward pass's
+gradients in bf16. The timed span is the update: from the end of the backward pass to the next forward pass,
+without clipping.
 
     copy        collect the gradients to the fp32 Parameters, torch's fused AdamW, publish the weights in bf16;
                 the fp32 gradients are allocated anew at each update, as they are when cleared to None
     copy, kept  the same with fp32 gradients that stay: 4 bytes per parameter more, and no allocation
     remainder   RemainderAdamW.step, in each form that runs here
 
-Both end with the same bits where the form is torch's (checked first). All in one process, in rounds whose order is
-reversed each time; ratios are medians of the ratios within a round, and the processor's time beside them leaves out
-what other processes took meanwhile. Bytes are counted, not estimated: those held
-between steps, and the most that torch's allocator handed out during one update beyond them (on a CPU from the
-profiler, on a GPU from the allocator's own peak).
+Both give the same bits if the form is torch's (checked first). All run in one process, in rounds whose order
+is reversed each time. Ratios are medians of the ratios within a round. Processor time, which leaves out other
+processes, is listed beside them. Bytes are counted, not estimated: those held between steps, and the peak
+that torch's allocator adds during one update (on a CPU from the profiler, on a GPU from the allocator's own
+peak).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Contestant:
     update: Callable[[], None]
     exact: Callable[[], list[Tensor]]
     held: int
-    """Bytes between steps: what the model computes with, and what the optimizer keeps."""
+    """Bytes between steps: the model's weights, and what the optimizer keeps."""
     seconds: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
     temporary: int = 0
@@ -105,7 +106,7 @@ def completed(form: Any, gradients: list[Tensor], device: torch.device) -> Conte
 
 
 def temporary_bytes(update: Callable[[], None], device: torch.device) -> int:
-    """The most that is allocated at once during an update beyond what was there before."""
+    """Peak of the memory that an update allocates."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,13 +1,13 @@
-"""The forms of AdamW side by side on the 152 tensors (22 million parameters) of a ViT-S/16.
+"""Compares the forms of AdamW on the 152 tensors (22 million parameters) of a ViT-S/16.
 
     python benchmarks/optimizer_forms.py --output benchmarks/results/optimizer_forms_cpu.json
 
-Measured are two spans. `update` is what follows the backward pass: clipping by the global norm, the optimizer's step,
-and zero_grad. `step` is a whole training step on tiny images, so that passes over parameters and gradients, not the
-layers' arithmetic, decide: a form that moves gradients while they are produced pays for it here. Contestants whose
-name ends in `, clip first` clip as users do, with torch.nn.utils.clip_grad_norm_; the others take Penstock's
-`clipped_step`. All run in one process in rounds whose order is reversed each time; ratios are medians of the ratios
-within a round.
+Two spans are measured. `update` is everything after the backward pass: clipping by the global norm, the
+optimizer's step, and zero_grad. `step` is a whole training step on tiny images, so that passes over
+parameters and gradients dominate, not the layers' arithmetic; here a form pays for moving gradients during
+the backward pass. Contestants whose name ends in `, clip first` clip with torch.nn.utils.clip_grad_norm_, as
+users do; the others use Penstock's `clipped_step`. All run in one process in rounds whose order is reversed
+each time; ratios are medians of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Contestant:
 
 
 def contestants(dtype: torch.dtype, device: torch.device) -> list[Contestant]:
-    """Every form, twice where clipping can be folded."""
+    """Every form; those that can fold clipping appear twice."""
     found = []
     for form in ("loop", "foreach", "fused", "contiguous"):
         for folded in (False, True):

@@ -1,17 +1,18 @@
-"""What each part of mixed precision is for: the same training with parts of it left out, on real data.
+"""Shows what each part of mixed precision does, by training on real data with parts left out.
 
-Two tasks, both from what every Python installation brings: scikit-learn's handwritten digits by a small Vision
-Transformer, and the standard library's own source text by a byte-level decoder, both with AdamW and a cosine. Each
-variant runs with several seeds, for a difference has to be seen against the noise between seeds.
+Two tasks use data that every installation has: scikit-learn's handwritten digits with a small Vision
+Transformer, and the standard library's source text with a byte-level decoder. Both use AdamW and a cosine.
+Each variant runs with several seeds, because a difference must be compared with the noise between seeds.
 
-Gradients vanish in fp16 because a loss is a mean over very many samples. So that a small model shows it, each step's
-loss is divided by 1,024, as that of one micro-batch is where 1,024 of them make up a step: 65,536 images, or half a
-million bytes, as large models train with. The other 1,023 are left out, which in fp32 changes nothing that is compared:
-AdamW's update does not depend on the scale of gradients (its eps is 1e-12 here, below them all).
+Gradients vanish in fp16 because a loss is a mean over very many samples. To show this with a small model,
+each step's loss is divided by 1,024, as for one of 1,024 micro-batches of a step: 65,536 images, or half a
+million bytes, as large models train with. The other 1,023 are left out. In fp32 that changes nothing that is
+compared, because AdamW's update does not depend on the scale of gradients (its eps is 1e-12 here, below all
+of them).
 
     python benchmarks/precision_ablation.py --output benchmarks/results/precision_ablation.json
 
-An existing output is gone on with: runs that it holds are not repeated.
+An existing output is continued: runs that it holds are not repeated.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 SHARE = 1024
-"""Micro-batches that a step would have; see above."""
+"""Micro-batches that a step would have; see the module's docstring."""
 
 
 class Block(nn.Module):
@@ -109,7 +110,7 @@ class Task:
 
 
 class ByteTask(Task):
-    """Next bytes of the standard library's source; every tenth file is kept for the test."""
+    """Next bytes of the standard library's source; every tenth file is in the test set."""
 
     lr, steps = 2e-3, 200
 
@@ -164,7 +165,7 @@ class DigitsTask(Task):
 
 
 def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
-    """Train once; the losses are in nats, the scale's history tells what fp16 met."""
+    """Train once. Losses are in nats; the history of the scale shows overflows in fp16."""
     level, dtype, overrides = VARIANTS[variant]
     torch.manual_seed(seed)
     model: nn.Module = task.model()

@@ -1,17 +1,18 @@
-"""What the levels of mixed precision cost and gain: whole training steps, the bare loop beside each level.
+"""Costs and gains of the levels of mixed precision: whole training steps, beside a bare loop.
 
     OMP_NUM_THREADS=1 python benchmarks/precision_levels.py --model vit-s16 --batch 8 --compile \
         --output benchmarks/results/precision_levels_vit_s16_cpu.json
     python benchmarks/precision_levels.py --model vit-h16 --batch 64 --compile
     python benchmarks/precision_levels.py --model gpt-1.5b --batch 8 --compile --levels bare O0 O1-bf16 O2-bf16
 
-The bare loop is what one writes without a library: fp32 with the fast setting of its matrix products, torch's fused
-AdamW, no clipping. Every other contestant is the same loop with the three lines; `bare-autocast` is autocast to bf16 by
-hand. All have the same weights and batch, and take turns within one process, in an order that is reversed each round;
-ratios are medians of the ratios within a round. On a CPU with one thread the ratios are of its own processor time, so
-that other processes count little. Bytes are those of the tensors that live between steps, and the most within a step.
+The bare loop is what one writes without a library: fp32 with the fast setting of its matrix products, torch's
+fused AdamW, no clipping. Every other contestant is the same loop with the three lines; `bare-autocast` is
+autocast to bf16 by hand. All have the same weights and batch, and take turns in one process, in an order that
+is reversed each round; ratios are medians of the ratios within a round. On a CPU with one thread the ratios
+use the process's own processor time, which other processes affect little. Bytes are those of the tensors that
+persist between steps, and the peak within a step.
 
-What does not run on this machine (fp8 without units for it) is said and left out.
+What does not run on this machine (fp8 without units for it) is reported and left out.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ BARE = "bare"
 STACKS = {shape.name: shape for shape in (*SHAPES, *SMOKE) if shape.causal}
 DEPTH = {"gpt-1.5b": 48, "smoke-causal": 2}
 
-# name → precision, dtype, overrides; the bare loops are no level
+# name → precision, dtype, overrides; the bare loops are not levels
 LEVELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "O0": ("O0", "auto", {}),
     "O1-bf16": ("O1", "bf16", {}),
@@ -60,7 +61,7 @@ LEVELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "O1-fp8-tensorwise": ("O1", "bf16", {"fp8": "tensorwise"}),
     "O1-fp8-rowwise": ("O1", "bf16", {"fp8": "rowwise"}),
 }
-# what the planner calls them
+# the planner's names
 PLANS = {
     "O0": "precision=O0",
     "O1-bf16": "precision=O1",
@@ -176,7 +177,7 @@ def wait(device: torch.device) -> None:
 
 
 def warm(contestant: Contestant, inputs: Tensor, targets: Tensor) -> None:
-    """Compile and settle; then the most that one step holds."""
+    """Compile and warm up; then measure the peak memory of one step."""
     device = inputs.device
     contestant.first_loss = float(contestant.step())
     for _ in range(WARM_UP):
@@ -208,7 +209,7 @@ def timed(contestant: Contestant, steps: int, device: torch.device) -> None:
 
 
 def predicted(name: str, batch: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds per step that the planner says, of each level; none for a stack that it has no config of."""
+    """Predicted milliseconds per step of each level; None for a stack without a model configuration."""
     if name not in PRESETS:
         return {}
     machine = machine_for(device)

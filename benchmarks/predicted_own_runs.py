@@ -1,12 +1,11 @@
-"""What the planner says of Penstock's own training steps on this machine, beside what they take.
+"""Predictions of Penstock's own training steps on this machine, beside measurements.
 
     OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --output benchmarks/results/predicted_own_runs_cpu.json
 
-Each case of each round is a process of its own, as a run is. It probes the machine, takes steps and probes again; the
-steps are predicted by the mean of both probes, so that a machine whose speed drifts is predicted as it was at that
-time. Errors are medians over the rounds. On one thread of a CPU, time is that of the processor, which neighbours do not
-lengthen as they do the wall clock's; elsewhere it is the wall clock's. Memory is the most that tensors take at one time
-within a step, counted one by one.
+Each case of each round is a process of its own, like a real run. It probes the machine, takes steps and
+probes again. Predictions use the mean of both probes, which corrects for drift of the machine's speed. Errors
+are medians over the rounds. On one CPU thread, time is processor time, which other processes do not lengthen;
+elsewhere it is wall-clock time. Memory is the peak of all tensors within a step, counted one by one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ CASES = (
     ("gpt2, 12 blocks", "micro_batch=1 optimizer=fused host_memory=keep"),
 )
 LARGE = ("vit-l16", "vit-h14")
-"""Measured in the first rounds only: a step takes seconds."""
+"""Cases measured only in the first rounds, because a step takes seconds."""
 LARGE_ROUNDS = 2
 DECODERS = {
     # width, blocks, heads, words
@@ -64,9 +63,9 @@ DECODERS = {
 }
 TOKENS = 256
 WARM_UP = 3
-"""Steps before the measured ones: the allocator settles in the second."""
+"""Warm-up steps; the allocator settles in the second."""
 STEPS_SECONDS = 1.0
-"""Steps are repeated until they took so long."""
+"""Steps are repeated for at least this many seconds."""
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Case:
 
 
 def gpt(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
-    """A decoder of transformers, as anybody would bring it to `penstock ladder`, and its loss."""
+    """A decoder of transformers, as a user would give it to `penstock ladder`, and its loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -114,7 +113,7 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
 
 
 def tensor_bytes(built: Built, batches: Sequence[Any]) -> int:
-    """The most that tensors take at one time in a step, the batch's own aside."""
+    """Peak memory of the tensors in a step, without the batch."""
     state = [value for values in built.optimizer.state.values() for value in values.values()]
     held = [
         *built.model.parameters(),
@@ -181,7 +180,7 @@ def measured_apart(index: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is written of one case."""
+    """The JSON of one case."""
     errors = [one["predicted"] / one["measured"] - 1 for one in rounds]
     held, thought = rounds[0]["measured_bytes"], rounds[0]["predicted_bytes"]
     return {

@@ -1,12 +1,13 @@
-"""What `penstock run` costs a script beside the three lines that it saves.
+"""The overhead of `penstock run`, compared with the three lines that it replaces.
 
     OMP_NUM_THREADS=1 python benchmarks/script_overhead.py --output benchmarks/results/script_overhead_cpu.json
 
-The same training step of 24 residual blocks of width 32 (168 parameters), so small that the host, not arithmetic,
-decides: `three lines` calls penstock.accelerate and scale_loss, `run` is plain code under `Interception`. Each
-contestant lives on its own model in one process; rounds are taken in turns, the order reversed each time, and ratios
-are medians of the ratios within a round. Times are of the processor, which a busy machine lengthens least. `graph` is
-what looking through the autograd graph takes of a step in fp16, once per backward pass.
+The training step has 24 residual blocks of width 32 (168 parameters), so small that the host dominates, not
+arithmetic. `three lines` calls penstock.accelerate and scale_loss; `run` is plain code under `Interception`.
+Each contestant has its own model in one process. They take turns in rounds, with the order reversed each
+time, and ratios are medians of the ratios within a round. Times are processor time, which a busy machine
+lengthens least. `graph` is the time of the look through the autograd graph in an fp16 step, once per backward
+pass.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def under_run(level: str, dtype: str) -> Callable[[], None]:
                 step.append(plain(dtype))
             step[0]()
 
-    # Steps are timed inside one interception, as a script has it; see `seconds`.
+    # Steps are timed inside one interception, as in a script; see `seconds`.
     inside.interception, inside.step = interception, step  # type: ignore[attr-defined]
     inside()
     return inside

@@ -1,11 +1,11 @@
-"""Speed of two versions of Penstock side by side: what a refactoring cost or gained.
+"""Compares the speed of two versions of Penstock, to see what a refactoring cost or gained.
 
     git worktree add ../before v0.1.0
     python benchmarks/two_versions.py ../before/src src --output benchmarks/results/two_versions_cpu.json
 
-Each version is measured in processes of its own, which take turns: before, after, after, before, … so that drift of the
-machine cancels. A ratio is that of one pair of turns; the table shows its median and quartiles. Above 1 the second
-version is faster. The workload is written against what both versions have.
+Each version is measured in processes of its own, which take turns: before, after, after, before, … so that
+drift of the machine cancels. A ratio is that of one pair of turns; the table shows median and quartiles.
+Above 1 the second version is faster. The workload uses only what both versions have.
 """
 
 from __future__ import annotations

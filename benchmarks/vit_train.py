@@ -1,15 +1,15 @@
-"""Training steps of a Vision Transformer: Penstock's Plan beside the loops that people write by hand.
+"""Training steps of a Vision Transformer: Penstock's Plan compared with hand-written loops.
 
     python benchmarks/vit_train.py --model vit-s16 --batch 8 --output benchmarks/results/vit_train_cpu.json
     python benchmarks/vit_train.py --model vit-h16 --batch 128 --compile --output benchmarks/results/vit_h16_h200.json
 
-All contestants train the same architecture from the same weights, in one process, in rounds A B C, B C A, … so that
-drift of the machine cancels. Ratios are medians of the ratios within a round. The reference model is timm's where it
-can be imported (a GPU machine) and transformers' elsewhere.
+All contestants train the same architecture from the same weights, in one process, in rounds A B C, B C A, …
+so that drift of the machine cancels. Ratios are medians of the ratios within a round. The reference model is
+timm's if it can be imported (on a GPU machine), otherwise transformers'.
 
-The fair baseline is the plain loop with the fast fp32 matrix products; the best hand-written loop is the fastest of
-those a careful user would try here: half precision by autocast or throughout where this machine is faster in it, fused
-AdamW, and with `--compile` torch.compile.
+The fair baseline is the plain loop with the fast fp32 matrix products. The best hand-written loop is the
+fastest of those that a careful user would try here: half precision by autocast or throughout if the machine
+is faster in it, fused AdamW, and with `--compile` torch.compile.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Contestant:
-    """A way to train, and what was measured of it."""
+    """A way to train, and its measurements."""
 
     name: str
     kind: str
     """`baseline`, `hand` or `penstock`."""
     about: str
     make: Callable[[int], Step]
-    """A seed of the weights to a fresh step."""
+    """Makes a new training step from the seed of its weights."""
     config: ViTConfig
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    """Throughput over the fair baseline's, round by round."""
+    """Throughput relative to the fair baseline, per round."""
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
@@ -140,7 +140,7 @@ def hand_loop(
 
 
 def penstock_loop(config: ViTConfig, plan: Plan, device: torch.device) -> Callable[[int], Step]:
-    """The same step as `penstock train` takes it, without clipping, as the loops above do none."""
+    """The same step as in `penstock train`, but without clipping, because the loops above do not clip."""
 
     def make(seed: int) -> Step:
         recipe = Recipe(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_norm=None)
@@ -204,7 +204,7 @@ def contestants(
 
 
 def default_plans(device: torch.device, machine: Machine) -> list[Plan]:
-    """The Plans to enter when none are named: what the ladder finds on machines of this kind."""
+    """The default Plans: what the ladder finds on machines of this kind."""
     if device.type == "cuda":
         base = Plan(precision="O1", matmul="high", optimizer="fused", layout="batch_second")
         return [
@@ -239,7 +239,8 @@ def race(
     rounds: int,
     steps: int,
 ) -> None:
-    """Warm all up, then time them in interleaved rounds. What fails (out of memory) is noted and left out."""
+    """Warm up all contestants, then time them in interleaved rounds. Those that fail (out of memory) are
+    reported and left out."""
     live: list[tuple[Contestant, Step]] = []
     for entry in entries:
         batch = batches[entry.config.image_size]
@@ -265,7 +266,7 @@ def race(
             batch = batches[entry.config.image_size]
             timed(
                 step, batch, 1, device
-            )  # the one before has left the caches and the allocator in its own state
+            )  # the previous contestant has left its own state in the caches and the allocator
             entry.seconds.append(timed(step, batch, steps, device))
     baseline = next(entry for entry, _ in live if entry.kind == "baseline")
     for entry, _ in live:
@@ -273,7 +274,7 @@ def race(
 
 
 def learn(entry: Contestant, seed: int, steps: int, batch: int, device: torch.device) -> list[float]:
-    """Losses of so many steps on digits, from the seed's weights and in its order of samples."""
+    """Losses of training on digits for `steps` steps, with weights and order of samples from the seed."""
     source = open_source(DataConfig(source="digits"), split="train", channels=entry.config.channels)
     gentle = Augment(flip=0.0, crop_scale_min=1.0)
     step = entry.make(seed)
@@ -291,7 +292,7 @@ def learn(entry: Contestant, seed: int, steps: int, batch: int, device: torch.de
 
 
 def profile(entry: Contestant, batch: tuple[Tensor, Tensor], device: torch.device) -> list[dict[str, Any]]:
-    """The operators that take the most time in one step, so that what remains to be gained can be seen."""
+    """The operators that take the most time in one step, which shows what can still be gained."""
     step = entry.make(0)
     for _ in range(WARM_UP):
         step(*batch)
@@ -310,7 +311,7 @@ def profile(entry: Contestant, batch: tuple[Tensor, Tensor], device: torch.devic
 
 
 def summary(entry: Contestant, batch: int, machine: Machine) -> dict[str, Any]:
-    """What is written of one contestant."""
+    """The JSON of one contestant."""
     found: dict[str, Any] = {
         "name": entry.name,
         "kind": entry.kind,

@@ -2,7 +2,7 @@
 
     python tools/planner_accuracy.py [--quick]
 
-`--quick` keeps the stored errors of models left out, instead of fitting again without each.
+`--quick` keeps the stored leave-one-out errors, instead of fitting again without each model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 if __name__ == "__main__":
-    # The tables lie with the tests, which hold the page to them.
+    # The tables are beside the tests, which compare the page with them.
     sys.path.insert(0, str(ROOT / "tests"))
     from calibration.report import write
 

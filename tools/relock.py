@@ -1,7 +1,7 @@
 """Write constraints.txt and the licence table of docs/dependencies.md from what is installed.
 
 Run by `make relock` in an environment made with `make install-all`. Follows the requirements of the project and of
-every extra that CI installs, so that packages which merely happen to be there are not pinned.
+every extra that CI installs, so packages that merely happen to be installed are not pinned.
 """
 
 from __future__ import annotations

@@ -121,6 +121,7 @@ def test_every_parameter_has_exactly_one_role(family: tuple[nn.Module, dict[str,
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for role in roles.walk(anatomy.stacks):
         assert role.name in modules or role.name in parameters, role
+        assert type(role) is not roles.Role, role
         if isinstance(role, roles.Dropout):
             assert not list(modules[role.name].parameters()) or role.name.rpartition(".")[2][:6] == "branch"
 

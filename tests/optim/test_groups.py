@@ -61,6 +61,34 @@ def test_transformers_models() -> None:
     assert {group["lr_scale"] for group in groups} == {0.125, 0.25, 0.5, 1.0}
 
 
+def test_tables_of_tokens_are_decayed_and_other_embeddings_are_not() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, num_hidden_layers=1))
+    t5 = transformers.T5Model(
+        transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, num_heads=2, num_layers=1)
+    )
+    decayed, spared = (
+        {name for model in (bert, t5) for name in parameter_groups(model, weight_decay=0.1)[i]["param_names"]}
+        for i in range(2)
+    )
+    assert {"embeddings.word_embeddings.weight", "shared.weight", "pooler.dense.weight"} <= decayed
+    assert {"embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"} <= spared
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in spared
+
+
+def test_layer_decay_goes_through_encoder_and_decoder() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, num_heads=2, num_layers=2, d_ff=32)
+    groups = parameter_groups(transformers.T5Model(config), weight_decay=0.1, layer_decay=0.5)
+    scales = {name: group["lr_scale"] for group in groups for name in group["param_names"]}
+    assert scales["shared.weight"] == 0.5**5
+    assert scales["encoder.block.1.layer.0.SelfAttention.q.weight"] == 0.5**3
+    assert scales["encoder.final_layer_norm.weight"] == 0.5**3
+    assert scales["decoder.block.0.layer.0.SelfAttention.q.weight"] == 0.5**2
+    assert scales["decoder.final_layer_norm.weight"] == 1.0
+
+
 def test_layer_decay_falls_from_the_head_down() -> None:
     model = create(TINY)
     scales = {

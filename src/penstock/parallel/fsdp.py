@@ -1,15 +1,15 @@
-"""Sharing weights, gradients and optimizer states out over ranks (Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
+"""Sharding of weights, gradients and optimizer states over ranks (Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
 "PyTorch FSDP", VLDB 2023), through torch's `fully_shard`.
 
-What is gathered together is read from the model's Anatomy: each block is one unit, gathered before its forward pass
-while the block before it computes, and what lies outside the blocks belongs to the root. What becomes of a unit:
+A unit is gathered as a whole. The model's Anatomy says what the units are: each block is one, gathered while the block
+before it computes, and the root is one with everything outside the blocks. `plan.sharding` says what happens to a unit:
 
 | sharding | weights after a forward pass | gradients of a micro-batch that is not the last |
 |---|---|---|
 | zero1 | stay whole until the step's last backward pass | stay whole on each rank, and add up there |
 | zero2 | stay whole until the step's last backward pass | are reduced, so that each rank keeps its share |
-| fsdp | go, and are gathered again for the backward pass | are reduced |
-| hsdp | as fsdp, within a group | are reduced within the group; the groups' shares are added up at the last |
+| fsdp | are freed, and gathered again for the backward pass | are reduced |
+| hsdp | as fsdp, within a group | are reduced within the group; the last micro-batch adds up the groups' shares |
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from penstock.precision.master import compute_in_fp32, is_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded(DataParallel):
-    """How a training step has to treat a model whose weights are shared out."""
+    """How a training step treats a model whose weights are sharded."""
 
     plan: Plan
     units: Sequence[Any] = field(default_factory=list)
     """Every module that is gathered by itself, the root last."""
 
     def begin(self, micro_batch: int, count: int) -> None:
-        """As of `DataParallel`; the module's table says what is put off to the last micro-batch."""
+        """See `DataParallel`. The table above says what waits for the last micro-batch."""
         last = micro_batch == count - 1
         if micro_batch == 0:
             self.settle()
@@ -58,14 +58,14 @@ class Sharded(DataParallel):
             self.model.set_reshard_after_backward(last)
 
     def settle(self) -> None:
-        """Let go of weights that a forward pass without a backward pass has left whole: an evaluation, of averaged
-        weights perhaps, after which the weights change.
+        """Free weights that a forward pass without a backward pass has left whole, as an evaluation does: they may have
+        changed since.
         """
         for unit in self.units:
             unit.reshard()
 
     def held_bytes(self) -> int:
-        """None: what is gathered is let go within the step."""
+        """None: what is gathered is freed within the step."""
         return 0
 
 
@@ -78,16 +78,16 @@ def shard(
     shares: Mapping[str, Tensor] | None = None,
     optimizers: Iterable[Optimizer] = (),
 ) -> Sharded:
-    """Share `model` out over the ranks as `plan.sharding` says, in place: same object, same names, same call.
+    """Shard `model` over the ranks as `plan.sharding` says, in place: same object, same names, same call.
 
-    Parameters become DTensors of which each rank holds its rows, in the type they have; those on the meta device get
-    memory for this rank's rows alone, with the values of `shares` by name. A model that has its weights is first made
-    the same on all ranks: rank 0's. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices
-    and all but O2's norms are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32.
-    `optimizers` over the model's parameters, with or without state, go on over the shards.
+    Parameters become DTensors of the type they have, of which each rank holds its rows. Those on the meta device get
+    memory for this rank's rows alone, with the values of `shares` by name. A model that has its weights gets those of
+    rank 0 everywhere first. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices, and all
+    but norms with O2, are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32. `optimizers`
+    over the model's parameters, with or without state, go on over the shards.
 
     Raises:
-        ConfigError: the model's blocks cannot be found, or a parameter cannot be shared out.
+        ConfigError: the model's blocks cannot be found, or a parameter cannot be sharded.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -129,7 +129,7 @@ def _check(model: nn.Module) -> None:
     if scalars:
         raise ConfigError(
             f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
-            "cannot be shared out by rows; give it the shape (1,), or use plan.sharding=ddp."
+            "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
         )
 
 
@@ -157,8 +157,8 @@ def _fully_shard(module: nn.Module, **options: Any) -> None:
 
 
 def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
-    """One block ahead in both directions. torch's own backward prefetching learns its order from the forward pass; the
-    blocks' order is known.
+    """Gather one block ahead in both directions: torch learns the backward pass's order from the forward pass, and here
+    it is known.
     """
     for here, after in itertools.pairwise(blocks):
         here.set_modules_to_forward_prefetch([after])
@@ -171,7 +171,7 @@ def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
 def _materialise(
     model: nn.Module, units: Sequence[Any], device: torch.device, shares: Mapping[str, Tensor]
 ) -> None:
-    """Give parameters that have no memory this rank's rows, which become their storage: nothing is held twice."""
+    """Give parameters without memory this rank's rows. They become their storage, so nothing is held twice."""
     missing = {id(parameter): name for name, parameter in model.named_parameters() if parameter.is_meta}
     if not missing:
         return
@@ -183,8 +183,8 @@ def _materialise(
         rows = shares.get(name)
         if rows is None or rows.shape != local(tensor).shape:
             raise ConfigError(
-                f"The parameter {name} has no memory, and nobody kept {tuple(local(tensor).shape)} values for it; make "
-                "the model by a function: build(lambda: MyModel(…), plan)."
+                f"The parameter {name} is on the meta device, and there are no values of shape "
+                f"{tuple(local(tensor).shape)} for it; make the model by a function: build(lambda: MyModel(…), plan)."
             )
         return whole(tensor, rows.to(device=device, dtype=tensor.dtype))
 
@@ -194,7 +194,7 @@ def _materialise(
 
 
 def _follow_moves(units: Sequence[Any]) -> None:
-    """Tell torch where shards lie after an optimizer has moved them into a flat buffer of its own: it gathers from an
+    """Tell torch where shards lie after an optimizer has moved them into its own flat buffer: torch gathers from an
     address that it keeps beside the parameter.
     """
     for entry in entries_of(units):
@@ -208,7 +208,7 @@ def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:
 
 
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: of tensors that come whole, the same on all ranks, take this rank's rows."""
+    """Before loading, take this rank's rows of tensors that come whole, the same on all ranks."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for key, parameter in module._parameters.items():
@@ -223,8 +223,8 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
-    """The model's state dict with every tensor whole, on the host: on rank 0; the others, which must call this too, get
-    nothing. One tensor at a time is gathered.
+    """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; the others get
+    an empty dict. One tensor is gathered at a time.
     """
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():

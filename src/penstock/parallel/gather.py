@@ -1,8 +1,8 @@
 """The type in which each sharded parameter is gathered, where those of one unit differ.
 
-torch's `fully_shard` knows one type per unit. Under mixed precision the matrices of a block are wanted in half
+torch's `fully_shard` has one type per unit. Under mixed precision the matrices of a block should be gathered in half
 precision, which halves what is sent and held, and its norms in fp32. Autocast would cast the matrices anyway, but only
-once they are there in fp32, and it keeps each copy until the backward pass: the weights of the whole model, in half, on
+after they were gathered in fp32, and it keeps each copy until the backward pass: the whole model in half precision, on
 every rank.
 """
 
@@ -29,7 +29,7 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Co
 
 
 def groups_of(units: Sequence[Any]) -> Iterator[Any]:
-    """What torch gathers and reduces at once: one group for each unit with parameters of its own."""
+    """What torch gathers and reduces at once: a group for each unit that has parameters of its own."""
     for unit in units:
         state = unit._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
@@ -45,8 +45,8 @@ def entries_of(units: Sequence[Any]) -> Iterator[Any]:
 
 
 def mixed_policy(plan: Plan) -> Any:
-    """How units are gathered and reduced: with O1 and O2 in half precision, unless `gather_mixed` says otherwise of a
-    parameter, and gradients in fp32.
+    """How units are gathered and reduced: with O1 and O2 they are gathered in half precision, except for what
+    `gather_mixed` says, and gradients are reduced in fp32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -58,11 +58,11 @@ def mixed_policy(plan: Plan) -> Any:
 
 
 def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
-    """Let each parameter of freshly sharded `units` be gathered in the type that its level gives it.
+    """Let each parameter of freshly sharded `units` be gathered in the type that the level computes with.
 
-    O1: in half what belongs to matrix products alone, which autocast would cast; everything else in fp32. O2: norms in
-    fp32, everything else in half. Values are the same to the bit as with all of it gathered in fp32 and cast later;
-    only weights that are then rounded to fp8 go through bf16 on their way there.
+    O1: what only matrix products read, which autocast would cast, in half precision; everything else in fp32. O2: norms
+    in fp32, everything else in half precision. Values are the same to the bit as if all were gathered in fp32 and cast
+    later, except that weights in fp8 are rounded to bf16 first.
     """
     if plan.precision not in ("O1", "O2"):
         return
@@ -118,7 +118,7 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
-    """In place of torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered as it is stored."""
+    """Replaces torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered in the type that is stored."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     alive = entry()
@@ -128,8 +128,8 @@ def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _reduced_alike(group: weakref.ref[Any], *unused: Any) -> None:
-    """In place of torch's `FSDPParamGroup.post_backward`, which wants all gradients of a unit in one type: those of
-    half weights become fp32 first, as their reduction does anyway.
+    """Replaces torch's `FSDPParamGroup.post_backward`, which needs all gradients of a unit in one type: those of half
+    weights become fp32 first, as they would for their reduction anyway.
     """
     alive = group()
     if alive is None:

@@ -86,9 +86,7 @@ def test_positions_follow_the_image_size() -> None:
 
 
 def test_names_of_no_known_model_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no Vision Transformer known here \(the first are: conv\.weight\)"
-    ):
+    with pytest.raises(ConfigError, match=r"of no known Vision Transformer \(the first are: conv\.weight\)"):
         load_weights(ViT(TINY), {"conv.weight": torch.zeros(1)})
 
 

@@ -1,6 +1,4 @@
-"""Folders and files of weights: safetensors and JSON, written whole or not at all, and nothing is
-unpickled.
-"""
+"""Folders and files of weights, safetensors and JSON: written whole or not at all, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path} does not exist; give a safetensors file, or a folder with a {WEIGHTS}.")
     if path.suffix != ".safetensors":
         raise ConfigError(
-            f"{path} is no safetensors file, and nothing else is read, because unpickling a file can run "
-            f"code in it; load it where you trust it and write it again with safetensors.torch.save_file."
+            f"{path} is no safetensors file, and only these are read, because unpickling a file can run code "
+            f"in it; if you trust it, load it with torch and write it with safetensors.torch.save_file."
         )
     try:
         return load_file(path)

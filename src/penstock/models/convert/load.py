@@ -1,4 +1,4 @@
-"""Weights of any known naming into a model, and every difference said."""
+"""Loading weights of any known naming into a model, with every difference reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Names = Literal["penstock", "hf", "timm"]
 
-# Parts of transformers' models that a classifier does not have: said, and left out.
+# Parts of transformers' models that a classifier does not have: they are reported and left out.
 _IGNORED = ("vit.pooler.", "vit.embeddings.mask_token", "decoder.", "vit.decoder.")
 
 
@@ -36,7 +36,7 @@ class Loaded:
     drawn: tuple[str, ...] = ()
     """Parameters left at the model's own initialisation: the head, where that was allowed."""
     ignored: tuple[str, ...] = ()
-    """Weights that this model has no place for, known to be needless."""
+    """Weights that were left out, because a classifier does not need them."""
 
 
 def load_weights(
@@ -66,7 +66,7 @@ def load_weights(
     ignored = tuple(name for name in state if name.startswith(_IGNORED))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
     if ignored:
-        log.info("Left out, as a classifier has no use for them: %s.", ", ".join(ignored))
+        log.info("Left out, because a classifier does not need them: %s.", ", ".join(ignored))
     state, resized_from = _resized(state, names, model.config)
     expected = model.state_dict()
     drawn: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def load_weights(
 
 
 def names_of(state: Mapping[str, Tensor]) -> Names:
-    """Whose names a ViT's state dict carries. Raises ConfigError if nobody's that is known."""
+    """Whose names a ViT's state dict carries. Raises ConfigError if they are of no known library."""
     if "patch_embed.proj.weight" in state:
         return "timm"
     if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
@@ -91,8 +91,8 @@ def names_of(state: Mapping[str, Tensor]) -> Names:
         return "penstock"
     first = ", ".join(sorted(state)[:3]) or "none"
     raise ConfigError(
-        f"The weights carry names of no Vision Transformer known here (the first are: {first}); known are "
-        f"those of Penstock, of transformers' ViT and of timm's VisionTransformer."
+        f"The names of these weights are of no known Vision Transformer (the first are: {first}); use weights of "
+        f"Penstock, of transformers' ViT or of timm's VisionTransformer."
     )
 
 

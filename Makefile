@@ -90,12 +90,13 @@ test: $(VENV)/.test
 	$(call run_tests,not gpu and not slow and not faults)
 
 test-slow: $(VENV)/.test
-	$(call run_tests,slow and not gpu)
+	$(call run_tests,slow and not gpu and not faults)
 
 test-faults: $(VENV)/.test
 	$(PY) -m pytest -m 'faults and not gpu' $(PYTEST)
 
-test-all: test test-slow
+test-all: $(VENV)/.test
+	$(call run_tests,not gpu and not faults)
 
 test-gpu: $(VENV)/.test
 	$(PY) -m pytest -m gpu $(PYTEST)

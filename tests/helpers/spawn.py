@@ -1,7 +1,8 @@
 """Some ranks on this machine, for tests: `spawn(function, world, *args)` runs a function in that many gloo processes.
 
-The processes are forked from one server that has imported torch and computed nothing: it starts once per test run;
-from then on a group of two is up in tenths of a second, and no process is forked while threads of this one hold locks.
+The processes are forked from one server that has imported `helpers.preloaded` and computed nothing: it starts
+once per test run; from then on a group of two is up in a tenth of a second, and no process is forked while threads of
+this one hold locks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,6 @@ from helpers.agents import needs_to_be_alone
 R = TypeVar("R")
 
 _QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# What most ranks need, and would take 3 s each to import (an optimizer imports dynamo).
-_PRELOADED = [
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
-    *("pytest", "helpers.spawn", "penstock.build", "penstock.train.loop"),
-]
 _GRACE = 0.5
 """Seconds in which other ranks may still report after the first failure; whoever failed first is then told first."""
 _LOG_TAIL = 4000
@@ -188,7 +184,7 @@ def _stack(rank: _Rank) -> str:
 def _start_server() -> None:
     """Start the server that ranks are forked from, single-threaded whatever this process is."""
     with _environment({**os.environ, **_QUIET}):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["helpers.preloaded"])
         forkserver.ensure_running()
 
 

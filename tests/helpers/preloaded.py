@@ -1,0 +1,23 @@
+"""What most ranks of `helpers.spawn` need: their server imports it before it forks them, as each would take 4 s to."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from importlib import import_module
+
+for name in (
+    "torch._dynamo",  # an optimizer imports it
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "pytest",
+    "helpers.spawn",
+    "penstock.build",
+    "penstock.train.loop",
+):
+    import_module(name)
+with contextlib.suppress(ImportError):
+    import_module("transformers.modeling_utils")
+
+# Ranks collect only garbage of their own; looking through all of this would copy its pages besides.
+gc.freeze()

@@ -1,0 +1,44 @@
+"""A run that another version of Penstock began goes on as it would have there."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config.load import load
+from penstock.config.machine import Machine, save_machine
+from penstock.config.run import RunConfig
+from penstock.train import train
+from penstock.train.metrics import read_metrics
+
+# Stopped at step 4 of 8 by SIGTERM under version 0.1.0 (commit b2c6164), as were the numbers below taken there.
+OLD = Path(__file__).parent / "run-0.1"
+LOSSES = [2.292548418045044, 2.281602621078491, 2.3146886825561523, 2.2687015533447266]
+TOP1, LOSS = 0.10985915492957747, 2.3061974229946944
+
+
+def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(OLD, output)
+    machine = Machine(
+        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
+    )
+    config = load(RunConfig, file=output / "run.toml")
+    stored = save_machine(machine, tmp_path / "machine.json")
+    torch.set_num_threads(1)
+    result = train(replace(config, output=str(output), machine=str(stored)))
+    assert result.resumed_at == 4
+    records = read_metrics(output / "metrics.jsonl")
+    losses = [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+    assert len(losses) == 8
+    assert losses[4:] == pytest.approx(LOSSES, rel=1e-5)  # bit for bit on the machine where they were taken
+    evaluations = [
+        (record["step"], record["samples"]) for record in records if record["event"] == "evaluation"
+    ]
+    assert evaluations == [(2, 355), (4, 355), (6, 355), (8, 355)]
+    assert result.evaluation.top1 == pytest.approx(TOP1, abs=0.003)
+    assert result.evaluation.loss == pytest.approx(LOSS, rel=1e-5)

@@ -13,9 +13,9 @@ class Calendar:
     """Steps are counted from 1; step `n` is the one after which `n` optimizer steps have been done."""
 
     samples: int
-    """In an epoch."""
+    """Training samples of one epoch."""
     batch: int
-    """Samples per optimizer step over all devices."""
+    """Samples of one optimizer step, over all ranks."""
     total: int
     log_every: int
     checkpoint_every: int

@@ -1,7 +1,7 @@
-"""How a run shows itself: a live progress display on a terminal, plain lines everywhere else.
+"""How a run is shown: a live progress display on a terminal, plain lines everywhere else.
 
-A display is handed the same records that go to `metrics.jsonl`; it decides only how they look. The library
-shows nothing by itself: the command line passes a display in.
+A display gets the same records that go to `metrics.jsonl` and decides only how they look. The library shows nothing by
+itself: the command line passes a display in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Display(Protocol):
         """A record has been written."""
 
     def end(self) -> None:
-        """No more records come, for whatever reason."""
+        """The run has ended, for whatever reason."""
 
 
 class Silent:
@@ -70,7 +70,7 @@ class PlainDisplay:
             self._stream.flush()
 
     def end(self) -> None:
-        """Nothing is left open."""
+        """Nothing to do."""
 
 
 class RichDisplay:

@@ -1,9 +1,8 @@
 """One run per output directory, on one machine or several that share a disk.
 
-A POSIX record lock on `OUTPUT/lock` is the proof on one machine: the kernel releases it however the process
-dies, and, unlike `flock`, forked loader workers do not inherit it. Such locks do not reach across machines
-on every shared file system, so the file also says who holds it, and its holder touches it; a lock of
-another host that was touched lately is respected.
+On one machine a POSIX record lock on `OUTPUT/lock` decides: the kernel releases it however the process dies, and,
+unlike `flock`, forked processes do not inherit it. Not every shared file system carries such locks across machines. So
+the file also says who holds it, the holder touches it, and a lock that another host has touched lately is respected.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def train(
 
 
 class _Run:
-    """One life of a run: from being built, or rebuilt, to its end or its being stopped."""
+    """One start of a run: from being built, or rebuilt, until it ends or is stopped."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class _Run:
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
     def _stop_if_asked(self, stop: Requests) -> None:
-        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next life.
+        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next start.
 
         Ranks hear of a signal at different times, or not at all: they act one step later, when all know.
         """
@@ -396,7 +396,7 @@ class _Run:
         self.records.write(event, self.step, **values)
 
     def _recorded_again(self) -> set[str]:
-        """Events that this life will record at the very step it goes on from."""
+        """Events that this start records at the very step it goes on from."""
         return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
 
     def _announce(self) -> None:

@@ -15,7 +15,7 @@ from penstock.step import TrainStep
 
 
 def require_scale(scaler: LossScaler | None, step: int) -> None:
-    """Waits for the device.
+    """Check that the loss scale still lets steps be taken. Waits for the device.
 
     Raises:
         NumericError: the latest steps have all overflowed at the lowest loss scale, and nothing is learned any more.
@@ -32,8 +32,8 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
 def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[None]:
     """Inside, a NumericError of a run that can skip steps gets the name of the layer where an overflow begins.
 
-    Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again.
-    Ranks that share steps must raise alike.
+    Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again. All
+    ranks that train together must raise the same error.
     """
     try:
         yield

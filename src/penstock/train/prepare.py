@@ -1,4 +1,4 @@
-"""What a run needs settled before anything is built."""
+"""What is settled before a run builds anything: how many ranks, and which machine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
-    """`config`, with a Plan for the ranks of this life where the launcher lets nodes come and go.
+    """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go.
 
-    The global batch stays. Raises ConfigError with the numbers of ranks that share it out evenly, if this one does not.
+    The global batch stays the same. Raises ConfigError if it cannot be split evenly, with the numbers that can.
     """
     if ELASTIC not in os.environ or config.plan.gpus == launched():
         return config
@@ -34,9 +34,9 @@ def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
 
 
 def machine_of(config: RunConfig, device: torch.device) -> Machine:
-    """The machine that `config` names, else what is known or quickly measured of `device`.
+    """The machine that `config` names; without one, what is known of `device` or quickly measured.
 
-    Raises ConfigError where a GPU's figures are given to a run on a CPU, or the other way round.
+    Raises ConfigError if a GPU is named for a run on a CPU, or the other way round.
     """
     if config.machine is None:
         return machine_for(device)

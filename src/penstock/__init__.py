@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from penstock.optim import make_optimizer as make_optimizer
     from penstock.optim import parameter_groups as parameter_groups
     from penstock.planner import Prediction as Prediction
+    from penstock.planner import Space as Space
     from penstock.planner import predict as predict
     from penstock.planner import search as search
     from penstock.planner.serve import Serving as Serving
@@ -125,6 +126,7 @@ _HOME = {
     "save_pretrained": "penstock.models.convert",
     "scale_loss": "penstock.precision",
     "search": "penstock.planner",
+    "Space": "penstock.planner",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -16,7 +16,7 @@ from penstock.config.plan import AttentionBackend, Plan
 from penstock.planner.constants import Constants
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import memory
-from penstock.planner.prediction import MARGIN
+from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of
 from penstock.planner.step import layout_of, part_time
 
@@ -119,7 +119,7 @@ def flash_training() -> Iterator[Row]:
         )  # fmt: skip
         for micro in (2, 4, 8, 16, 32, 64):
             larger = replace(plan, micro_batch=micro)
-            if sum(memory(describe(model, larger), larger).values()) <= MARGIN * machine.memory_bytes:
+            if sum(memory(describe(model, larger), larger).values()) <= room(machine):
                 plan = larger
         seconds = iteration_seconds(model, machine, plan)
         flops = plan.micro_batch * tokens * (6 * totals(model).parameters + 12 * depth * width * tokens)

@@ -68,6 +68,6 @@ def iteration_seconds(
     def predict(constants: Constants) -> float:
         if blocked:
             constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
-        return step(work, rates_of(machine, plan, constants), plan).total
+        return step(work, rates_of(machine, plan, constants), plan, waits=True).total
 
     return predict

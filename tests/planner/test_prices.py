@@ -18,7 +18,7 @@ from penstock.planner.explain import explain
 from penstock.planner.layout import blocks_by_stage, stage_blocks
 from penstock.planner.memory import in_flight, rested
 from penstock.planner.pipeline import zero_bubble_idle
-from penstock.planner.prediction import MARGIN, Prediction
+from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Space, explore, layouts
 from penstock.schedules import Costs, generate, held, simulate
 
@@ -52,8 +52,8 @@ def test_first_and_last_stage_keep_what_the_schedules_say(line: str) -> None:
 def test_a_last_stage_that_keeps_many_micro_batches_needs_the_output_besides() -> None:
     line = "pp=2 dp=32 sharding=zero1 micro_batch=1 accumulate=16"
     plain, chunks = one("llama3-8b", line), one("llama3-8b", f"{line} schedule=interleaved virtual=16")
-    assert plain.fits
-    assert not chunks.fits
+    assert plain.memory["output"] == 0.0 < chunks.memory["output"]
+    assert chunks.memory_bytes > 1.15 * plain.memory_bytes
     fifo = one("llama3-8b", "pp=8 accumulate=16 micro_batch=1 schedule=gpipe")
     assert fifo.memory["output"] > 0
     assert fifo.memory["activations"] > 2 * plain.memory["activations"]
@@ -214,7 +214,7 @@ def test_uneven_stages_hold_all_blocks_and_none_is_empty(depth: int, stages: int
 @pytest.mark.parametrize(
     ("model", "line", "words"),
     [
-        ("gpt-22b", "pp=8 virtual=6 schedule=interleaved accumulate=12", "no multiple of plan.pp=8"),
+        ("gpt-22b", "pp=8 virtual=6 schedule=interleaved accumulate=12", "not a multiple of plan.pp=8"),
         ("vit-b16", "tp=4 sp=true", "197 tokens over plan.tp=4"),
         ("llama3-8b", "tp=32 dp=1", None),
         ("llama3-70b", "tp=8", None),
@@ -236,7 +236,7 @@ def test_keys_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_types_and_kernels_that_a_machine_lacks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fp8=true multiplies"):
+    with pytest.raises(ConfigError, match="fp8=true replaces"):
         predict(PRESETS["gpt-22b"], H100, Plan.parse("precision=O0 fp8=true"))
     v100, line = load_machine("v100"), "precision=O1 dtype=fp16 attention=flash optimizer=fused"
     with pytest.raises(ConfigError, match="compute capability"):
@@ -279,10 +279,10 @@ def test_the_best_of_a_search_is_predicted_as_it_is_alone() -> None:
 
 
 def test_fitting_leaves_the_same_margin_everywhere() -> None:
-    line = "micro_batch=13 dp=8 sharding=fsdp"
+    line = "micro_batch=14 dp=8 sharding=fsdp"
     prediction = one("gpt-1.7b", line, load_machine("a100-80g"))
-    limit = load_machine("a100-80g").memory_bytes
-    assert MARGIN * limit < prediction.memory_bytes < limit
+    machine = load_machine("a100-80g")
+    assert room(machine) < prediction.memory_bytes < machine.memory_bytes
     assert not prediction.fits
 
 

@@ -10,7 +10,7 @@ from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
-from penstock.planner.prediction import MARGIN, Prediction
+from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Found, explore
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.plan_figures import Stack, devices_figure, stacked_bars
@@ -122,7 +122,7 @@ def _memory(found: Found, machine: Machine) -> Section:
         Stack(label=_label(rank, one), parts={name: size / GIB for name, size in one.memory.items()})
         for rank, one in enumerate(found.predictions[:SHOWN], 1)
     ]
-    limit = machine.memory_bytes * MARGIN / GIB if machine.memory_bytes else None
+    limit = room(machine) / GIB if machine.memory_bytes else None
     figure = stacked_bars(stacks, title="Memory by part", unit="GiB", limit=limit, words=MEMORY_WORDS)
     text = "On the fullest device. The limit leaves room for the context, libraries and the allocator."
     return Section(title="Where the memory goes", text=text, figures=[figure])

@@ -10,7 +10,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
-from penstock.planner.prediction import MARGIN, Prediction, predict
+from penstock.planner.prediction import Prediction, predict, room
 from penstock.planner.search import GIB, Found, default_batch, explore, needed_bytes, vary
 
 SECOND_WORDS = {
@@ -64,9 +64,8 @@ def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
         if seconds > 0.0005 * one.iteration_seconds:
             share = seconds / one.iteration_seconds
             lines.append(f"  {seconds:10.4g} s  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
-    limit = machine.memory_bytes * MARGIN
-    room = limit - one.memory_bytes
-    words = f"{room / GIB:.1f} GiB to spare" if room >= 0 else f"{-room / GIB:.1f} GiB too much"
+    spare = room(machine) - one.memory_bytes
+    words = f"{spare / GIB:.1f} GiB to spare" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much"
     if not machine.memory_bytes:
         words = "the machine's memory is unknown"
     lines.append(f"Memory {one.memory_bytes / GIB:.1f} GiB on the fullest device: {words}.")
@@ -128,7 +127,7 @@ def _difference(best: Prediction, other: Prediction) -> str:
 
 def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterator[str]:
     """Neighbours of the best layout that would be faster if they fitted."""
-    limit = machine.memory_bytes * MARGIN
+    limit = room(machine)
     plan = best.plan
     neighbours: list[tuple[str, Plan]] = []
     if plan.recompute != "none":
@@ -144,7 +143,7 @@ def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterat
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
         needed = needed_bytes(model, machine, other)
-        if limit and needed > limit:
+        if needed > limit:
             yield f"{words}, and all else as in the best: {(needed - limit) / GIB:.1f} GiB too much."
 
 

@@ -153,6 +153,9 @@ def _moments(work: Workload, plan: Plan, hold: Holding, parts: dict[str, float])
     buckets = 0.0
     if hold.gathers or (shards > 1 and plan.sharding == "zero2"):
         whole, standing = hold.sharded * reduced, True
+        if hold.gathers and plan.pp > 1:
+            # Gradients of a stage add up whole, and are reduced once.
+            whole += hold.held * reduced
     elif plan.sharding == "ddp" or shards == 1:
         standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
         whole = hold.held * (reduced if standing else made)
@@ -246,10 +249,13 @@ def rested(plan: Plan) -> float:
 
 
 def _gathered(work: Workload, plan: Plan, hold: Holding) -> float:
-    """Whole weights of the blocks at hand and the next, and of the ends, where weights are sharded."""
+    """Whole weights of the blocks at hand and the next, and of the ends, where weights are sharded; of a pipeline's
+    stage all, which stay from its first micro-batch to its last."""
     if not hold.gathers:
         return 0.0
     size = BYTES[numerics_of(plan).gathered]
+    if plan.pp > 1:
+        return hold.held * size
     if not work.depth:
         return 2 * hold.held * size / work.units
     return (2 * (hold.block_dense + hold.block_experts) + hold.ends) * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -19,8 +20,11 @@ from penstock.planner.recompute import computed_again
 from penstock.planner.step import step
 from penstock.planner.traced import as_planned
 
-MARGIN = 0.93
-"""Share of a device's memory that a layout may take: the rest is the context, libraries and the allocator's."""
+CONTEXT_BYTES = 0.9 * 2**30
+"""That one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
+MARGIN = 0.97
+"""Share of a device's memory that a prediction may fill: predictions of memory are off by 3 % at the most where they
+could be held against runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class Prediction:
     memory_bytes: int
     """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
-    """Whether that leaves the context, libraries and the allocator their share of the machine's memory: `MARGIN`."""
+    """Whether that is within `room`: what the machine's memory leaves besides context and libraries."""
     model_flops_per_second_per_gpu: float
     """Forward and backward of the model, attention in full; what is computed twice is not counted."""
     mfu: float
@@ -84,6 +88,13 @@ class Prediction:
     def gpu_hours(self, samples: float) -> float:
         """Device hours to see so many samples."""
         return samples / self.samples_per_second / 3600 * self.gpus
+
+
+def room(machine: Machine) -> float:
+    """Bytes that a layout may take on one device: infinite where the machine's memory is unknown."""
+    if not machine.memory_bytes:
+        return math.inf
+    return MARGIN * machine.memory_bytes - (CONTEXT_BYTES if machine.device == "cuda" else 0.0)
 
 
 def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
@@ -142,7 +153,7 @@ def predicted(
         iteration_seconds=seconds,
         samples_per_second=plan.global_batch / seconds,
         memory_bytes=needed,
-        fits=not machine.memory_bytes or needed <= MARGIN * machine.memory_bytes,
+        fits=needed <= room(machine),
         model_flops_per_second_per_gpu=useful * each,
         mfu=useful * each / rates.peak,
         hfu=(useful + again) * each / rates.peak,

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import attention_form, describe, totals
 from penstock.planner.memory import memory
-from penstock.planner.prediction import MARGIN, Prediction, predicted
+from penstock.planner.prediction import Prediction, predicted, room
 from penstock.planner.rates import rates_of
 from penstock.planner.shapes import Block, blocks_of, counted_tokens
 
@@ -133,7 +133,7 @@ def explore(
     batch = global_batch or default_batch(model, gpus)
     rates, parameters = rates_of(machine, base, constants), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
-    limit = machine.memory_bytes * MARGIN if machine.memory_bytes else float("inf")
+    limit = room(machine)
     found = Found()
     ranked: list[tuple[float, int, Prediction]] = []
     for plan in layouts(model, machine, gpus, batch, base, space or Space(), fixed):
@@ -337,7 +337,7 @@ def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
 def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
     name = title(model)
-    limit = machine.memory_bytes * MARGIN
+    limit = room(machine)
     assert found.nearest is not None
     plan, needed = found.nearest
 

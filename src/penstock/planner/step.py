@@ -7,7 +7,8 @@ Overlap rules, all of them:
   the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
   2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are put off
   (schedule=zero_bubble), it is what the schedule played through leaves idle.
-- Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers.
+- Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers. A
+  pipeline's stage gathers all of its own once a step, and scatters its gradients once.
 - Gradients are reduced behind the last micro-batch's backward pass, all but those of the last block.
 - Backward, tensor parallel collectives of inputs' gradients, and the second gathering of inputs, hide behind gradients
   of weights; the gathering of outputs' gradients cannot.
@@ -222,17 +223,23 @@ class _Stage(NamedTuple):
     others: float
     """What all the other stages take for one micro-batch."""
     data: float
-    """Exposed gathering and scattering of sharded weights, per micro-batch."""
+    """Exposed gathering and scattering of sharded weights: per micro-batch, or per step of a pipeline."""
     every: Sequence[tuple[int, StageTimes]]
     """Stages in a row, where gradients of weights are put off."""
 
 
-def step(work: Workload, rates: Rates, plan: Plan) -> Step:
-    """One optimizer step under `plan`, of which `work` is one micro-batch."""
+def step(work: Workload, rates: Rates, plan: Plan, *, waits: bool = False) -> Step:
+    """One optimizer step under `plan`, of which `work` is one micro-batch.
+
+    `waits` says that the devices wait between two steps until the host has read the loss, as some frameworks make them;
+    Penstock's own training does not.
+    """
     sums = _sums(work, rates, layout_of(plan))
     hold = holding(work, plan)
     stage = _stage(work, rates, plan, sums, hold)
     m, parts = plan.accumulate, stage.parts
+    # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
+    gathered = (1 if plan.pp > 1 else m) * stage.data
     found = {
         "gemm": m * parts.gemm,
         "attention": m * parts.attention,
@@ -244,10 +251,10 @@ def step(work: Workload, rates: Rates, plan: Plan) -> Step:
         "context": m * parts.context,
         "pipeline": 0.0,
         "bubble": 0.0,
-        "data": m * stage.data + _reduction(work, rates, plan, hold, stage),
+        "data": gathered + _reduction(work, rates, plan, hold, stage),
         "optimizer": _update(work, rates, plan, hold),
         "offload": _offload(work, rates, plan, hold, stage) if plan.offload != "none" else 0.0,
-        "step": rates.step_seconds if plan.gpus > 1 else 0.0,
+        "step": rates.step_seconds if waits and plan.gpus > 1 else 0.0,
         "straggling": 0.0,
         "launch": 0.0,
         "pages": 0.0,
@@ -259,7 +266,7 @@ def step(work: Workload, rates: Rates, plan: Plan) -> Step:
         weight_gradient_seconds=stage.weights,
     )
     if plan.pp > 1:
-        one = parts.total + stage.again + stage.ends + stage.data
+        one = parts.total + stage.again + stage.ends
         bubble = stage.others / plan.virtual
         if plan.schedule == "zero_bubble":
             bubble = zero_bubble_idle(stage.every, m)
@@ -356,7 +363,7 @@ def _stage(work: Workload, rates: Rates, plan: Plan, sums: _Sums, hold: Holding)
             n * data,
             (),
         )
-    one = forward + backward + data
+    one = forward + backward
     first, middle, last = stage_blocks(n, plan.pp)
     stages = [(first * one + entrance, first, entrance), (last * one + exit_, last, exit_)]
     if plan.pp > 2:
@@ -366,7 +373,7 @@ def _stage(work: Workload, rates: Rates, plan: Plan, sums: _Sums, hold: Holding)
     if plan.schedule == "zero_bubble":
         # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
         every = [
-            (row, (b * (forward + data), b * (backward - weights), b * weights))
+            (row, (b * forward, b * (backward - weights), b * weights))
             for row, b in blocks_by_stage(n, plan.pp)
         ]
         ahead, behind, late = every[0][1]

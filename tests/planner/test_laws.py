@@ -1,0 +1,184 @@
+"""What must hold of every prediction, whatever the constants are: drawn models, plans and machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from penstock.config import rules
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import ModelConfig, preset
+from penstock.config.plan import Plan
+from penstock.planner import Prediction, predict
+from penstock.planner.constants import DEFAULT
+from penstock.planner.describe import describe
+from penstock.planner.prediction import predict_workload
+from penstock.planner.rates import rates_of
+from penstock.planner.step import step
+
+MODELS = (
+    "vit-digits", "vit-s16", "vit-b16", "vit-h14", "gpt2", "mpt-1b", "gpt-22b", "llama3-8b", "mixtral-8x7b",
+    "bert-base", "t5-base", "bloom-176b",
+)  # fmt: skip
+MACHINES = ("a100-80g", "h100", "mi300x")
+INSTANT = DEFAULT.with_(link_step_seconds=0.0, node_step_seconds=0.0, ramp_seconds=0.0)
+
+models = st.sampled_from(MODELS).map(preset)
+machines = st.sampled_from(MACHINES).map(load_machine)
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, devices: bool = True) -> Plan:
+    """A Plan on one device, or on several."""
+    precision = draw(st.sampled_from(("O0", "O1", "O2", "O3")))
+    attention = draw(st.sampled_from(("plain", "efficient", *(("flash",) if precision != "O0" else ()))))
+    plan = Plan(
+        precision=precision,
+        attention=attention,
+        optimizer=draw(st.sampled_from(("loop", "foreach", "fused", "contiguous"))),
+        compile=draw(st.sampled_from(("none", "blocks", "whole"))),
+        micro_batch=draw(st.sampled_from((1, 2, 8))),
+        accumulate=draw(st.sampled_from((1, 2, 8))),
+        recompute=draw(st.sampled_from(("none", "selective", "operators", "early", "full"))),
+    )
+    if not devices:
+        return plan
+    return replace(
+        plan,
+        dp=draw(st.sampled_from((1, 2, 8, 64))),
+        sharding=draw(st.sampled_from(("ddp", "zero1", "zero2", "fsdp"))),
+        tp=draw(st.sampled_from((1, 2, 4))),
+        pp=draw(st.sampled_from((1, 2, 4))),
+    )
+
+
+def figures(prediction: Prediction) -> dict[str, object]:
+    """All that a prediction says, but for the plan."""
+    return {
+        name: getattr(prediction, name)
+        for name in Prediction.__dataclass_fields__
+        if name not in ("plan", "machine")
+    }
+
+
+def told(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
+    """The prediction, of plans that can be."""
+    assume(not rules.problems(plan, model, machine))
+    return predict(model, machine, plan)
+
+
+WITHOUT_EFFECT = (
+    {"sharding": "zero1"}, {"sharding": "zero2"}, {"sharding": "fsdp"}, {"schedule": "gpipe"}, {"overlap": False},
+    {"schedule": "zero_bubble"}, {"tp_overlap": "all"}, {"tp_overlap": "none"},
+)  # fmt: skip
+"""On one device."""
+
+
+@settings(max_examples=50, deadline=None)
+@given(model=models, machine=machines, plan=plans(devices=False), change=st.sampled_from(WITHOUT_EFFECT))
+def test_what_has_no_effect_on_one_device_changes_nothing(
+    model: ModelConfig, machine: Machine, plan: Plan, change: dict[str, object]
+) -> None:
+    one, other = (told(model, machine, each) for each in (plan, replace(plan, **change)))  # type: ignore[arg-type]
+    assert figures(one) == figures(other)
+
+
+@settings(max_examples=20, deadline=None)
+@given(model=models, plan=plans(devices=False), every=st.sampled_from((2, 5)))
+def test_blocks_that_do_not_recompute_do_so_as_often_as_is_said(
+    model: ModelConfig, plan: Plan, every: int
+) -> None:
+    plan = replace(plan, recompute="none")
+    machine = load_machine("h100")
+    one, other = (told(model, machine, each) for each in (plan, replace(plan, recompute_every=every)))
+    assert figures(one) == figures(other)
+
+
+@settings(max_examples=30, deadline=None)
+@given(model=models, machine=machines, plan=plans(devices=False))
+def test_two_replicas_over_a_link_that_takes_no_time_step_as_fast_as_one(
+    model: ModelConfig, machine: Machine, plan: Plan
+) -> None:
+    machine = replace(machine, link_bytes_per_second=1e30)
+    both = replace(plan, dp=2)
+    alone, together = (
+        step(describe(model, each), rates_of(machine, each, INSTANT), each).total for each in (plan, both)
+    )
+    assert together == pytest.approx(alone, rel=1e-9)
+
+
+FASTER = ("memory_bytes_per_second", "link_bytes_per_second", "node_bytes_per_second", "flops")
+
+
+@settings(max_examples=80, deadline=None)
+@given(model=models, machine=machines, plan=plans(), what=st.sampled_from(FASTER))
+def test_a_faster_machine_never_steps_slower(
+    model: ModelConfig, machine: Machine, plan: Plan, what: str
+) -> None:
+    if what == "flops":
+        faster = replace(
+            machine,
+            peak_flops={name: 2 * rate for name, rate in machine.peak_flops.items()},
+            achievable_flops={name: 2 * rate for name, rate in machine.achievable_flops.items()},
+        )
+    else:
+        faster = replace(machine, **{what: 2 * getattr(machine, what)})
+    before, after = (told(model, each, plan) for each in (machine, faster))
+    assert after.iteration_seconds <= before.iteration_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=models, plan=plans(), precision=st.sampled_from((("O0", "O3"), ("O2", "O3"))))
+def test_fewer_bytes_never_take_more_memory(
+    model: ModelConfig, plan: Plan, precision: tuple[str, str]
+) -> None:
+    machine = load_machine("h100")
+    wide, narrow = (
+        told(model, machine, replace(plan, precision=each, attention="efficient"))
+        for each in precision  # type: ignore[arg-type]
+    )
+    assert narrow.memory_bytes <= wide.memory_bytes * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(("vit-b16", "vit-h14", "mpt-1b", "gpt-22b", "llama3-8b", "mixtral-8x7b")).map(
+        preset
+    ),
+    plan=plans(),
+)
+def test_memory_falls_with_every_step_of_sharding(model: ModelConfig, plan: Plan) -> None:
+    plan = replace(plan, dp=8, pp=1)
+    machine = load_machine("h100")
+    sizes = [
+        told(model, machine, replace(plan, sharding=kind)).memory_bytes  # type: ignore[arg-type]
+        for kind in ("ddp", "zero1", "zero2", "fsdp")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(model=models, machine=machines, plan=plans())
+def test_the_ladder_forecasts_what_is_predicted(model: ModelConfig, machine: Machine, plan: Plan) -> None:
+    """The ladder predicts the operators that `describe` lists for its subject."""
+    expected = told(model, machine, plan)
+    found = predict_workload(describe(model, plan, machine.device), machine, plan)
+    if plan.tp == 1:
+        assert figures(found) == figures(expected)
+    assert found.iteration_seconds == expected.iteration_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models, machine=machines, plan=plans())
+def test_parts_are_never_negative_and_sum_to_the_whole(
+    model: ModelConfig, machine: Machine, plan: Plan
+) -> None:
+    one = told(model, machine, plan)
+    assert min(one.seconds.values()) >= 0.0
+    assert min(one.memory.values()) >= 0
+    assert sum(one.seconds.values()) == pytest.approx(one.iteration_seconds)
+    assert sum(one.memory.values()) == pytest.approx(one.memory_bytes, rel=1e-6)
+    assert 0 < one.mfu <= one.hfu * (1 + 1e-12) < 1

@@ -18,7 +18,7 @@ from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig, ViT
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import Op
-from penstock.planner.shapes import Block, blocks_of, conv_widths, counted_tokens, output_of
+from penstock.planner.shapes import Block, blocks_of, counted_tokens, output_of
 
 RELATIVE_BUCKETS = 32
 """Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
@@ -734,7 +734,7 @@ def _stem(lister: _Lister, model: ViTConfig) -> None:
         lister.pointwise("stem.patches", pixels * 4, pixels * 4, 0.0, 0.0, kind="copy", elements=pixels)
     else:
         side, channels = model.image_size, model.channels
-        for i, width in enumerate(conv_widths(model)):
+        for i, width in enumerate(model.stem_widths):
             side //= 2
             area = t.samples * side * side
             image = t.samples * model.channels * model.image_size**2 if i == 0 else area * channels

@@ -133,9 +133,3 @@ def output_of(model: ModelConfig) -> tuple[int, int]:
     if isinstance(model, ViTConfig):
         return 1, model.classes
     return counted_tokens(model), model.vocabulary
-
-
-def conv_widths(config: ViTConfig) -> list[int]:
-    """Output channels of each stride-2 convolution of the conv stem: doubling up to the model's width."""
-    halvings = config.patch_size.bit_length() - 1
-    return [max(8, config.width >> (halvings - 1 - i)) for i in range(halvings)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from penstock.checkpoint.commit import commit
 from penstock.checkpoint.coordinator import Coordinator, new_group
+from penstock.checkpoint.disk import SecondThread
 from penstock.checkpoint.snapshot import Parts, Piece, Snapshot, take_apart
 
 _log = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ class BackgroundSaver:
             group = new_group()
             self._coordinator = Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
         self._copies: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
+        # Not a daemon: a process that ends normally finishes its save first.
+        self._thread = SecondThread("penstock-checkpoint", daemon=False)
         self._saved: Path | None = None
-        self._problem: BaseException | None = None
 
     def start(self, snapshot: Snapshot) -> None:
         """Copy `snapshot` and begin to save it; afterwards the caller may change what it holds.
@@ -51,14 +51,12 @@ class BackgroundSaver:
         """
         self.wait()
         parts = self._copied(take_apart(snapshot, self._coordinator.rank))
-        # Not a daemon: a process that ends normally finishes its save first.
-        self._thread = threading.Thread(target=self._commit, args=(parts,), name="penstock-checkpoint")
-        self._thread.start()
+        self._thread.do(self._commit, parts)
 
     @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.busy
 
     def wait(self) -> Path | None:
         """Wait for the save in flight. Returns the last checkpoint that was committed, if any.
@@ -66,12 +64,7 @@ class BackgroundSaver:
         Raises:
             EnvironmentProblem, CheckpointError: it failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        self._thread.wait()
         return self._saved
 
     def close(self) -> Path | None:
@@ -84,9 +77,9 @@ class BackgroundSaver:
     def _commit(self, parts: Parts) -> None:
         try:
             self._saved = commit(self.folder, parts, keep=self.keep, coordinator=self._coordinator)
-        except BaseException as problem:  # noqa: BLE001  # raised again where the loop waits
+        except BaseException as problem:
             _log.error("The checkpoint of step %d could not be saved: %s", parts.step, problem)
-            self._problem = problem
+            raise  # where the training loop waits
 
     @torch.no_grad()
     def _copied(self, parts: Parts) -> Parts:

@@ -44,7 +44,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     """
     digest = hashlib.sha256()
     size = flushed = 0
-    with path.open("wb") as file, _SecondThread() as hashing, _SecondThread() as flushing:
+    with (
+        path.open("wb") as file,
+        SecondThread("penstock-hash") as hashing,
+        SecondThread("penstock-flush") as flushing,
+    ):
         handle = file.fileno()
         for piece in _pieces(chunks):
             hashing.do(digest.update, piece, now=len(piece) < THREAD_BYTES)
@@ -72,7 +76,7 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     """
     digest = hashlib.sha256()
     position = 0
-    with path.open("rb", buffering=0) as file, _SecondThread() as hashing:
+    with path.open("rb", buffering=0) as file, SecondThread("penstock-hash") as hashing:
         size = os.fstat(file.fileno()).st_size
         drops = not keep_cached and size >= FLUSH_BYTES
         buffers = [bytearray(min(PIECE_BYTES, size) or 1) for _ in range(2)]
@@ -87,14 +91,17 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     return digest.hexdigest()
 
 
-class _SecondThread:
+class SecondThread:
     """Does one thing at a time in a second thread; the next waits for the one before.
 
     It uses plain threads. An executor of concurrent.futures takes no more work once the main thread has ended, and a
     save in the background may outlast that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, *, daemon: bool = True) -> None:
+        """A process that ends waits for a thread that is no `daemon`."""
+        self._name = name
+        self._daemon = daemon
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
@@ -105,9 +112,14 @@ class _SecondThread:
             action(*arguments)
             return
         self._thread = threading.Thread(
-            target=self._run, args=(action, arguments), name="penstock-disk", daemon=True
+            target=self._run, args=(action, arguments), name=self._name, daemon=self._daemon
         )
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is at work."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until it is done. Raises what it raised."""
@@ -124,7 +136,7 @@ class _SecondThread:
         except BaseException as problem:  # noqa: BLE001  # raised again where it is waited for
             self._problem = problem
 
-    def __enter__(self) -> _SecondThread:
+    def __enter__(self) -> SecondThread:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ _NARROW, _WIDE = frozenset("fijlrtI.,:;'|!()[] "), frozenset("mwMW@%→×–")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A line of the drawing that stands for numbers: `low` lies at `start` and `high` at `stop`."""
+    """Maps numbers to a length of the drawing: `low` to `start`, and `high` to `stop`."""
 
     low: float
     high: float
@@ -65,7 +65,7 @@ class Plot:
         self.canvas.text(middle, self.y.start + 38, label, anchor="middle", fill="--muted")
 
     def y_axis(self, label: str, marks: Iterable[float], write: Callable[[float], str]) -> None:
-        """A line across the plot for each number, which stands left of it; the label in the upper left corner."""
+        """A line across the plot for each number, with the number at its left; the label is at the upper left."""
         for mark in marks:
             at = self.y(mark)
             self.canvas.line(self.x.start, at, self.x.stop, at, stroke="--line")
@@ -73,7 +73,7 @@ class Plot:
         self.canvas.text(2, 16, label, fill="--muted")
 
     def points(self, values: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Where points (x, y) lie."""
+        """The places of points (x, y)."""
         return [(self.x(x), self.y(y)) for x, y in values]
 
 

@@ -1,7 +1,7 @@
 """The figures of a ladder: waterfall of gains, bars of memory, curves and differences of loss.
 
-Each takes plain numbers and returns one `<svg>` element. Values the caller does not have are None and are not
-drawn; nothing is ever drawn as zero for want of a measurement.
+Each takes plain numbers and returns one `<svg>` element. A value that the caller does not have is None and is not
+drawn; a missing measurement is never drawn as zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bar:
     high: float | None = None
     """The spread around `value`."""
     floor: float | None = None
-    """Where the step started from; what lies above is its gain."""
+    """The value before the step; what is above it is the gain."""
     predicted: float | None = None
     reason: str = ""
     """Why there is no value: a few words, written in the bar's place."""
@@ -54,7 +54,7 @@ class Dot:
 
 
 def waterfall(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
-    """Relative speed step by step, 1 being the baseline: what a step gains stands on what the steps before it gained.
+    """Relative speed step by step; the baseline is 1. A step's gain is drawn on top of the steps before it.
 
     `predicted` is marked by a diamond. Raises ValueError where no bar has a value.
     """

@@ -40,7 +40,7 @@ def stacked_bars(
     limit: float | None = None,
     words: Mapping[str, str] | None = None,
 ) -> str:
-    """Horizontal bars of one scale, largest parts first, each part a colour; `limit` is drawn as a line across.
+    """Horizontal bars of one scale, the largest parts first, each part with its colour; `limit` is a line across.
 
     Parts below half a per cent of the longest bar are summed up as "other". Raises ValueError without any bar.
     """

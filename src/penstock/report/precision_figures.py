@@ -11,7 +11,7 @@ from penstock.report.svg import Canvas
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92.0, 16.0, 62.0, 362.0
 _LOWEST, _HIGHEST = -40, 16
-"""Bins of their own, as exponents of two; what lies outside shares one at each end."""
+"""The first and the end of the exponents with a bin each; what is outside shares one bin at each end."""
 _FARTHEST = -100
 _SMALLEST, _NORMAL, _LARGEST = -24, -14, 16
 """Exponents at which fp16 ends: its smallest number, its smallest with all 11 bits, and (65,504) its largest."""
@@ -45,7 +45,7 @@ def gradient_figure(shares: Shares, *, scale: float | None, title: str, alone: b
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
     last = _HIGHEST + (3 if shares.wrong else 1)
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
-    # Left of the bins stand the zeros, a gap, and a bar of all that is smaller than the bins.
+    # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
     x = Scale(low - 3, last, _LEFT, WIDTH - _RIGHT)
     plot = Plot(Canvas(WIDTH), x, Scale(min(floor, 0.01), 1.0, _BOTTOM, _TOP, log=True))
     _axes(plot, low, wrong=shares.wrong > 0)

@@ -1,7 +1,7 @@
 """A pipeline schedule drawn as ranks by time, the figure of every paper on the subject.
 
-Forward, backward and weight gradient have a colour each, a cell carries its micro-batch's number where it is wide
-enough, and a rank's second and later model chunks are tints of the same colours. What stays empty is the bubble.
+Forward, backward and weight gradient have a colour each. A cell shows its micro-batch's number if it is wide enough. A
+rank's second and later model chunks are tints of the same colours. What stays empty is the bubble.
 """
 
 from __future__ import annotations

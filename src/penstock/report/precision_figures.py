@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.report.chart import SMALL, WIDTH, Entry, Plot, Scale, legend
+from penstock.report.chart import SMALL, WIDTH, Entry, Plot, Scale, legend, text_width
 from penstock.report.svg import Canvas
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92.0, 16.0, 62.0, 362.0
@@ -109,6 +109,7 @@ def _limits(plot: Plot) -> None:
     ):
         x = plot.x(exponent)
         plot.canvas.line(x, _TOP - 8, x, _BOTTOM, stroke="--ink", dash="4 3")
+        x = min(x, WIDTH - 4 - text_width(words, SMALL) / 2)  # the last one stands near the edge
         plot.canvas.text(x, _TOP - 26, number, anchor="middle", bold=True)
         plot.canvas.text(x, _TOP - 12, words, anchor="middle", size=SMALL, fill="--muted")
 

@@ -41,14 +41,14 @@ class Agent:
         """All that it and its ranks have written."""
         return self._log.read_text(errors="replace")
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"The agent did not end within {timeout:g} s:\n{self.said}") from None
 
-    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
         """Wait for something to happen while it runs."""
         end = time.monotonic() + timeout
         while not condition():

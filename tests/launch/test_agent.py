@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.agents import Agent, alive, no_orphans
@@ -76,7 +77,7 @@ def test_all_ranks_save_the_same_step_when_the_agent_is_asked_to_stop(
 
 def test_being_asked_before_there_is_anything_to_save_asks_for_a_requeue(tmp_path: Path) -> None:
     with toy(tmp_path) as agent:
-        time.sleep(0.6)  # the ranks still import torch
+        agent.until(lambda: len(psutil.Process(agent.process.pid).children()) == 2)  # they still import torch
         agent.send(signal.SIGTERM)
         assert agent.wait() == 75
 

@@ -35,7 +35,7 @@ from penstock.models.convert import from_pretrained
 from penstock.planner import predict
 from penstock.tasks import ImageClassification
 from penstock.train import loop, train
-from penstock.train.display import Silent
+from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import read_metrics
 
@@ -72,7 +72,7 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-class At(Silent):
+class At(Display):
     """Calls `action` when a record of `step` is shown."""
 
     def __init__(self, step: int, action: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,8 +18,8 @@ from penstock.tasks import Task
 Record = Mapping[str, Any]
 
 
-class Display(Protocol):
-    """What the loop calls. `total` and `step` count optimizer steps."""
+class Display:
+    """What the loop calls; this one shows nothing. `total` and `step` count optimizer steps."""
 
     def begin(self, total: int, step: int, task: Task) -> None:
         """The run starts, or goes on, at `step` of `total`. The task says what its metrics mean."""
@@ -31,20 +31,7 @@ class Display(Protocol):
         """The run has ended, for whatever reason."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, total: int, step: int, task: Task) -> None:
-        """Nothing."""
-
-    def show(self, record: Record) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per record, at most one line of steps in `seconds`."""
 
     def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
@@ -69,11 +56,8 @@ class PlainDisplay:
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
-    def end(self) -> None:
-        """Nothing to do."""
 
-
-class RichDisplay:
+class RichDisplay(Display):
     """A progress bar with the newest numbers, and evaluations and checkpoints as lines above it."""
 
     def __init__(self, console: Console) -> None:

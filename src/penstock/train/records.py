@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from penstock.train.display import Display, Silent
+from penstock.train.display import Display
 from penstock.train.metrics import MetricsFile, TensorBoard
 
 
@@ -15,7 +15,7 @@ class Records:
 
     def __init__(self, output: Path, display: Display | None, *, main: bool) -> None:
         self.path = output / "metrics.jsonl"
-        self.display = display if display and main else Silent()
+        self.display = display if display and main else Display()
         self._main = main
         self._metrics = MetricsFile(self.path)
         self._board: TensorBoard | None = None

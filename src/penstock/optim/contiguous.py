@@ -102,7 +102,7 @@ class Contiguous(Optimizer):
 
     # -- what the user of an optimizer calls
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
         loss = None
@@ -121,7 +121,7 @@ class Contiguous(Optimizer):
             self._expose_state()
         return loss
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. With `set_to_none` nothing is written: the next backward pass overwrites the buffer;
         without, each flat buffer is zeroed by one launch.

@@ -90,7 +90,7 @@ class RemainderAdamW(Optimizer):
             self.param_groups.pop()
             raise
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
         loss = None

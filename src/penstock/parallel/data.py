@@ -129,7 +129,7 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
     return [
         buffer
         for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        if getattr(module, "track_running_stats", False)
         for buffer in module.buffers(recurse=False)
         if buffer.is_floating_point()
     ]

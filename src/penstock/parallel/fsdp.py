@@ -211,7 +211,7 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
     """Before loading, take this rank's rows of tensors that come whole, the same on all ranks."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    for key, parameter in module._parameters.items():
+    for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value: Any = state.get(prefix + key)
         sharded: Any = parameter
         if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):

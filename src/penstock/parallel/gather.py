@@ -74,9 +74,8 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     }  # those of experts are parameters
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules.values():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((module, name))
     precision = precision_on(model) or precision_of(plan)
     wide = fp32_modules_of(model, precision.lists)
 

@@ -127,5 +127,5 @@ def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
 
 
 def _in_ddp(model: nn.Module) -> bool:
-    inner = model._modules.get("_orig_mod")
+    inner = dict(model.named_children()).get("_orig_mod")
     return isinstance(model, nn.parallel.DistributedDataParallel) or (inner is not None and _in_ddp(inner))

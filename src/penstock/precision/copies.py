@@ -16,7 +16,16 @@ from torch.nn import Parameter
 
 from penstock.precision.fp8_linear import restore_from_fp8
 from penstock.precision.nests import tensors
-from penstock.precision.stored import HalfWeight, Hook, Stored, adopt_weights, stored_of, take_masters
+from penstock.precision.stored import (
+    HalfWeight,
+    Stored,
+    adopt_weights,
+    own_buffers,
+    own_parameters,
+    remove_hooks,
+    stored_of,
+    take_masters,
+)
 from penstock.precision.subclass import StandIns
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -75,9 +84,8 @@ def plain(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         stored = stored_of(module)
-        for value in (*module._parameters.values(), *module._buffers.values()):
-            if value is not None:
-                memo[id(value)] = _fp32(value, stored)
+        for _, value in (*own_parameters(module), *own_buffers(module)):
+            memo[id(value)] = _fp32(value, stored)
         for value in tensors(list(vars(module).values())):
             memo.setdefault(id(value), value)  # copy refuses those that autograd has made
         if stored is not None:
@@ -92,15 +100,9 @@ def strip(model: nn.Module) -> None:
     for module in model.modules():
         for kind in reversed(_KINDS):
             kind.take_off(module)
+        remove_hooks(module)
         for mark in [name for name in module.__dict__ if name.startswith("_penstock")]:
             del module.__dict__[mark]
-        for hooks in (
-            module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks,
-            module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
-        ):  # fmt: skip
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "hook", hook), Hook):  # torch wraps some
-                    del hooks[key]
     restore_from_fp8(model)
 
 
@@ -112,8 +114,8 @@ def widen(model: nn.Module) -> None:
         stored = stored_of(module)
         if stored is None:
             continue
-        for key, weight in list(module._parameters.items()):
-            if weight is None or weight.dtype not in _HALVES:
+        for key, weight in own_parameters(module):
+            if weight.dtype not in _HALVES:
                 continue
             if weight in stored.masters or isinstance(weight, HalfWeight):
                 if id(weight) not in found:
@@ -121,15 +123,13 @@ def widen(model: nn.Module) -> None:
                     found[id(weight)] = (
                         stored.masters[weight] if weight in stored.masters else _fp32(weight, stored)
                     )
-                setattr(
-                    module, key, found[id(weight)]
-                )  # not by _parameters: recurrent layers keep a second list
+                setattr(module, key, found[id(weight)])
             else:  # the optimizer holds this very parameter
                 weight.grad = None
                 weight.data = stored.fp32(weight)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype == stored.dtype:
-                module._buffers[key] = buffer.float()
+        for key, buffer in own_buffers(module):
+            if buffer.dtype == stored.dtype:
+                setattr(module, key, buffer.float())
 
 
 def _fp32(value: Tensor, stored: Stored | None) -> Tensor:

@@ -53,7 +53,7 @@ def precision_on(model: nn.Module) -> Precision | None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind torch.compile and DistributedDataParallel."""
     while True:
-        inner = model._modules.get("_orig_mod")
+        inner = dict(model.named_children()).get("_orig_mod")
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None:

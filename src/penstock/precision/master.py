@@ -22,16 +22,23 @@ from torch.optim import Optimizer
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.lists import OpLists, fp32_modules_of
-from penstock.precision.stored import HalfWeight, Hook, Stored, adopt, give_master, mark, publish
+from penstock.precision.stored import (
+    HalfWeight,
+    Stored,
+    adopt,
+    give_master,
+    keep_handles,
+    mark,
+    own_buffers,
+    own_parameters,
+    publish,
+)
 
 _log = logging.getLogger(__name__)
 _NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 
 
@@ -131,16 +138,16 @@ class MasterWeights:
                 if norms == "fp32" and is_norm(module):
                     compute_in_fp32(module)
                     continue
-                for parameter in module._parameters.values():
-                    if parameter is None or id(parameter) in kept:
+                for _, parameter in own_parameters(module):
+                    if id(parameter) in kept:
                         continue
                     if parameter.is_floating_point() and parameter.dtype != dtype:
                         parameter.data = parameter.data.to(dtype)
                         parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
-                for key, buffer in module._buffers.items():
-                    if buffers and buffer is not None and buffer.is_floating_point():
-                        module._buffers[key] = buffer.to(dtype)
-                if module._parameters or module._buffers:
+                for key, buffer in own_buffers(module) if buffers else ():
+                    if buffer.is_floating_point():
+                        setattr(module, key, buffer.to(dtype))
+                if own_parameters(module) or own_buffers(module):
                     Stored(dtype, remainders).attach(module)
 
     def _halve(
@@ -153,8 +160,8 @@ class MasterWeights:
     ) -> None:
         mine = False
         stored = Stored(self.dtype)
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_floating_point():
+        for key, parameter in own_parameters(module):
+            if not parameter.is_floating_point():
                 continue
             mine = True
             half = swapped.get(id(parameter))
@@ -363,18 +370,17 @@ def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool
 
 def compute_in_fp32(norm: nn.Module) -> None:
     """Let a norm with fp32 weights take half inputs, compute in fp32 and give its output the input's type."""
-    norm.register_forward_pre_hook(_ToFp32())
-    norm.register_forward_hook(_BackToInput())
+    keep_handles(norm, norm.register_forward_pre_hook(_ToFp32()), norm.register_forward_hook(_BackToInput()))
 
 
-class _ToFp32(Hook):
+class _ToFp32:
     """Casts a norm's half inputs to fp32; a class, so that a model with it can be pickled and copied."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(a.float() if _half(a) else a for a in args)
 
 
-class _BackToInput(Hook):
+class _BackToInput:
     """Gives a norm's output the type of its input, so that half activations stay half."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

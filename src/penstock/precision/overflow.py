@@ -131,4 +131,4 @@ class OverflowTrace:
 
 
 def _compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.optim.remainder import RemainderAdamW
@@ -21,8 +23,8 @@ def take_masters(model: nn.Module) -> None:
     What shares its weights with the original, as a shallow copy does, is left alone.
     """
     for module, stored in _all_stored(model):
-        for key, half in list(module._parameters.items()):
-            if half is None or half not in stored.masters or _marked(half):
+        for key, half in own_parameters(module):
+            if half not in stored.masters or _marked(half):
                 continue
             setattr(module, key, stored.masters[half])
 
@@ -37,15 +39,34 @@ def adopt_weights(model: nn.Module) -> None:
 def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
     """From now on the state dict has the value of `master` for a half weight of the model."""
     for module, stored in _all_stored(model):
-        if any(parameter is half for parameter in module._parameters.values()):
+        if any(parameter is half for _, parameter in own_parameters(module)):
             stored.masters[half] = master
 
 
 def stored_of(module: nn.Module) -> Stored | None:
     """How a module's own half weights get to disk; None where it has none."""
-    return next(
-        (hook.stored for hook in module._state_dict_hooks.values() if isinstance(hook, _Saving)), None
-    )
+    return module.__dict__.get("_penstock_stored")
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, Parameter]]:
+    """The parameters of a module itself, each under every name that it has."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of a module itself."""
+    return list(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def keep_handles(module: nn.Module, *handles: RemovableHandle) -> None:
+    """Remember hooks of ours, so that `remove_hooks` finds them, in a copy of the module too."""
+    module.__dict__.setdefault("_penstock_hooks", []).extend(handles)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take all hooks of ours off a module."""
+    for handle in module.__dict__.pop("_penstock_hooks", []):
+        handle.remove()
 
 
 def _all_stored(model: nn.Module) -> Iterator[tuple[nn.Module, Stored]]:
@@ -105,25 +126,26 @@ class Stored:
         )
 
     def attach(self, module: nn.Module) -> None:
-        module.register_state_dict_post_hook(_Saving(self))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_Loading(self))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(_Loaded(self))  # type: ignore[no-untyped-call]
+        target: Any = module
+        module.__dict__["_penstock_stored"] = self
+        keep_handles(
+            module,
+            target.register_state_dict_post_hook(_Saving(self)),
+            target.register_load_state_dict_pre_hook(_Loading(self)),
+            target.register_load_state_dict_post_hook(_Loaded(self)),
+        )
 
 
-class Hook:
-    """A hook that Penstock has put on a module, for `penstock.precision.copies.plain` to know it by."""
-
-
-class _StoredHook(Hook):
+class _StoredHook:
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
 
 
 class _Saving(_StoredHook):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for key, value in (*module._parameters.items(), *module._buffers.items()):
+        for key, value in (*own_parameters(module), *own_buffers(module)):
             name = prefix + key
-            if value is None or name not in state or value.dtype != self.stored.dtype:
+            if name not in state or value.dtype != self.stored.dtype:
                 continue
             state[name] = self.stored.fp32(value)
 
@@ -138,9 +160,9 @@ class _Loading(_StoredHook):
                 "without assign, or load before the model is accelerated."
             )
         self.stored.wide = {}
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module):
             value = state.get(prefix + key)
-            if parameter is None or not isinstance(value, Tensor) or not self.stored.knows(parameter):
+            if not isinstance(value, Tensor) or not self.stored.knows(parameter):
                 continue
             if value.shape == parameter.shape:  # else torch reports it
                 self.stored.wide[parameter] = value
@@ -197,4 +219,4 @@ class HalfWeight(Parameter):
         _DATA.__set__(self, value)
 
 
-_DATA: Any = Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
+_DATA: Any = inspect.getattr_static(Tensor, "data")

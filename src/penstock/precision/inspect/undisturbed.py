@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError
 from penstock.precision.settings import resolve
+from penstock.precision.stored import own_buffers, own_parameters
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
@@ -45,8 +46,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     buffers = [
         (module, key, value, value.detach().clone())
         for module in model.modules()
-        for key, value in module._buffers.items()
-        if value is not None
+        for key, value in own_buffers(module)
     ]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=list(accelerators), device_type=kind))
@@ -57,7 +57,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for module, key, value, kept in buffers:
-                    module._buffers[key] = value
+                    setattr(module, key, value)
                     value.copy_(kept)
 
 
@@ -76,18 +76,18 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         module.__dict__["_penstock_precision"] = resolve("O0")
     try:
         for module in model.modules():
-            for key, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.dtype in HALVES:
+            for key, parameter in own_parameters(module):
+                if parameter.dtype in HALVES:
                     if id(parameter) not in wide:
                         wide[id(parameter)] = Parameter(
                             parameter.detach().float(), requires_grad=parameter.requires_grad
                         )
                     kept.append((module, key, parameter))
                     setattr(module, key, wide[id(parameter)])  # recurrent layers keep a second list
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.dtype in HALVES:
+            for key, buffer in own_buffers(module):
+                if buffer.dtype in HALVES:
                     buffers.append((module, key, buffer))
-                    module._buffers[key] = buffer.float()
+                    setattr(module, key, buffer.float())
         with torch.autocast(device_of(model).type, enabled=False):
             yield
     finally:
@@ -96,7 +96,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         for module, key, parameter in kept:
             setattr(module, key, parameter)
         for module, key, buffer in buffers:
-            module._buffers[key] = buffer
+            setattr(module, key, buffer)
 
 
 def _accelerated(module: nn.Module) -> bool:

@@ -54,6 +54,7 @@ class Interception:
         self._pairing = Pairing(precision, dtype, overrides, self._account)
         self._patches = Patches()
         self._watching = Patches()
+        self._in_backward = False
         self._step_hook: RemovableHandle | None = None
 
     def install(self) -> Interception:
@@ -141,10 +142,14 @@ class Interception:
                 options["grad_variables"] = grad_variables
             optimizers = [o for o in self._pairing.accelerated if _attended(o)]
             # A backward pass inside another, as checkpointing runs it, is part of that one.
-            if not optimizers or grad_variables is not None or torch._C._current_graph_task_id() != -1:
+            if not optimizers or grad_variables is not None or self._in_backward:
                 original(tensors, grad_tensors, inputs=inputs, **options)
-            else:
+                return
+            self._in_backward = True
+            try:
                 attended(optimizers, tensors, grad_tensors, inputs, **options)
+            finally:
+                self._in_backward = False
 
         return backward
 

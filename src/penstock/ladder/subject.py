@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_map
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig, option_words, title
+from penstock.config.model import option_words, title
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.config.rules import require_trainable
-from penstock.config.run import Recipe
+from penstock.config.run import DataConfig, Recipe
 from penstock.data import Loader
 from penstock.errors import ConfigError
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
@@ -99,9 +98,9 @@ class Configured(Subject):
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
         batch = config.batch if config.batch is not None else BATCH[machine.device]
-        self._model = require_trainable(config.model)
-        self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self._task = task_of(config.model)
+        self._model = config.model
+        self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
         self._source = self._task.open(config.data, config.model, "train")
         self._data = config.data.source
@@ -131,7 +130,7 @@ class Configured(Subject):
         return built
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
-        assert isinstance(setting.model, ViTConfig)
+        assert setting.model is not None
         dims = self.dims(setting.plan)
         return iter(
             Loader(
@@ -146,7 +145,7 @@ class Configured(Subject):
         )
 
     def workload(self, setting: Setting) -> Workload:
-        assert isinstance(setting.model, ViTConfig)
+        assert setting.model is not None
         return describe(setting.model, setting.plan, self.machine.device)
 
     def train_command(self, setting: Setting) -> str:
@@ -154,17 +153,16 @@ class Configured(Subject):
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
-        if self._data != "digits":
+        if self._data != DataConfig().source:
             words.append(f"--data {self._data}")
         return " ".join(words)
 
     def _start(self, seed: int) -> dict[str, Tensor]:
         """The baseline's first weights, which every rung starts from as far as its shapes allow."""
         if seed not in self._starts:
-            assert self.first.model is not None
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = create(self.first.model)
+                model = create(self._model)
             self._starts[seed] = {name: value.detach().clone() for name, value in model.named_parameters()}
         return self._starts[seed]
 

@@ -302,3 +302,27 @@ def test_every_backend_agrees_on_a_gpu(layout: Layout, attention: AttentionBacke
     for name, parameter in model.named_parameters():
         largest = gradients[name].abs().max()
         assert (_grad(parameter).float().cpu() - gradients[name]).abs().max() < 0.06 * largest, name
+
+
+class _Wrapped(nn.Module):
+    """Calls what it holds, and has none of its attributes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.held = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held[0](x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_submodules_are_called_and_nothing_is_taken_out_of_them(variant: str) -> None:
+    """So that linears and norms can be replaced by sharded ones, or by ones of another type."""
+    model = _model(replace(TINY, **VARIANTS[variant])).eval()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    expected = model(images)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear | nn.LayerNorm | nn.Conv2d):
+            holder, _, last = name.rpartition(".")
+            setattr(model.get_submodule(holder), last, _Wrapped(module))
+    assert torch.equal(model(images), expected)

@@ -141,12 +141,41 @@ def _llama() -> nn.Module:
     )
 
 
+def _t5() -> nn.Module:
+    import transformers as hf
+
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=11, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def _translated(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(input_ids=batch[0], decoder_input_ids=batch[0].flip(1)).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[0].flatten())
+
+
+def _mixtral() -> nn.Module:
+    import transformers as hf
+
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+            vocab_size=11, num_local_experts=4,
+        )
+    )  # fmt: skip
+
+
 CASES = {
     "like timm": Case(LikeTimm, _images, _classified, 3),
     "anyone's": Case(Anyones, _words, _continued, 4),
     "transformers vit": Case(_hf_vit, _images, _classified, 2),
     "transformers gpt2": Case(_gpt2, _words, _continued, 2),
     "transformers llama": Case(_llama, _words, _continued, 2),
+    "transformers t5": Case(_t5, _words, _translated, 4),
+    "transformers mixtral": Case(_mixtral, _words, _continued, 2),
 }
 
 

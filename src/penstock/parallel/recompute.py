@@ -44,6 +44,9 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            # A cache of transformers, which a block fills as it runs: the recomputation would find it full.
+            kwargs = {**kwargs, "past_key_values": None}
         if self.how == "operators":
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
         with early_stop(self.how == "early"):

@@ -9,23 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.data.augment import augment_batch, center_batch
-    from penstock.data.images import Batch, image_loader
-    from penstock.data.loader import Loader
-    from penstock.data.open import open_source
-    from penstock.data.sampler import Stream
-    from penstock.data.source import Source
-
-__all__ = [
-    "Batch",
-    "Loader",
-    "Source",
-    "Stream",
-    "augment_batch",
-    "center_batch",
-    "image_loader",
-    "open_source",
-]
+    from penstock.data.augment import augment_batch as augment_batch
+    from penstock.data.augment import center_batch as center_batch
+    from penstock.data.images import Batch as Batch
+    from penstock.data.images import image_loader as image_loader
+    from penstock.data.loader import Loader as Loader
+    from penstock.data.open import open_source as open_source
+    from penstock.data.sampler import Stream as Stream
+    from penstock.data.source import Source as Source
 
 _HOME = {
     "Batch": "images",

@@ -9,26 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.ladder.climb import ladder
-    from penstock.ladder.page import to_html
-    from penstock.ladder.result import LadderReport, RungResult
-    from penstock.ladder.rung import Rung, Setting, Situation, register
-    from penstock.ladder.settings import LadderConfig
-    from penstock.ladder.show import table, write
-
-__all__ = [
-    "LadderConfig",
-    "LadderReport",
-    "Rung",
-    "RungResult",
-    "Setting",
-    "Situation",
-    "ladder",
-    "register",
-    "table",
-    "to_html",
-    "write",
-]
+    from penstock.ladder.climb import ladder as ladder
+    from penstock.ladder.page import to_html as to_html
+    from penstock.ladder.result import LadderReport as LadderReport
+    from penstock.ladder.result import RungResult as RungResult
+    from penstock.ladder.rung import Rung as Rung
+    from penstock.ladder.rung import Setting as Setting
+    from penstock.ladder.rung import Situation as Situation
+    from penstock.ladder.rung import register as register
+    from penstock.ladder.settings import LadderConfig as LadderConfig
+    from penstock.ladder.show import table as table
+    from penstock.ladder.show import write as write
 
 _HOME = {
     "LadderConfig": "settings",

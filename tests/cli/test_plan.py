@@ -217,7 +217,7 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
         (
             ["plan", "gpt2", "--gpus", "64", "--explain", "dp=8"],
             ExitCode.CONFIG,
-            "--gpus is 64, but the Plan line of --explain takes 8",
+            "--gpus is 64, but the Plan line of --explain has 8",
         ),
         (
             ["plan", "gpt2", "--global-batch", "9", "--explain", "dp=8 micro_batch=1"],
@@ -247,7 +247,14 @@ def test_bad_input_says_what_to_do(
     assert message in err
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+# One of each kind with every change; all of them take half a minute.
+SAMPLE = {"vit-ti16", "vit-g14", "gpt2", "gpt-1t", "llama3-70b", "mixtral-8x7b", "bert-large", "t5-11b"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in sorted(PRESETS)],
+)
 def test_every_preset_has_a_layout_on_enough_devices(capsys: pytest.CaptureFixture[str], name: str) -> None:
     # Trillions of parameters need their thousands of devices; what is small need not use them all.
     gpus = 2048 if stacks(PRESETS[name])[0].width > 8192 else 64

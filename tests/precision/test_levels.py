@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.build import build
 from penstock.config.plan import Plan
-from penstock.precision import precision_of, resolve
+from penstock.precision import precision_of, properties_of
 
 
 class Net(nn.Module):
@@ -33,10 +33,10 @@ class Net(nn.Module):
 def test_a_plan_has_the_properties_of_its_level(level: str, dtype: str) -> None:
     found = precision_of(Plan.parse(f"precision={level} dtype={dtype}"))
     scale = {"loss_scale": "dynamic"} if dtype == "fp16" else {}
-    assert found == resolve(level, dtype=dtype, **scale)
-    assert precision_of(Plan()) == resolve("O0")
+    assert found == properties_of(level, dtype=dtype, **scale)
+    assert precision_of(Plan()) == properties_of("O0")
     exact = precision_of(Plan.parse("precision=O2 optimizer=fused master=remainder"))
-    assert exact == resolve("O2", dtype="bf16", master="remainder")
+    assert exact == properties_of("O2", dtype="bf16", master="remainder")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

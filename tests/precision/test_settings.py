@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.precision import Precision, resolve
+from penstock.precision import Precision, properties_of
 from penstock.precision import settings as module
 from penstock.precision.lists import default_lists
 
@@ -23,13 +23,13 @@ def test_levels_are_the_published_table(dtype: str) -> None:
         "O3": ("half", False, "half", "none", 1.0),
     }
     for level, expected in table.items():
-        p = resolve(level, dtype=dtype)
+        p = properties_of(level, dtype=dtype)
         assert (p.weights, p.autocast, p.norms, p.master, p.loss_scale) == expected
         assert p.dtype_name == dtype
 
 
 def test_o0_is_fp32_and_unscaled() -> None:
-    p = resolve("O0")
+    p = properties_of("O0")
     assert (p.dtype, p.weights, p.scales, p.outputs) == (None, "fp32", False, "keep")
     assert p.describe() == "O0: fp32 throughout"
 
@@ -37,13 +37,13 @@ def test_o0_is_fp32_and_unscaled() -> None:
 @pytest.mark.parametrize(("typed", "meant"), [("01", "O1"), ("o2", "O2"), ("00", "O0")])
 def test_a_zero_for_the_letter_has_its_own_message(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf'capital letter O: "{meant}"'):
-        resolve(typed)
+        properties_of(typed)
 
 
 @pytest.mark.parametrize("typed", ["O4", "fp16", "", "O"])
 def test_other_levels_are_listed(typed: str) -> None:
     with pytest.raises(ConfigError, match='choose "O0"'):
-        resolve(typed)
+        properties_of(typed)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_contradictions_are_refused_with_the_reason(
     level: str, dtype: str, overrides: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        resolve(level, dtype=dtype, **overrides)
+        properties_of(level, dtype=dtype, **overrides)
 
 
 def test_every_property_can_be_overridden() -> None:
-    p = resolve("O2", dtype="fp16", loss_scale=128, master="none", norms="half", outputs="keep")
+    p = properties_of("O2", dtype="fp16", loss_scale=128, master="none", norms="half", outputs="keep")
     assert (p.loss_scale, p.master, p.norms, p.outputs) == (128, "none", "half", "keep")
     assert p.scales
     # What follows from an override is not a contradiction.
-    p = resolve("O2", dtype="fp16", weights="fp32")
+    p = properties_of("O2", dtype="fp16", weights="fp32")
     assert (p.weights, p.master, p.autocast) == ("fp32", "none", True)
 
 
@@ -94,7 +94,7 @@ def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: True)
     with caplog.at_level(logging.INFO, logger="penstock"):
         for level in ("O1", "O2", "O3"):
-            assert resolve(level, device="cpu").dtype is torch.bfloat16
+            assert properties_of(level, device="cpu").dtype is torch.bfloat16
     assert [r.message for r in caplog.records] == [
         "dtype=auto chose bf16: CPUs have units for bf16 or none at all."
     ]
@@ -107,8 +107,8 @@ def test_auto_warns_once_of_a_cpu_without_units(
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
     with caplog.at_level(logging.INFO, logger="penstock"):
         for _ in range(3):
-            assert resolve("O1", device="cpu").dtype is torch.bfloat16
-        resolve("O0", device="cpu")
+            assert properties_of("O1", device="cpu").dtype is torch.bfloat16
+        properties_of("O0", device="cpu")
     chosen, warned = caplog.records
     assert (
         chosen.message
@@ -145,20 +145,20 @@ def test_auto_goes_by_the_gpu(
         return capability
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_device)
-    assert resolve("O1", device="cuda").dtype_name == expected
+    assert properties_of("O1", device="cuda").dtype_name == expected
 
 
 def test_fp16_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_said", set())
     for _ in range(3):
-        resolve("O1", dtype="fp16")
+        properties_of("O1", dtype="fp16")
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "slower than fp32" in warnings[0]
 
 
 def test_describe_names_every_property() -> None:
-    p = resolve("O2", dtype="fp16")
+    p = properties_of("O2", dtype="fp16")
     assert p.describe() == (
         "O2 in fp16: weights fp16, each operation by the op lists, norms fp32, fp32 master weights, "
         "loss scale dynamic"
@@ -181,4 +181,4 @@ def test_describe_names_every_property() -> None:
 )
 def test_names_of_before_are_answered_with_the_new_ones(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve("O2", **options)
+        properties_of("O2", **options)

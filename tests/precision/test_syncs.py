@@ -3,7 +3,7 @@
 A CPU has nothing to wait for, so what is counted here are the operators that on a GPU would: those whose result the
 host must see before it can go on. Two things that the same code does on a GPU without waiting are let pass by name:
 
-- `scaler.lost`, which is read by a non-blocking copy there some steps late, and by `float()` here;
+- `scaler.stuck`, which is read by a non-blocking copy there some steps late, and by `float()` here;
 - the step counts of optimizers that are neither fused nor capturable, which live in host memory on a GPU too.
 
 The test marked `gpu` lets CUDA itself be the judge.
@@ -48,7 +48,7 @@ class Waits(TorchDispatchMode):
         )
         if name in WAITS or masked:
             where = args[0].data_ptr()
-            if where in [scaler.lost.data_ptr() for scaler in self.scalers()]:
+            if where in [scaler.stuck.data_ptr() for scaler in self.scalers()]:
                 self.polls += 1
             elif where not in self.host_counts():
                 self.counts[name] += 1

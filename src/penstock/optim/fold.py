@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.optim.traps import begin_momentum, spoils_momentum
+from penstock.optim.kernel_bugs import begin_momentum, spoils_momentum
 
 
 def folds(optimizer: Optimizer) -> bool:

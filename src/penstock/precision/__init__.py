@@ -19,7 +19,7 @@ from penstock.precision.master import MasterWeights
 from penstock.precision.matmul import matmul_precision
 from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.scaler import Agree, LossScaler, agree_over
-from penstock.precision.settings import Precision, precision_of, resolve
+from penstock.precision.settings import Precision, precision_of, properties_of
 
 __all__ = [
     "Agree",
@@ -41,9 +41,9 @@ __all__ = [
     "matmul_precision",
     "plain",
     "precision_of",
+    "properties_of",
     "recommend",
     "report",
-    "resolve",
     "restore",
     "scale_loss",
     "scalers_of",

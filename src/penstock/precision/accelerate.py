@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
+from penstock.optim.kernel_bugs import loses_updates
 from penstock.optim.remainder import RemainderAdamW
-from penstock.optim.traps import loses_updates
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
 from penstock.precision.copies import strip, widen
@@ -32,7 +32,7 @@ from penstock.precision.remainders import complete
 from penstock.precision.scaler import Agree, LossScaler, agree_over
 from penstock.precision.scaling import Skip
 from penstock.precision.session import Session, device_of
-from penstock.precision.settings import Precision, resolve
+from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
 
 M = TypeVar("M", nn.Module, Sequence[nn.Module])
@@ -83,7 +83,7 @@ def accelerate(
     check_kinds(models, optimizers)
     check_options(scaler, agree, skip)
     device = device_of(models)
-    properties = resolve(precision, dtype=dtype, device=device, **overrides)
+    properties = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
     check(properties, models, bare, optimizers, losses)
     if properties.fp8 != "none":

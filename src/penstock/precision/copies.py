@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from penstock.precision.containers import tensors
 from penstock.precision.fp8_linear import restore_from_fp8
-from penstock.precision.nests import tensors
-from penstock.precision.stored import (
+from penstock.precision.state_hooks import (
+    Fp32State,
     HalfWeight,
-    Stored,
     adopt_weights,
+    fp32_state_of,
     own_buffers,
     own_parameters,
     remove_hooks,
-    stored_of,
     take_masters,
 )
 from penstock.precision.subclass import StandIns
@@ -83,13 +83,13 @@ def plain(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        stored = stored_of(module)
+        stored = fp32_state_of(module)
         for _, value in (*own_parameters(module), *own_buffers(module)):
             memo[id(value)] = _fp32(value, stored)
         for value in tensors(list(vars(module).values())):
             memo.setdefault(id(value), value)  # copy refuses those that autograd has made
         if stored is not None:
-            memo[id(stored)] = Stored(stored.dtype)
+            memo[id(stored)] = Fp32State(stored.dtype)
     twin = copy.deepcopy(model, memo)
     strip(twin)
     return twin
@@ -111,7 +111,7 @@ def widen(model: nn.Module) -> None:
     """Give a model its fp32 weights back, in place: the masters where there are any, which optimizers hold."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
-        stored = stored_of(module)
+        stored = fp32_state_of(module)
         if stored is None:
             continue
         for key, weight in own_parameters(module):
@@ -132,7 +132,7 @@ def widen(model: nn.Module) -> None:
                 setattr(module, key, buffer.float())
 
 
-def _fp32(value: Tensor, stored: Stored | None) -> Tensor:
+def _fp32(value: Tensor, stored: Fp32State | None) -> Tensor:
     if stored is None or value.dtype not in _HALVES:
         return value
     wide = stored.fp32(value)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.errors import ConfigError
+from penstock.precision.containers import replaced
 from penstock.precision.copies import ModuleStandIns, plain
 from penstock.precision.lists import apply_modules, default_lists, region
-from penstock.precision.nests import replaced
 from penstock.precision.settings import Precision
 
 _KEY = "_penstock_precision"

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.lists import OpLists, fp32_modules_of
-from penstock.precision.stored import (
+from penstock.precision.state_hooks import (
+    Fp32State,
     HalfWeight,
-    Stored,
     adopt,
     give_master,
     keep_handles,
@@ -148,7 +148,7 @@ class MasterWeights:
                     if buffer.is_floating_point():
                         setattr(module, key, buffer.to(dtype))
                 if own_parameters(module) or own_buffers(module):
-                    Stored(dtype, remainders).attach(module)
+                    Fp32State(dtype, remainders).attach(module)
 
     def _halve(
         self,
@@ -159,7 +159,7 @@ class MasterWeights:
         frozen: list[str],
     ) -> None:
         mine = False
-        stored = Stored(self.dtype)
+        stored = Fp32State(self.dtype)
         for key, parameter in own_parameters(module):
             if not parameter.is_floating_point():
                 continue

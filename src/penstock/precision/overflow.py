@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.owners import Owners, tensors_of
+from penstock.precision.autograd_nodes import NodeModules, tensors_of
 
 Where = Literal["input", "computation", "output", "backward pass", "gradient of the output", "gradient"]
 
@@ -46,7 +46,7 @@ class OverflowTrace:
         self._models = list(models)
         self._notes: list[tuple[Overflow, Tensor]] = []
         self._handles: list[RemovableHandle] = []
-        self._owners = Owners(self._models, self._watch)
+        self._nodes = NodeModules(self._models, self._watch)
         self._eager: Any = None
 
     def attach(self) -> OverflowTrace:
@@ -60,7 +60,7 @@ class OverflowTrace:
                     module.register_forward_pre_hook(self._given(full), with_kwargs=True),
                     module.register_forward_hook(self._forward(full)),
                 ]
-        self._owners.attach()
+        self._nodes.attach()
         if any(_compiled(module) for model in self._models for module in model.modules()):
             self._eager = torch.compiler.set_stance("force_eager")
         return self
@@ -70,7 +70,7 @@ class OverflowTrace:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._owners.detach()
+        self._nodes.detach()
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
@@ -83,7 +83,7 @@ class OverflowTrace:
 
     def _given(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            around = self._owners.around
+            around = self._nodes.around
             made = Overflow(name, "input") if around is None else Overflow(around, "computation", name)
             self._note(made, tensors_of((args, kwargs)))
 

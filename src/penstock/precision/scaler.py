@@ -17,7 +17,8 @@ Agree = Callable[[Tensor], None]
 
 PATIENCE = 4
 """Overflows in a row at the floor after which a run is taken to be lost."""
-_ENTRIES = ("scale", "clean", "overflows", "spared", "lost")
+# What is saved, by attribute: the names in files are those of earlier versions.
+_ENTRIES = {"scale": "scale", "clean": "clean", "overflows": "overflows", "spared": "spared", "stuck": "lost"}
 _ADDED = {"spared", "lost"}  # absent from what earlier versions wrote
 
 
@@ -86,7 +87,7 @@ class LossScaler:
         """Steps skipped so far."""
         self.spared = torch.zeros((), dtype=torch.float32, device=device)
         """Overflows in a row that hysteresis has let pass."""
-        self.lost = torch.zeros((), dtype=torch.float32, device=device)
+        self.stuck = torch.zeros((), dtype=torch.float32, device=device)
         """Overflows in a row at the floor, or at a constant scale: from `PATIENCE` on nothing is learned any more."""
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class LossScaler:
             self.clean.sub_((1.0 - found_inf).to(self.clean.dtype))
         self.overflows.add_(found_inf)
         at_floor = (self.scale <= self.floor).float() if self.dynamic else 1.0
-        self.lost.add_(found_inf * at_floor).mul_(found_inf)
+        self.stuck.add_(found_inf * at_floor).mul_(found_inf)
         if not self.dynamic:
             return
         if self.hysteresis > 1:
@@ -126,20 +127,20 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs to go on exactly."""
-        return {name: getattr(self, name).clone() for name in _ENTRIES}
+        return {name: getattr(self, attribute).clone() for attribute, name in _ENTRIES.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; a constant scale stays what it is. Raises CheckpointError when an entry is
         missing."""
-        missing = sorted(set(_ENTRIES) - _ADDED - state_dict.keys())
+        missing = sorted(set(_ENTRIES.values()) - _ADDED - state_dict.keys())
         if missing:
             raise CheckpointError(
                 f"The stored loss scaler lacks {', '.join(missing)}; it was not written by this version of Penstock."
             )
-        for name in _ENTRIES:
+        for attribute, name in _ENTRIES.items():
             if name == "scale" and not self.dynamic:
                 continue
             if name in state_dict:
-                getattr(self, name).copy_(state_dict[name])
+                getattr(self, attribute).copy_(state_dict[name])
             else:
-                getattr(self, name).zero_()
+                getattr(self, attribute).zero_()

@@ -83,7 +83,7 @@ class Session:
         found_inf, stepped = noted
         scaler.update(found_inf.to(scaler.scale.device, non_blocking=True), stepped=stepped)
         if self._search is None:
-            lost = self._polls[self.scalers.index(scaler)].look(scaler.lost)
+            lost = self._polls[self.scalers.index(scaler)].look(scaler.stuck)
             if lost is not None and lost >= PATIENCE:
                 # The run is lost. The next whole step shows where; of the present one the forward pass is over.
                 self._search = _Search(scaler, OverflowTrace(self.models).attach())
@@ -96,7 +96,7 @@ class Session:
         self._search = None
         search.trace.detach()
         scaler = search.scaler
-        if scaler.lost.item() < PATIENCE:
+        if scaler.stuck.item() < PATIENCE:
             return
         first = search.trace.first(self._named_gradients())
         where = f"it begins in {first}" if first else "it begins on another rank"

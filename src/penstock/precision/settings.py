@@ -60,7 +60,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Every property of how a model is trained in mixed precision. Made by `resolve`."""
+    """Every property of how a model is trained in mixed precision. Made by `properties_of`."""
 
     level: Level
     dtype: torch.dtype | None
@@ -118,7 +118,7 @@ class Precision:
         return f"{self.level} in {half}: " + ", ".join(parts)
 
 
-def resolve(
+def properties_of(
     level: str,
     *,
     dtype: str | torch.dtype = "auto",

@@ -20,7 +20,7 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
     Raises:
         NumericError: the latest steps have all overflowed at the lowest loss scale, and nothing is learned any more.
     """
-    if scaler is not None and scaler.lost.item() >= PATIENCE:
+    if scaler is not None and scaler.stuck.item() >= PATIENCE:
         raise NumericError(
             f"At step {step} the loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
             "fp16, so that every step is skipped. Compute in a wider type (plan dtype=bf16, or precision=O0), or lower "

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from penstock.precision.autograd_nodes import tensors_of
 from penstock.precision.histogram import INFINITE_FROM, ZERO_UP_TO
-from penstock.precision.owners import tensors_of
 
 Kind = Literal["activations", "weights"]
 Note = Callable[[str, Tensor], None]

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.owners import Owners, tensors_of
+from penstock.precision.autograd_nodes import NodeModules, tensors_of
 
 Phase = Literal["forward", "backward"]
 
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str, str, Phase]] = Counter()
         self.phase: Phase = "forward"
-        self._owners = Owners([], self._reached)
+        self._nodes = NodeModules([], self._reached)
         self._node = ""
         """Owner of the node whose backward pass is under way."""
         self._paused = False
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if "→" not in dtype:
                 return  # a copy, or a move to another device
             name = "cast"
-        layer = self._owners.running  # in the backward pass too: what checkpointing computes again
+        layer = self._nodes.running  # in the backward pass too: what checkpointing computes again
         if layer is None:
             layer = self._node if self.phase == "backward" else ""
         self.counts[(name, dtype, layer, self.phase)] += 1
@@ -102,16 +102,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def attributing(self, model: nn.Module) -> Iterator[None]:
         """Inside, operators are counted for the module that runs them, or whose backward pass they belong to."""
-        self._owners = Owners([model], self._reached)
-        self._owners.attach()
+        self._nodes = NodeModules([model], self._reached)
+        self._nodes.attach()
         try:
             yield
         finally:
-            self._owners.detach()
+            self._nodes.detach()
 
     def turn_back(self, loss: Tensor) -> None:
         """The forward pass is over: what no module made of the graph of `loss` is the loss's own."""
-        self._owners.own([loss], "")
+        self._nodes.own([loss], "")
         self.phase = "backward"
 
     def _reached(self, node: Node, layer: str) -> list[RemovableHandle]:

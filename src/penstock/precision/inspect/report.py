@@ -33,7 +33,7 @@ from penstock.precision.inspect.undisturbed import (
 )
 from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace
-from penstock.precision.settings import Precision, resolve
+from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import gradients_beside
 
 STARTING_SCALE = 2.0**16
@@ -141,8 +141,11 @@ def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) 
             )
         dtype = half
     if own is None:
-        return resolve("O1" if precision is None else precision, dtype=dtype, device=device_of(model))
-    if precision is not None and resolve(precision, dtype=dtype, device=device_of(model)).level != own.level:
+        return properties_of("O1" if precision is None else precision, dtype=dtype, device=device_of(model))
+    if (
+        precision is not None
+        and properties_of(precision, dtype=dtype, device=device_of(model)).level != own.level
+    ):
         raise ConfigError(
             f"This model is accelerated as {own.level}, but the report was asked for as {precision}; leave precision "
             f"out to see it as it is, or give a fresh model."

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError
-from penstock.precision.settings import resolve
-from penstock.precision.stored import own_buffers, own_parameters
+from penstock.precision.settings import properties_of
+from penstock.precision.state_hooks import own_buffers, own_parameters
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
@@ -73,7 +73,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     wide: dict[int, Parameter] = {}
     precisions = [(m, m.__dict__["_penstock_precision"]) for m in model.modules() if _accelerated(m)]
     for module, _ in precisions:
-        module.__dict__["_penstock_precision"] = resolve("O0")
+        module.__dict__["_penstock_precision"] = properties_of("O0")
     try:
         for module in model.modules():
             for key, parameter in own_parameters(module):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from penstock.precision.containers import replaced, tensors
 from penstock.precision.lists.names import name_of
 from penstock.precision.lists.table import CPU_PROMOTED, CPU_WHOLE, Policy
-from penstock.precision.nests import replaced, tensors
 
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _VARIANTS = {"lerp": ("Scalar", "Tensor"), "scatter": ("src",)}

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
+from penstock.precision.containers import replaced, tensors
 from penstock.precision.lists.kernels import CASTABLE, register
 from penstock.precision.lists.op_lists import HALVES, OpLists, watched
-from penstock.precision.nests import replaced, tensors
 
 # Of autocast's concern: fp64 and fp8 are somebody's own choice.
 _DEVICES = ("cpu", "cuda")

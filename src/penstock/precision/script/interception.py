@@ -19,7 +19,7 @@ from penstock.precision.script.account import Account, Say
 from penstock.precision.script.backward import ScaledBackward
 from penstock.precision.script.pairing import Pairing
 from penstock.precision.script.patches import Patches
-from penstock.precision.settings import resolve
+from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 
 _installed: Interception | None = None
@@ -37,7 +37,7 @@ class Interception:
     """
 
     def __init__(self, *, precision: str = "O1", dtype: str = "auto", say: Say, **overrides: Any) -> None:
-        found = resolve(precision, dtype=dtype, device="meta", **overrides)
+        found = properties_of(precision, dtype=dtype, device="meta", **overrides)
         if found.master == "remainder":
             raise ConfigError(
                 "master='remainder' makes a new optimizer, and a script goes on with the one it has; leave it out, or "

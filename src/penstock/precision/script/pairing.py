@@ -20,7 +20,7 @@ from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import unwrap_forward, unwrapped, wrap_forward
 from penstock.precision.script.account import Account
 from penstock.precision.script.live import roots_owning, trained_by
-from penstock.precision.settings import Precision, resolve
+from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import gradients_beside
 
 _PATIENCE = 50
@@ -171,7 +171,7 @@ class Pairing:
             return
         device = next(root.parameters()).device
         asked = dict(self._asked)
-        precision = resolve(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
+        precision = properties_of(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
         self._refuse(module, root, takers, precision)
         if root in self._ours:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them

@@ -22,7 +22,7 @@ def take_masters(model: nn.Module) -> None:
 
     What shares its weights with the original, as a shallow copy does, is left alone.
     """
-    for module, stored in _all_stored(model):
+    for module, stored in _all_fp32_states(model):
         for key, half in own_parameters(module):
             if half not in stored.masters or _marked(half):
                 continue
@@ -31,19 +31,19 @@ def take_masters(model: nn.Module) -> None:
 
 def adopt_weights(model: nn.Module) -> None:
     """Take weights that were written in place over into the masters."""
-    for _, stored in _all_stored(model):
+    for _, stored in _all_fp32_states(model):
         for half, master in stored.masters.items():
             adopt(half, master)
 
 
 def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
     """From now on the state dict has the value of `master` for a half weight of the model."""
-    for module, stored in _all_stored(model):
+    for module, stored in _all_fp32_states(model):
         if any(parameter is half for _, parameter in own_parameters(module)):
             stored.masters[half] = master
 
 
-def stored_of(module: nn.Module) -> Stored | None:
+def fp32_state_of(module: nn.Module) -> Fp32State | None:
     """How a module's own half weights get to disk; None where it has none."""
     return module.__dict__.get("_penstock_stored")
 
@@ -69,14 +69,14 @@ def remove_hooks(module: nn.Module) -> None:
         handle.remove()
 
 
-def _all_stored(model: nn.Module) -> Iterator[tuple[nn.Module, Stored]]:
+def _all_fp32_states(model: nn.Module) -> Iterator[tuple[nn.Module, Fp32State]]:
     for module in model.modules():
-        stored = stored_of(module)
+        stored = fp32_state_of(module)
         if stored is not None:
             yield module, stored
 
 
-class Stored:
+class Fp32State:
     """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
 
     def __init__(self, dtype: torch.dtype, remainders: Sequence[RemainderAdamW] = ()) -> None:
@@ -137,7 +137,7 @@ class Stored:
 
 
 class _StoredHook:
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Fp32State) -> None:
         self.stored = stored
 
 

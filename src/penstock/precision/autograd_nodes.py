@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.nests import tensors
+from penstock.precision.containers import tensors
 
 
-class Owners:
+class NodeModules:
     """While attached, follows the forward pass, and calls `found(node, layer)` for each node that a module makes.
 
     A node belongs to the innermost module that was running when it was made; `found` returns the handles of hooks that

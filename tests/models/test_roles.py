@@ -126,6 +126,31 @@ def test_every_parameter_has_exactly_one_role(family: tuple[nn.Module, dict[str,
             assert not list(modules[role.name].parameters()) or role.name.rpartition(".")[2][:6] == "branch"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ViTForImageClassification",
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "BertForMaskedLM",
+        "T5ForConditionalGeneration",
+        "MixtralForCausalLM",
+    ],
+)
+def test_models_of_real_size_are_known_on_the_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        model = _foreign(name)
+    anatomy = anatomy_of(model)
+    for parameter, tensor in model.named_parameters():
+        role = anatomy.role_of(parameter)
+        assert role is not None, parameter
+        if (
+            0 < anatomy.depth_of(parameter) <= len(anatomy.blocks)
+        ):  # a vocabulary may be odd, and would be padded
+            first, second = (roles.share(role, tensor, index, 2).numel() for index in range(2))
+            assert first == second >= tensor.numel() // 2
+
+
 def test_depths_rise_with_the_order_of_running(family: tuple[nn.Module, dict[str, Any]]) -> None:
     model, _ = family
     anatomy = anatomy_of(model)

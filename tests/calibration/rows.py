@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from calibration import blind
-from calibration.table import Row, decoder, iteration_seconds, read
+from calibration.table import Row, Software, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute
@@ -32,6 +32,10 @@ GIB = 2**30
 _MEGATRON = Plan(
     precision="O2", dtype="fp16", optimizer="fused", compile="blocks", attention="plain", overlap=False
 )
+
+
+MEGATRON = Software(waits=True)
+"""Its timers wait for the device, and its log reads the loss of every step."""
 
 
 def korthikanti_table4() -> Iterator[Row]:
@@ -86,7 +90,13 @@ def korthikanti_table5() -> Iterator[Row]:
             useful = totals(model).model_flops * plan.global_batch / plan.gpus
             measured = useful / (float(row["mfu_pct"]) / 100 * machine.peak_flops["fp16"])
         name = f"{row['model']}, {plan.gpus} GPUs, {plan.recompute}{' + sp' if sp else ''}"
-        yield Row("korthikanti_table5", name, row["model"], measured, iteration_seconds(model, machine, plan))
+        yield Row(
+            "korthikanti_table5",
+            name,
+            row["model"],
+            measured,
+            iteration_seconds(model, machine, plan, MEGATRON),
+        )
 
 
 def mosaicml(chip: str) -> Iterator[Row]:
@@ -116,7 +126,7 @@ def mosaicml(chip: str) -> Iterator[Row]:
             name,
             row["model"],
             float(row["iter_time_s"]),
-            iteration_seconds(model, machine, plan),
+            iteration_seconds(model, machine, plan, Software(waits=True)),
         )
 
 
@@ -215,7 +225,8 @@ def bloom() -> Iterator[Row]:
         )
         yield Row(
             "bloom", name, f"{width}/{row['layers']}", float(row["sec_per_it"]),
-            iteration_seconds(model, machine, plan, blocked=plan.gpus >= 320), section=row["section"],
+            iteration_seconds(model, machine, plan, replace(MEGATRON, blocked=plan.gpus >= 320)),
+            section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip
 
@@ -235,7 +246,7 @@ def nemo() -> Iterator[Row]:
             sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
             virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
-        seconds = iteration_seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan, Software(adds_in_products=True))
         tokens = plan.global_batch * model.sequence / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
@@ -263,7 +274,7 @@ def megatron() -> Iterator[Row]:
             recompute="full",
             tp_overlap="none",
         )
-        seconds = iteration_seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan, MEGATRON)
 
         def predict(constants: Constants, seconds=seconds) -> float:  # type: ignore[no-untyped-def]
             return float(1e3 * seconds(constants))
@@ -292,7 +303,10 @@ def nccl() -> Iterator[Row]:
 
 
 def matmul() -> Iterator[Row]:
-    """TFLOP/s of the best matrix product that a sweep found; what long runs sustain is a share of it."""
+    """TFLOP/s of the best matrix product that a sweep found; what long runs sustain is a share of it.
+
+    A sweep's bursts are too short for a power limit to hold them back.
+    """
     names = {
         "NVIDIA A100 SXM": "a100-80g", "NVIDIA H100 SXM": "h100", "NVIDIA B200 SXM": "b200", "AMD MI300X": "mi300x",
     }  # fmt: skip
@@ -305,6 +319,7 @@ def matmul() -> Iterator[Row]:
         def predict(
             constants: Constants, machine: Machine = machine, m: int = m, n: int = n, k: int = k
         ) -> float:
+            constants = constants.with_(gemm_share_hopper=constants.gemm_share)
             rates = rates_of(machine, Plan(precision="O1"), constants)
             op = Op("product", "gemm", m=m, n=n, k=k, read=2.0 * (m + n) * k, written=2.0 * m * n)
             return 2 * m * n * k / price(op, rates) / 1e12
@@ -320,7 +335,7 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "torchtitan_memory": (torchtitan_memory, True, "GiB per GPU"),
     "nccl": (nccl, True, "GB/s of bus bandwidth"),
     "matmul": (matmul, True, "TFLOP/s in bf16"),
-    "mosaicml_h100": (lambda: mosaicml("h100"), False, "seconds per iteration"),
+    "mosaicml_h100": (lambda: mosaicml("h100"), True, "seconds per iteration"),
     "torchtitan_speed": (torchtitan_speed, False, "tokens per second per GPU"),
     "bloom": (bloom, False, "seconds per iteration"),
     "nemo": (nemo, False, "tokens per second per GPU"),

@@ -12,7 +12,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.constants import Constants
-from penstock.planner.describe import describe
+from penstock.planner.describe import described, terms_of
 from penstock.planner.rates import rates_of
 from penstock.planner.step import step
 
@@ -59,15 +59,34 @@ BLOCKED = 20e-6
 usual gap: an eager operator's time on the host, which nothing hides. An estimate, not a fit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What a source says of its software that no Plan can say."""
+
+    blocked: bool = False
+    """Whether each launch waited for its kernel."""
+    waits: bool = False
+    """Whether devices wait between steps until the host has read the loss."""
+    adds_in_products: bool = False
+    """Whether the products that make gradients of weights add them up."""
+    softmax_apart: bool = False
+    """Whether the softmax of scores is computed in fp32, by single operators."""
+
+
+PLAIN = Software()
+
+
 def iteration_seconds(
-    model: ModelConfig, machine: Machine, plan: Plan, *, blocked: bool = False
+    model: ModelConfig, machine: Machine, plan: Plan, software: Software = PLAIN
 ) -> Callable[[Constants], float]:
     """The planner's seconds of one step under given constants."""
-    work = describe(model, plan, machine.device)
+    terms = terms_of(model, plan, machine.device)._replace(softmax_apart=software.softmax_apart)
+    work = described(model, terms)
 
     def predict(constants: Constants) -> float:
-        if blocked:
+        if software.blocked:
             constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
-        return step(work, rates_of(machine, plan, constants), plan, waits=True).total
+        rates = rates_of(machine, plan, constants)
+        return step(work, rates, plan, waits=software.waits, adds_in_products=software.adds_in_products).total
 
     return predict

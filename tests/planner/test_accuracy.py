@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from calibration.fit import FITTED, WEIGHTS, fitted_rows, loss, stored_leave_one_out
+from calibration.fit import FITTED, HOPPER, WEIGHTS, fitted_rows, loss, stored_leave_one_out
 from calibration.report import agreement, intervals, own_runs, page, rankings, spearman, summary
 from calibration.rows import TABLES, rows
 from calibration.table import Row, source
@@ -31,13 +31,13 @@ REACHED = {
     "torchtitan_memory": (0.017, 0.065),
     "nccl": (0.030, 0.047),
     "matmul": (0.102, 0.117),
-    "mosaicml_h100": (0.093, 0.301),
-    "torchtitan_speed": (0.183, 0.651),
+    "mosaicml_h100": (0.031, 0.224),
+    "torchtitan_speed": (0.144, 0.615),
     "bloom": (0.092, 0.320),
-    "nemo": (0.061, 0.118),
+    "nemo": (0.052, 0.127),
     "megatron": (0.068, 0.102),
-    "vit": (0.216, 0.539),
-    "flash_training": (0.115, 0.604),
+    "vit": (0.155, 0.630),
+    "flash_training": (0.106, 0.696),
     "attention": (0.117, 0.544),
 }
 
@@ -65,7 +65,8 @@ def test_the_aims_that_are_reached_stay_reached() -> None:
     assert summary("korthikanti_table5").mean <= 0.03
     assert summary("korthikanti_table5").largest <= 0.08
     assert summary("mosaicml_a100").mean <= 0.06
-    assert summary("torchtitan_memory").mean <= 0.05
+    assert summary("torchtitan_memory").mean <= 0.03
+    assert summary("mosaicml_h100").mean <= 0.05
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -100,8 +101,10 @@ def test_the_readme_says_what_the_page_says() -> None:
     def means(*tables: str) -> str:
         return "mean error " + ", ".join(f"{100 * summary(table).mean:.1f} %" for table in tables)
 
-    assert f"| {means('korthikanti_table5', 'mosaicml_a100', 'torchtitan_memory')} |" in readme
-    assert f"| {means('nemo', 'mosaicml_h100', 'bloom', 'vit')} |" in readme
+    assert (
+        f"| {means('korthikanti_table5', 'mosaicml_a100', 'mosaicml_h100', 'torchtitan_memory')} |" in readme
+    )
+    assert f"| {means('nemo', 'bloom', 'vit')} |" in readme
 
 
 def test_our_own_runs_are_within_their_aims() -> None:
@@ -125,7 +128,7 @@ def test_every_row_is_on_the_page() -> None:
 def test_models_left_out_are_worse_but_not_by_much() -> None:
     """Constants that carry from model to model: what is fitted is the machine and the software, not the rows."""
     left_out = stored_leave_one_out()
-    assert list(left_out) == list(WEIGHTS)
+    assert list(left_out) == [*WEIGHTS, "mosaicml_h100"]
     for table, errors in left_out.items():
         assert len(errors) == len(rows(table))
         mean = sum(abs(one) for one in errors) / len(errors)
@@ -138,7 +141,12 @@ def test_the_constants_are_where_a_fit_ends() -> None:
     for name in FITTED:
         for factor in (0.97, 1.03):
             assert loss(DEFAULT.with_(**{name: getattr(DEFAULT, name) * factor}), given) > 0.995 * here, name
-    assert set(FITTED) <= set(DEFAULT.names())
+    given = rows("mosaicml_h100")
+    here = loss(DEFAULT, given)
+    for name in HOPPER:
+        for factor in (0.97, 1.03):
+            assert loss(DEFAULT.with_(**{name: getattr(DEFAULT, name) * factor}), given) > 0.995 * here, name
+    assert {*FITTED, *HOPPER} <= set(DEFAULT.names())
 
 
 def test_layouts_are_ranked() -> None:

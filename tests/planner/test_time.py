@@ -93,7 +93,8 @@ def test_fp8_products_gain_what_their_casts_leave() -> None:
                 for more in ("", " fp8=true")
             )
             gains[name + compiled] = half / eight
-    assert gains["vit-s16"] < gains["vit-b16"] < 1.0 < gains["vit-h14"]
+    assert gains["vit-s16"] < gains["vit-b16"] < gains["vit-h14"]
+    assert gains["vit-s16"] < 1.0 < gains["vit-h14"]
     assert all(gains[name] < gains[f"{name} compile=blocks"] for name in ("vit-s16", "vit-b16", "vit-h14"))
     assert gains["vit-b16 compile=blocks"] > 1.0
     assert predict(preset("vit-h14"), h100, Plan.parse(FP8 + " fp8=true")).peak_name == "fp8"
@@ -185,7 +186,7 @@ def test_measured_products_decide_the_rate() -> None:
 def test_without_measurement_odd_shapes_are_slower_than_round_ones() -> None:
     gpu = load_machine("h100")
     best = gpu.achievable_flops["bf16"]
-    assert 0.85 * best < _rate(gpu, "bf16", 8192, 8192, 8192) <= DEFAULT.gemm_share * best
+    assert 0.7 * best < _rate(gpu, "bf16", 8192, 8192, 8192) <= DEFAULT.gemm_share_hopper * best
     assert _rate(gpu, "bf16", 8192, 129, 8192) < 0.6 * _rate(gpu, "bf16", 8192, 128, 8192)
     assert _rate(gpu, "bf16", 128, 128, 512) < 0.05 * best
 

@@ -16,6 +16,9 @@ class Constants:
 
     gemm_share: float = 0.93
     """Of a chip's best matrix-product rate (`Machine.achievable_flops`), what long runs sustain: fitted."""
+    gemm_share_hopper: float = 0.785
+    """The same of chips with fp8 units, whose clock falls further under their power limit: fitted on H100. Of B200 and
+    MI300X it is a guess."""
     unmeasured_share: float = 0.80
     """Of the peak, what stands for the best rate where no sweep is known; the published ceilings range over it."""
     memory_share: float = 0.8195

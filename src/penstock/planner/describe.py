@@ -152,6 +152,8 @@ class Terms(NamedTuple):
     """Bytes of a weight as it is read, where these are not those of products."""
     cache: float = 0.0
     """The same of a number of the cache."""
+    softmax_apart: bool = False
+    """Whether the softmax of scores is computed in fp32, as single operators, even where other operators are fused."""
 
 
 def attention_form(plan: Plan, tokens: int, device: str) -> Form:
@@ -167,15 +169,19 @@ def attention_form(plan: Plan, tokens: int, device: str) -> Form:
 
 def describe(model: ModelConfig, plan: Plan, device: str = "cuda") -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together."""
+    return described(model, terms_of(model, plan, device))
+
+
+def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda") -> Terms:
+    """What of `plan` the operators of `model` depend on."""
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
-    terms = Terms(
+    return Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         BYTES[numerics.gradients], numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none",
         attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
         plan.layout == "batch_first", device == "cpu",
     )  # fmt: skip
-    return described(model, terms)
 
 
 @lru_cache(maxsize=4096)
@@ -575,6 +581,23 @@ class _Lister:
     ) -> None:
         """Softmax with its scale and its mask: in one kernel, or each in its own."""
         t, size = self.terms, scores * each
+        if t.softmax_apart:
+            wide = scores * 4
+            self.pointwise(f"{name}.cast", size, wide, wide, size, elements=scores)
+            self.pointwise(f"{name}.scale", wide, wide, elements=scores)
+            self.pointwise(
+                f"{name}.softmax",
+                wide,
+                wide,
+                2 * wide,
+                wide,
+                kind="softmax",
+                elements=scores,
+                kept=wide,
+                group=group,
+            )
+            self.pointwise(f"{name}.round", wide, size, size, wide, elements=scores, kept=size, group=group)
+            return
         if not t.fused and not t.host:
             self.pointwise(f"{name}.scale", size, size, elements=scores)
             if causal:

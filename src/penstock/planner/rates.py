@@ -184,7 +184,8 @@ def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
         best = machine.achievable_flops.get("bf16")
     if machine.device == "cpu":
         return best or machine.peak_flops[type_]
-    return (best or constants.unmeasured_share * machine.peak_flops[type_]) * constants.gemm_share
+    share = constants.gemm_share_hopper if "fp8" in machine.peak_flops else constants.gemm_share
+    return (best or constants.unmeasured_share * machine.peak_flops[type_]) * share
 
 
 def exponentials_per_second(peak: float, multiprocessors: int) -> float:

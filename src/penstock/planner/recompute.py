@@ -55,7 +55,11 @@ def _scores(operators: tuple[Op, ...]) -> list[Op]:
 
 
 def _is_of_scores(op: Op) -> bool:
-    return op.kind == "bmm" or op.group == "scores" or op.name.endswith((".scale", ".mask", ".bias"))
+    return (
+        op.kind == "bmm"
+        or op.group == "scores"
+        or op.name.endswith((".scale", ".mask", ".bias", ".cast", ".round"))
+    )
 
 
 def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...], dict[str, float]]:

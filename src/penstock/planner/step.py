@@ -228,11 +228,14 @@ class _Stage(NamedTuple):
     """Stages in a row, where gradients of weights are put off."""
 
 
-def step(work: Workload, rates: Rates, plan: Plan, *, waits: bool = False) -> Step:
+def step(
+    work: Workload, rates: Rates, plan: Plan, *, waits: bool = False, adds_in_products: bool = False
+) -> Step:
     """One optimizer step under `plan`, of which `work` is one micro-batch.
 
     `waits` says that the devices wait between two steps until the host has read the loss, as some frameworks make them;
-    Penstock's own training does not.
+    Penstock's own training does not. `adds_in_products` says that the products that make gradients of weights add them
+    to those of earlier micro-batches, as Megatron's do: then no pass of its own does.
     """
     sums = _sums(work, rates, layout_of(plan))
     hold = holding(work, plan)
@@ -252,7 +255,7 @@ def step(work: Workload, rates: Rates, plan: Plan, *, waits: bool = False) -> St
         "pipeline": 0.0,
         "bubble": 0.0,
         "data": gathered + _reduction(work, rates, plan, hold, stage),
-        "optimizer": _update(work, rates, plan, hold),
+        "optimizer": _update(work, rates, plan, hold, adds_in_products=adds_in_products),
         "offload": _offload(work, rates, plan, hold, stage) if plan.offload != "none" else 0.0,
         "step": rates.step_seconds if waits and plan.gpus > 1 else 0.0,
         "straggling": 0.0,
@@ -485,9 +488,10 @@ def _transfers(work: Workload, rates: Rates, plan: Plan) -> float:
     return steady + 2.0 * (plan.pp - 1) * one
 
 
-def _update(work: Workload, rates: Rates, plan: Plan, hold: Holding) -> float:
+def _update(work: Workload, rates: Rates, plan: Plan, hold: Holding, *, adds_in_products: bool) -> float:
     """Seconds of the update, on the device or in host memory, of Muon's products, and of adding up gradients."""
-    moved, added = hold.kept * update_bytes(plan), accumulation_bytes(plan, hold)
+    moved = hold.kept * update_bytes(plan)
+    added = 0.0 if adds_in_products else accumulation_bytes(plan, hold)
     if plan.offload == "optimizer":
         return moved / rates.host_update + added / rates.memory
     found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory

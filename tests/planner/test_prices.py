@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import rules
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import PRESETS
+from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
@@ -296,3 +296,40 @@ def test_as_many_devices_as_are_said_to_be_enough_are(model: str, machine: str, 
     assert search(config, device, enough, global_batch=enough)
     with pytest.raises(OutOfMemory):
         search(config, device, enough // 2, global_batch=enough // 2)
+
+
+def test_a_pipeline_s_stage_keeps_its_weights_whole_and_gathers_them_once() -> None:
+    line = "pp=4 dp=8 micro_batch=1 accumulate={} recompute=full"
+    few, many = (one("llama3-8b", line.format(n) + " sharding=fsdp") for n in (8, 32))
+    # 2 bytes of a gathered weight and 4 of a gradient that waits to be reduced, of the fullest stage.
+    held = one("llama3-8b", line.format(8)).memory["weights"] / 2
+    assert few.memory["gathered_weights"] == pytest.approx(2 * held, rel=1e-6)
+    assert few.memory["gradients"] == pytest.approx((4 + 4 / 8) * held, rel=1e-6)
+    # Once a step, however many micro-batches.
+    assert few.seconds["data"] == many.seconds["data"]
+    zero1 = one("llama3-8b", line.format(32) + " sharding=zero1")
+    assert many.iteration_seconds == pytest.approx(zero1.iteration_seconds, rel=0.03)
+    # A weight of 405B on a stage that cannot hold it whole is not ranked.
+    assert not one(
+        "llama3-405b", "tp=8 pp=2 dp=64 sharding=fsdp micro_batch=1 accumulate=8 recompute=full"
+    ).fits
+
+
+def test_memory_is_what_the_driver_reports() -> None:
+    assert H100.memory_bytes == pytest.approx(79.6 * 2**30, rel=0.001)
+    assert 75 * 2**30 < room(H100) < 78 * 2**30
+    unknown = replace(H100, memory_bytes=0.0)
+    assert one("gpt-1t", "", unknown).fits
+
+
+def test_embedding_and_head_count_as_blocks_where_only_so_chunks_come_out_even() -> None:
+    """126 blocks on 16 stages: 128 pieces are eight of each stage, in one, two, four or eight chunks."""
+    found = search(
+        preset("llama3-405b"), H100, 1024, global_batch=512, base=Plan.parse(BASE), keep=None,
+        space=Space(tp=(8,), pp=(16,), sharding=("zero1",), recompute=("full",), micro_batch=(1,)),
+    )  # fmt: skip
+    assert {one.plan.virtual for one in found} == {1, 2, 4, 8}
+    by_chunks = {one.plan.virtual: one for one in found}
+    assert by_chunks[8].bubble_fraction < by_chunks[2].bubble_fraction < by_chunks[1].bubble_fraction
+    # Each chunk costs transfers of its own.
+    assert by_chunks[8].seconds["pipeline"] > 2 * by_chunks[2].seconds["pipeline"]

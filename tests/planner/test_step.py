@@ -11,7 +11,7 @@ from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
 from penstock.planner.rates import rates_of
-from penstock.planner.step import PartTime, layout_of, part_time
+from penstock.planner.step import PartTime, layout_of, part_time, step
 
 
 @pytest.mark.parametrize(("attention", "passes"), [("plain", 2), ("flash", 0)])
@@ -30,3 +30,46 @@ def test_a_bias_of_distances_is_written_and_read_where_scores_are_kept(attention
     more = biased.forward.attention - plain.forward.attention
     assert more == pytest.approx(passes * 2 * scores / rates.memory, abs=1e-5)
     assert biased.backward.attention == pytest.approx(plain.backward.attention)
+
+
+def test_nothing_waits_between_steps_unless_it_is_said() -> None:
+    """The wait of published frameworks for the host to read the loss, which Penstock's training does not have."""
+    plan = Plan.parse("precision=O1 optimizer=fused compile=blocks micro_batch=64 dp=2")
+    work, rates = describe(preset("vit-b16"), plan), rates_of(load_machine("h100"), plan)
+    alone = replace(plan, dp=1)
+    waiting, free = (step(work, rates, plan, waits=waits).total for waits in (True, False))
+    assert waiting - free == pytest.approx(rates.step_seconds, rel=0.01)
+    assert free == pytest.approx(step(describe(preset("vit-b16"), alone), rates, alone).total, rel=0.02)
+
+
+def test_gradients_that_products_add_up_take_no_pass_of_their_own() -> None:
+    plan = Plan.parse(
+        "precision=O2 optimizer=fused compile=blocks attention=flash gradients=fp32 tp=8 accumulate=8"
+    )
+    work, rates = describe(preset("gpt-22b"), plan), rates_of(load_machine("h100"), plan)
+    apart, within = (step(work, rates, plan, adds_in_products=adds).seconds for adds in (False, True))
+    held = work.parameters
+    assert apart["optimizer"] - within["optimizer"] == pytest.approx(8 * held * 10 / rates.memory)
+
+
+def test_a_window_and_a_shared_norm_are_counted() -> None:
+    """A sliding window bounds the keys of a query; side by side, attention and MLP read one norm and are added once."""
+    plan = Plan.parse("precision=O2 optimizer=fused compile=blocks attention=flash")
+    rates = rates_of(load_machine("h100"), plan)
+    long = replace(preset("llama3-8b"), sequence=32768)
+
+    def block(model: ModelConfig) -> PartTime:
+        (one,) = describe(model, plan).blocks
+        return part_time(one, rates, layout_of(plan))
+
+    whole, windowed = block(long), block(replace(long, window=4096))
+    assert 0.15 < windowed.forward.attention / whole.forward.attention < 0.3
+    assert windowed.forward.gemm == whole.forward.gemm
+    apart, beside = (
+        describe(replace(preset("gpt2"), parallel=parallel), plan).blocks[0] for parallel in (False, True)
+    )
+    norms = [[op.name for op in part.forward if op.kind == "norm"] for part in (apart, beside)]
+    assert norms == [["norm1", "norm2"], ["norm1"]]
+    assert apart.parameters - beside.parameters == 2 * 768
+    residuals = [sum(op.name.endswith("residual") for op in part.forward) for part in (apart, beside)]
+    assert residuals == [2, 1]

@@ -322,10 +322,11 @@ def _expert_degrees(blocks: Sequence[Block], dp: int, wanted: Sequence[int]) -> 
 def _chunks(blocks: Sequence[Block], pp: int, wanted: Sequence[int]) -> list[int]:
     if pp == 1:
         return [1]
-    depth = _depth(blocks)
-    if depth % pp:
+    # Embedding and head count as a block each where only so the stages come out even.
+    pieces = next((n for n in (_depth(blocks), _depth(blocks) + 2) if n % pp == 0), 0)
+    if not pieces:
         return [1]
-    return [v for v in (wanted or _divisors(depth // pp)) if depth % (pp * v) == 0]
+    return [v for v in (wanted or _divisors(pieces // pp)) if pieces % (pp * v) == 0]
 
 
 def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:

@@ -138,7 +138,8 @@ def accumulation_bytes(plan: Plan, hold: Holding) -> float:
     """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written."""
     if plan.accumulate == 1 and plan.pp == 1:
         return 0.0
-    shared = hold.gathers or plan.sharding == "zero2"
+    # A pipeline's stage adds up whole gradients, and shares them out once.
+    shared = (hold.gathers and plan.pp == 1) or plan.sharding == "zero2"
     numerics = numerics_of(plan)
     each = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
     return plan.accumulate * (hold.sharded if shared else hold.held) * each

@@ -274,7 +274,7 @@ def step(
         if plan.schedule == "zero_bubble":
             bubble = zero_bubble_idle(stage.every, m)
         found["bubble"] = bubble
-        found["pipeline"] = _transfers(work, rates, plan)
+        found["pipeline"] = _transfers(work, rates, plan, stage.forward / plan.virtual)
         result.bubble_fraction = bubble / (m * one)
     replicas = plan.dp * plan.cp
     nodes = -(-replicas * plan.tp // rates.per_node)
@@ -470,7 +470,7 @@ def _reduction(work: Workload, rates: Rates, plan: Plan, hold: Holding, stage: _
     return found + max(after * last, exposed_seconds(rates, after, stage.forward))
 
 
-def _transfers(work: Workload, rates: Rates, plan: Plan) -> float:
+def _transfers(work: Workload, rates: Rates, plan: Plan, chunk: float) -> float:
     """Exposed seconds of activations and their gradients between stages.
 
     Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
@@ -482,8 +482,9 @@ def _transfers(work: Workload, rates: Rates, plan: Plan) -> float:
     one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
     if not plan.sp and plan.tp > 1:
         one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
-    # Between chunks a transfer can hide behind another micro-batch's work, but for its latency.
-    shown = rates.node_step if plan.overlap and plan.virtual > 1 else one
+    # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
+    hides = plan.overlap and plan.virtual > 1
+    shown = rates.node_step + exposed_seconds(rates, one, chunk) if hides else one
     steady = 2.0 * plan.accumulate * plan.virtual * shown
     return steady + 2.0 * (plan.pp - 1) * one
 

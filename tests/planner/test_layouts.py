@@ -119,6 +119,15 @@ def test_more_latency_for_more_members_and_none_for_one() -> None:
     assert times == sorted(times)
 
 
+def test_only_sums_go_by_trees() -> None:
+    """A ring's steps add up, in nccl's all-gather and reduce-scatter on any number of nodes."""
+    rates = rates_of(A100, HALF)
+    small, large = (group_of(rates, size, 1) for size in (128, 512))
+    assert gather_seconds(large, 1.0) == pytest.approx(511 * large.step, rel=0.01)
+    assert gather_seconds(large, 1.0) > 3.9 * gather_seconds(small, 1.0)
+    assert reduce_seconds(large, 1.0) < 2 * reduce_seconds(small, 1.0)
+
+
 def test_waves_are_whole() -> None:
     """One tile more than the multiprocessors hold costs another wave."""
     rates = rates_of(A100, HALF)

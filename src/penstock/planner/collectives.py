@@ -61,12 +61,15 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
 
 
 def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
-    """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them."""
+    """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them.
+
+    By a ring, whose steps add up: nccl knows no tree of these before 2.23, and later one only for a device per node.
+    """
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
     called = calls * group.call
-    return (n - 1) / n * moved / group.bandwidth + _latency(group, n - 1) + _ramp(group, moved) / 2 + called
+    return (n - 1) / n * moved / group.bandwidth + (n - 1) * group.step + _ramp(group, moved) / 2 + called
 
 
 def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:

@@ -16,12 +16,12 @@ from penstock.precision.inspect.undisturbed import (
     Loss,
     checked,
     default_loss,
-    device_of,
     gradients,
     in_fp32,
     moved,
     undisturbed,
 )
+from penstock.precision.session import device_of
 
 
 def gradient_histogram(
@@ -46,7 +46,7 @@ def gradient_histogram(
     for batch in batches:
         with undisturbed(bare), in_fp32(bare), torch.enable_grad():
             with watched(bare, lambda _, gradient: activations.add(gradient)):
-                value = checked((loss or default_loss)(bare, moved(batch, device_of(bare))))
+                value = checked((loss or default_loss)(bare, moved(batch, device_of([bare]))))
                 found = gradients(bare, value)
             for _, gradient in found:
                 if gradient is not None:

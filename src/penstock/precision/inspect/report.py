@@ -25,7 +25,6 @@ from penstock.precision.inspect.undisturbed import (
     Loss,
     checked,
     default_loss,
-    device_of,
     gradients,
     in_fp32,
     moved,
@@ -33,6 +32,7 @@ from penstock.precision.inspect.undisturbed import (
 )
 from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace
+from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import gradients_beside
 
@@ -115,7 +115,7 @@ def report(
     bare = unwrapped(model)
     settled = _settled(bare, precision, dtype)
     passing = _scale(settled, optimizer, scale)
-    batch = moved(batch, device_of(bare))
+    batch = moved(batch, device_of([bare]))
     wanted = loss or default_loss
     with torch.enable_grad():
         with _in_precision(bare, settled) as subject:
@@ -141,10 +141,10 @@ def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) 
             )
         dtype = half
     if own is None:
-        return properties_of("O1" if precision is None else precision, dtype=dtype, device=device_of(model))
+        return properties_of("O1" if precision is None else precision, dtype=dtype, device=device_of([model]))
     if (
         precision is not None
-        and properties_of(precision, dtype=dtype, device=device_of(model)).level != own.level
+        and properties_of(precision, dtype=dtype, device=device_of([model])).level != own.level
     ):
         raise ConfigError(
             f"This model is accelerated as {own.level}, but the report was asked for as {precision}; leave precision "
@@ -180,7 +180,7 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
             else:
                 stack.callback(restore_modules, model)
                 stack.callback(unwrap_forward, model)
-                apply_precision(model, precision, device_of(model))
+                apply_precision(model, precision, device_of([model]))
         yield model
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError
+from penstock.precision.session import device_of
 from penstock.precision.settings import properties_of
 from penstock.precision.state_hooks import own_buffers, own_parameters
 
@@ -20,12 +21,6 @@ Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter is."""
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -88,7 +83,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 if buffer.dtype in HALVES:
                     buffers.append((module, key, buffer))
                     setattr(module, key, buffer.float())
-        with torch.autocast(device_of(model).type, enabled=False):
+        with torch.autocast(device_of([model]).type, enabled=False):
             yield
     finally:
         for module, precision in precisions:

@@ -395,7 +395,7 @@ class _Lister:
         if autocast and cast:
             self.pointwise(f"{name}.cast", size * 4, size * 2, size * 2, size * 4, kind="copy", elements=size)
 
-    def collective(self, name: str, ahead: Op | None, *behind: Op) -> None:
+    def collective(self, ahead: Op | None, *behind: Op) -> None:
         """Collectives of a pass and of its gradients."""
         if ahead is not None:
             self.add(ahead, *behind)
@@ -435,12 +435,12 @@ class _Lister:
         moved = rows * block.width * t.product
         if t.sp:
             self.collective(
-                "gather", Op("gather", "gather", read=moved, axis="tensor"),
+                Op("gather", "gather", read=moved, axis="tensor"),
                 Op("gather", "gather", False, read=moved, axis="tensor", hides=True),
                 Op("scatter", "scatter", False, read=moved, axis="tensor", hides=True),
             )  # fmt: skip
         else:
-            self.collective("sum", None, Op("sum", "allreduce", False, read=moved, axis="tensor", hides=True))
+            self.collective(None, Op("sum", "allreduce", False, read=moved, axis="tensor", hides=True))
 
     def _out_of(self, block: Block, rows: float) -> None:
         """What it sends after the second sharded product: the sum of the partial results."""
@@ -450,11 +450,11 @@ class _Lister:
         moved = rows * block.width * t.product
         if t.sp:
             self.collective(
-                "scatter", Op("scatter", "scatter", read=moved, axis="tensor"),
+                Op("scatter", "scatter", read=moved, axis="tensor"),
                 Op("gather", "gather", False, read=moved, axis="tensor"),
             )  # fmt: skip
         else:
-            self.collective("sum", Op("sum", "allreduce", read=moved, axis="tensor"))
+            self.collective(Op("sum", "allreduce", read=moved, axis="tensor"))
 
     def _attend(self, block: Block, rows: float, seen: int, name: str, *, causal: bool = False) -> None:
         """Attention of `rows` over `seen` tokens of each sample, with its projections."""
@@ -509,7 +509,7 @@ class _Lister:
         if t.cp > 1:
             turn = 2.0 * others * kv * c * t.cp
             one = Op("ring", "ring", read=turn, axis="context")
-            self.collective("ring", one, one._replace(forward=False), one._replace(forward=False))
+            self.collective(one, one._replace(forward=False), one._replace(forward=False))
         if t.form == "fused":
             window = (
                 block.window if block.window and block.window < seen and not name.endswith("cross") else 0
@@ -679,12 +679,12 @@ class _Lister:
         self.pointwise("experts.sort", moved, moved, kind="copy", elements=visits * d)
         exchange = Op("exchange", "exchange", read=sent, axis="expert")
         if t.ep > 1:
-            self.collective("exchange", exchange, exchange._replace(forward=False))
+            self.collective(exchange, exchange._replace(forward=False))
         self._mlp(
             "experts", block, max(1.0, visits * brought / met), max(1, hidden), batch=max(1, -(-met // t.ep)),
         )  # fmt: skip
         if t.ep > 1:
-            self.collective("exchange", exchange, exchange._replace(forward=False))
+            self.collective(exchange, exchange._replace(forward=False))
         self.pointwise("experts.merge", moved, moved, kind="copy", elements=visits * d)
         if block.shared:
             self._mlp("shared", block, rows, max(1, block.hidden // t.tp) * block.shared, again=True)
@@ -740,7 +740,7 @@ def _entrance(lister: _Lister, model: ModelConfig) -> int:
     )  # fmt: skip
     if t.tp > 1:
         kind: Literal["scatter", "allreduce"] = "scatter" if t.sp else "allreduce"
-        lister.collective("sum", Op("sum", kind, read=rows * d * t.product, axis="tensor"))
+        lister.collective(Op("sum", kind, read=rows * d * t.product, axis="tensor"))
     if model.embedding_norm:
         lister.norm("embedding_norm", rows, d, rms=block.rms, cast=False)
     return -(-table // t.tp) if model.tied else 0
@@ -842,11 +842,11 @@ def _exit(lister: _Lister, model: ModelConfig) -> None:
     if t.tp > 1:
         if t.sp:
             lister.collective(
-                "gather", Op("gather", "gather", read=moved, axis="tensor"),
+                Op("gather", "gather", read=moved, axis="tensor"),
                 Op("scatter", "scatter", False, read=moved, axis="tensor"),
             )  # fmt: skip
         else:
-            lister.collective("sum", None, Op("sum", "allreduce", False, read=moved, axis="tensor"))
+            lister.collective(None, Op("sum", "allreduce", False, read=moved, axis="tensor"))
     biases = columns if isinstance(model, EncoderConfig) else 0
     lister.gemm(
         "head", rows, columns, d, fp8=False, group="output", learned=(0 if model.tied else columns * d) + biases,
@@ -880,7 +880,7 @@ def _loss(lister: _Lister, rows: float, columns: int) -> None:
     if t.tp > 1:
         each = Op("loss.sum", "allreduce", read=rows * 4.0, axis="tensor")
         for _ in range(3):
-            lister.collective("loss.sum", each)
+            lister.collective(each)
 
 
 def _classifier(lister: _Lister, model: ViTConfig) -> None:

@@ -56,11 +56,6 @@ class Block:
     """Experts that every token visits."""
     capacity: float = 1.0
 
-    @property
-    def branches(self) -> int:
-        """Norms, which are as many as branches unless these share one."""
-        return 3 if self.cross else 2
-
     def newton_schulz_flops(self, experts: float) -> float:
         """FLOPs of Muon's orthogonalisation of the block's matrices, those of so many experts among them."""
         d, a, kv = self.width, self.heads * self.features, self.kv_heads * self.features

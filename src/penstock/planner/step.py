@@ -132,20 +132,18 @@ def layout_of(plan: Plan) -> Layout:
 @lru_cache(maxsize=8192)
 def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
     """The prices of a part's operators, added up."""
-    forward, _, _ = _passed(part.forward, rates, layout, 0.0)
-    backward, weights, _ = _passed(part.backward, rates, layout, forward.attention)
+    forward, _ = _passed(part.forward, rates, layout)
+    backward, weights = _passed(part.backward, rates, layout)
     again, launches = 0.0, float(sum(op.launches for op in (*part.forward, *part.backward)))
     repeated = computed_again(part, layout.recompute, compiled=layout.compiled) if part.block else ()
     if repeated:
-        parts, _, _ = _passed(repeated, rates, layout, 0.0)
+        parts, _ = _passed(repeated, rates, layout)
         again = parts.total / layout.every
         launches += sum(op.launches for op in repeated) / layout.every
     return PartTime(forward, backward, again, weights, launches)
 
 
-def _passed(
-    operators: Iterable[Op], rates: Rates, layout: Layout, ahead: float
-) -> tuple[Parts, float, float]:
+def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
     gemm = attention = pointwise = expert = weights = shown = hidden = ring = 0.0
     for op in operators:
@@ -175,7 +173,7 @@ def _passed(
     tensor = shown + hidden
     if tensor:
         tensor = _tensor(rates, layout, shown, hidden, weights)
-    return Parts(gemm, attention, pointwise, tensor, expert, context), weights, hidden
+    return Parts(gemm, attention, pointwise, tensor, expert, context), weights
 
 
 def _tensor(rates: Rates, layout: Layout, shown: float, hidden: float, weights: float) -> float:

@@ -40,7 +40,7 @@ class Baseline:
 BASELINES = (
     Baseline("the same precision", "precision=O2 dtype=fp16 optimizer=fused"),
     Baseline("autocast", "precision=O1 dtype=fp16 optimizer=fused"),
-    Baseline("autocast, nothing hidden", "precision=O1 dtype=fp16 optimizer=fused overlap=false"),
+    Baseline("autocast, no overlap", "precision=O1 dtype=fp16 optimizer=fused overlap=false"),
     Baseline("autocast, plain optimizer", "precision=O1 dtype=fp16 optimizer=loop"),
     Baseline("TF32, plain optimizer", "matmul=high optimizer=loop"),
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
-import textwrap
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -38,10 +39,22 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _own_docs(cls: type) -> dict[str, str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs = {}
-    for statement, after in itertools.pairwise(body):
+    return _module_docs(cls.__module__).get(cls.__name__, {})
+
+
+@functools.cache
+def _module_docs(name: str) -> dict[str, dict[str, str]]:
+    """The strings beneath fields, by class, of all classes at the top of a module: its source is parsed once."""
+    tree = ast.parse(inspect.getsource(sys.modules[name]))
+    return {
+        statement.name: dict(_documented(statement))
+        for statement in tree.body
+        if isinstance(statement, ast.ClassDef)
+    }
+
+
+def _documented(cls: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement, after in itertools.pairwise(cls.body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
@@ -49,8 +62,7 @@ def _own_docs(cls: type) -> dict[str, str]:
             and isinstance(after.value, ast.Constant)
             and isinstance(after.value.value, str)
         ):
-            docs[statement.target.id] = " ".join(after.value.value.split())
-    return docs
+            yield statement.target.id, " ".join(after.value.value.split())
 
 
 def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:

@@ -23,7 +23,8 @@ from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject
 from penstock.ladder.words import command_of
 from penstock.parallel import ALONE
-from penstock.planner.describe import Workload, describe
+from penstock.planner.describe import describe
+from penstock.planner.operators import Workload
 
 MODEL = ViTConfig(
     image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=2, mlp_width=64, classes=10

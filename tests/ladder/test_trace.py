@@ -12,8 +12,9 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.planner.describe import Workload, describe, totals
+from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
+from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict, predict_workload
 
 CPU = Machine(

@@ -16,8 +16,8 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner import predict
 from penstock.planner.constants import DEFAULT
-from penstock.planner.describe import Workload, describe
-from penstock.planner.operators import Op
+from penstock.planner.describe import describe
+from penstock.planner.operators import Op, Workload
 from penstock.planner.prediction import predict_workload
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import compute_type, rates_of

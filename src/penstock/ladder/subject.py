@@ -29,7 +29,8 @@ from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
 from penstock.parallel import ParallelDims
-from penstock.planner.describe import Workload, describe
+from penstock.planner.describe import describe
+from penstock.planner.operators import Workload
 from penstock.planner.prediction import flops
 from penstock.tasks import Loss, task_of
 

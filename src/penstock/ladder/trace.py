@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from penstock.ladder.tensor_memory import TensorMemory
-from penstock.planner.describe import Workload
-from penstock.planner.operators import Op, OpKind
+from penstock.planner.operators import Op, OpKind, Workload
 from penstock.planner.traced import recorded
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (

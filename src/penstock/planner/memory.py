@@ -16,9 +16,8 @@ from typing import NamedTuple
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.describe import Part, Workload
 from penstock.planner.layout import stage_blocks
-from penstock.planner.operators import COLLECTIVE
+from penstock.planner.operators import COLLECTIVE, Part, Workload
 from penstock.planner.recompute import kept_by
 from penstock.planner.states import Holding, holding
 

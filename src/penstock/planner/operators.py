@@ -1,8 +1,13 @@
-"""One operator of a step: what is computed, moved, sent, kept and learned, on one device."""
+"""Operators of a step, and the parts of a model that they make up: what one micro-batch makes one device do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
+
+from penstock.planner.shapes import Block
 
 OpKind = Literal[
     "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "pointwise", "copy", "reduce", "quantize",
@@ -31,7 +36,7 @@ class Op(NamedTuple):
     read: float = 0.0
     written: float = 0.0
     elements: float = 0.0
-    """Numbers that are computed; of attention, the numbers of all queries."""
+    """Numbers that an operator other than a product computes; of attention, the numbers of all queries."""
     kept: float = 0.0
     """Bytes that a forward operator keeps for the backward pass, or that a backward operator lets go of."""
     group: str = ""
@@ -68,3 +73,76 @@ class Op(NamedTuple):
     def over_rows(self) -> bool:
         """Whether a product sums over rows of tokens, as the gradient of a weight does."""
         return self.kind == "gemm" and not self.forward and self.weights > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Operators of one part of a model: its entrance, one of `count` equal blocks, or its exit."""
+
+    name: str
+    count: int
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    entering: float = 0.0
+    """Bytes of what comes in: what recomputation of the whole part keeps."""
+    parameters: int = 0
+    """Learned numbers on one device before data parallel sharding, experts not counted."""
+    experts: int = 0
+    """Those of experts."""
+    tensors: int = 0
+    block: Block | None = None
+
+    def model_flops(self, operators: Iterable[Op]) -> float:
+        """Model FLOPs of some of its operators. Room that experts make for more tokens than come is no work of the
+        model's."""
+        capacity = self.block.capacity if self.block else 1.0
+        return sum(op.flops / (capacity if op.name.startswith("experts.") else 1.0) for op in operators)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Workload:
+    """What one micro-batch makes one device do. Equal to itself alone, so that what follows may be cached by it."""
+
+    parts: tuple[Part, ...]
+    samples: int
+    tokens: int = 0
+    """Of one sample, as they are counted; 0 where it is not known."""
+    tied: int = 0
+    """Learned numbers of the entrance that the exit uses too."""
+    kept_bytes: float | None = None
+    """Kept for the backward pass, where it was counted, as of a traced model."""
+    working_bytes: float = 0.0
+    """The same of what the backward pass needs besides at its most."""
+    units: int = 1
+    """Pieces that weights are gathered in where they are shared out: the blocks."""
+    vision: bool = False
+    """Whether a sample is an image."""
+
+    @cached_property
+    def blocks(self) -> tuple[Part, ...]:
+        """The parts that repeat."""
+        return tuple(part for part in self.parts if part.block is not None)
+
+    @cached_property
+    def depth(self) -> int:
+        """Blocks of all kinds; 0 where they are not told apart."""
+        return sum(part.count for part in self.blocks)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Learned numbers on this device, with all stages and before data parallel sharding."""
+        return sum(part.count * (part.parameters + part.experts) for part in self.parts)
+
+    @cached_property
+    def tensors(self) -> int:
+        """Tensors that they are in."""
+        return sum(part.count * part.tensors for part in self.parts)
+
+    def operators(self) -> Iterator[tuple[int, Op]]:
+        """All operators of forward and backward, with how often each runs."""
+        for part in self.parts:
+            for op in part.forward:
+                yield part.count, op
+        for part in reversed(self.parts):
+            for op in part.backward:
+                yield part.count, op

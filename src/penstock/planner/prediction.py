@@ -12,9 +12,10 @@ from penstock.config.plan import Plan
 from penstock.config.rules import problems
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.describe import Part, Workload, describe, totals
+from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.memory import held, in_flight, memory
+from penstock.planner.operators import Workload
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import computed_again
 from penstock.planner.step import step
@@ -183,13 +184,9 @@ def flops(work: Workload, recompute: str, every: int, compiled: bool) -> tuple[f
     """Model FLOPs of one micro-batch on one device, all stages together, and those that are computed twice."""
     useful = again = 0.0
     for part in work.parts:
-        share = 1.0 / part.block.capacity if part.block else 1.0
-        for op in (*part.forward, *part.backward):
-            useful += part.count * op.flops * (share if op.name.startswith("experts.") else 1.0)
-            again += part.count * op.repeated_flops
-        again += part.count * _repeated(part, recompute, compiled) / every
+        operators = (*part.forward, *part.backward)
+        twice = computed_again(part, recompute, compiled=compiled) if part.block else ()
+        useful += part.count * part.model_flops(operators)
+        again += part.count * sum(op.repeated_flops for op in operators)
+        again += part.count * sum(op.flops for op in twice) / every
     return useful, again
-
-
-def _repeated(part: Part, recompute: str, compiled: bool) -> float:
-    return sum(op.flops for op in computed_again(part, recompute, compiled=compiled)) if part.block else 0.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.planner.describe import Part
-from penstock.planner.operators import Op
+from penstock.planner.operators import Op, Part
 
 
 @lru_cache(maxsize=8192)

@@ -13,7 +13,9 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.describe import Part, Terms, described, totals
+from penstock.planner.describe import described, totals
+from penstock.planner.listing import Terms
+from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates, rates_of
 

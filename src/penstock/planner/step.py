@@ -34,10 +34,9 @@ from penstock.planner.collectives import (
     reduce_seconds,
     send_seconds,
 )
-from penstock.planner.describe import Part, Workload
 from penstock.planner.layout import blocks_by_stage, stage_blocks
 from penstock.planner.memory import held
-from penstock.planner.operators import COLLECTIVE, MATRIX, Op
+from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
 from penstock.planner.pipeline import StageTimes, zero_bubble_idle
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates

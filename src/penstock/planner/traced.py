@@ -8,8 +8,7 @@ from functools import lru_cache
 
 from penstock.config.numerics import BYTES, Numerics, numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.describe import Part, Workload
-from penstock.planner.operators import MATRIX, Op
+from penstock.planner.operators import MATRIX, Op, Part, Workload
 
 FP8_MULTIPLE = 16
 """Both sizes of a weight must be multiples of it, that its products run in fp8."""
@@ -31,7 +30,7 @@ def recorded(
         "model", 1, tuple(op for op in operators if op.forward), tuple(op for op in operators if not op.forward),
         parameters=parameters, tensors=tensors,
     )  # fmt: skip
-    return Workload.of([part], samples, units=units, kept_bytes=kept, working_bytes=working)
+    return Workload(parts=(part,), samples=samples, units=units, kept_bytes=kept, working_bytes=working)
 
 
 def as_planned(work: Workload, plan: Plan) -> Workload:

@@ -1,0 +1,249 @@
+"""What one Transformer block computes: its operators from top to bottom.
+
+Shapes: B samples, T = rows of tokens on this device, R = rows of what sequence parallelism splits, D width, A features
+of the device's query heads, K those of its key heads, M hidden width on this device.
+"""
+
+from __future__ import annotations
+
+from penstock.planner.listing import Lister
+from penstock.planner.operators import Op
+from penstock.planner.shapes import Block
+
+ROTARY_EAGER_BYTES = 8
+"""Traffic of a rotation written as single operators, one way and per rotated number: it computes in fp32."""
+
+
+def list_block(to: Lister, block: Block) -> None:
+    """One block, attention before the MLP."""
+    t = to.terms
+    rows = t.samples * block.tokens / t.cp
+    stream_rows = rows / (t.tp if t.sp else 1)
+    to.norm("norm1", stream_rows, block.width, rms=block.rms)
+    _attend(to, block, rows, t.cached + block.tokens, "attention", causal=block.causal and not t.cached)
+    if block.cross:
+        _branch(to, "branch1", block, stream_rows)
+        to.norm("cross_norm", stream_rows, block.width, rms=block.rms)
+        _attend(to, block, rows, block.cross, "attention.cross")
+    if not block.parallel:
+        _branch(to, "branch2" if block.cross else "branch1", block, stream_rows)
+        to.norm("norm2", stream_rows, block.width, rms=block.rms)
+    before_split(to, rows, block.width)
+    if block.experts:
+        _mixture(to, block, rows)
+    else:
+        _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=block.parallel)
+    _after_split(to, rows, block.width)
+    _branch(to, "branch", block, stream_rows)
+
+
+def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> None:
+    """What tensor parallelism sends before a sharded product: the rows that sequence parallelism has split, and
+    backward the sum of the inputs' gradients (Korthikanti et al. 2022, section 4.2.2)."""
+    t = to.terms
+    if t.tp == 1:
+        return
+    moved = rows * width * t.product
+    if not t.sp:
+        to.behind(Op("sum", "allreduce", False, read=moved, axis="tensor", hides=hides))
+        return
+    scatter = Op("scatter", "scatter", False, read=moved, axis="tensor", hides=hides)
+    gather = Op("gather", "gather", read=moved, axis="tensor")
+    # The rows are gathered again for the gradients of weights.
+    again = gather._replace(forward=False, hides=True)
+    to.add(gather, *[again] * hides, scatter)
+
+
+def _after_split(to: Lister, rows: float, width: int) -> None:
+    """What it sends after the second sharded product: the sum of the partial results."""
+    t = to.terms
+    moved = rows * width * t.product
+    if t.tp > 1 and t.sp:
+        scatter = Op("scatter", "scatter", read=moved, axis="tensor")
+        to.add(scatter, scatter._replace(name="gather", kind="gather", forward=False))
+    elif t.tp > 1:
+        to.add(Op("sum", "allreduce", read=moved, axis="tensor"))
+
+
+def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, causal: bool = False) -> None:
+    """Attention of `rows` over `seen` tokens of each sample, with its projections."""
+    t, d, c = to.terms, block.width, to.terms.product
+    cross = name.endswith("cross")
+    heads, kv_heads = max(1, block.heads // t.tp), max(1, block.kv_heads // t.tp)
+    a, kv = heads * block.features, kv_heads * block.features
+    before_split(to, rows, d)
+    if cross:
+        others = max(1.0, t.samples * seen / t.cp)
+        to.gemm(f"{name}.q", rows, a, d, bias=block.qkv_bias, learned=(d + block.qkv_bias) * a)
+        # All blocks read the same output of the other stack, which it keeps itself.
+        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=block.qkv_bias, kept=0.0)
+    else:
+        others = rows + t.samples * t.cached
+        to.gemm(f"{name}.qkv", rows, a + 2 * kv, d, bias=block.qkv_bias)
+    queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
+    # The gradients of queries, keys and values become one of the packed projection.
+    to.behind(
+        Op(f"{name}.stack", "copy", False, read=(queries + 2 * keys) * c, written=(queries + 2 * keys) * c)
+    )
+    if block.rotary and not cross:
+        each = c if t.fused else ROTARY_EAGER_BYTES
+        to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
+    kept = (queries + 2 * keys) * c
+    if block.qk_norm:
+        normed = rows * (a + kv)
+        to.move(
+            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=4 * block.features,
+            tensors=4, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
+        )  # fmt: skip
+        kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
+    if t.cp > 1:
+        ring = Op("ring", "ring", read=2.0 * keys * c * t.cp, axis="context")
+        to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
+    core = Op(
+        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=block.features,
+        read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
+        kept=kept + rows * heads * 4.0, group="attention", causal=causal,
+        window=block.window if block.window < seen and not cross else 0,
+    )  # fmt: skip
+    if t.form == "fused":
+        to.add(
+            core,
+            core._replace(forward=False, read=(4 * queries + 2 * keys) * c, written=(queries + 2 * keys) * c),
+        )
+    elif t.form == "plain":
+        _composed(to, block, core, keys, own, kept)
+    else:
+        # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
+        # are fp32 in place.
+        values = keys * 4.0 if c != 4 or t.copies else 0.0 if block.qk_norm else own * c
+        _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values)
+    to.gemm(f"{name}.out", rows, d, a, bias=block.bias, group="attention")
+    _after_split(to, rows, d)
+
+
+def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept: float) -> None:
+    """The operators that the fused kernel `core` would replace: scores, softmax and values.
+
+    `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
+    """
+    t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
+    scores = core.batch * core.m * core.n
+    group, each = ("attention", 4.0) if t.form == "math" else ("scores", c)
+    if t.copies:
+        to.move(f"{name}.split", own, (c, c), kind="copy")
+
+    def product(ending: str, m: float, n: int, k: float, read: float, written: float) -> Op:
+        """One that reads and writes so many numbers."""
+        return Op(
+            f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each
+        )
+
+    tokens, seen, f, all_three = core.m, core.n, int(core.k), queries + keys + scores
+    to.add(
+        product("scores", tokens, seen, f, queries + keys, scores)._replace(kept=kept, group="attention"),
+        product("scores.left", tokens, f, seen, all_three, queries),
+        product("scores.right", seen, f, tokens, all_three, keys),
+    )
+    if block.linear_bias:
+        to.move(f"{name}.bias", scores, (each, each), (0, 0))
+    _softmax(to, name, scores, each, group, causal=core.causal)
+    if block.score_dropout:
+        dropped = each + (c if t.host else 1.0)
+        to.move(
+            f"{name}.dropout", scores, (each, dropped), (dropped, each), kept=scores * dropped, group=group
+        )  # fmt: skip
+    to.add(
+        product("values", tokens, f, seen, scores + keys, queries),
+        product("values.left", tokens, seen, f, queries + keys, scores),
+        product("values.right", seen, f, tokens, scores + queries, keys),
+    )
+    to.move(f"{name}.merge", queries, (c, c), kind="copy")
+
+
+def _softmax(to: Lister, name: str, scores: float, each: float, group: str, *, causal: bool) -> None:
+    """Softmax with its scale and its mask: in one kernel, or each in its own."""
+    t = to.terms
+    softmax = f"{name}.softmax"
+    if t.softmax_apart:
+        to.move(f"{name}.cast", scores, (each, 4), (4, each))
+        to.move(f"{name}.scale", scores, (4, 4))
+        to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group)
+        to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group)
+        return
+    if not t.fused and not t.host:
+        to.move(f"{name}.scale", scores, (each, each))
+        if causal:
+            to.move(f"{name}.mask", scores, (each, each), (0, 0))
+    to.move(softmax, scores, (each, each), (2 * each, each), kind="softmax", kept=scores * each, group=group)
+
+
+def _mlp(
+    to: Lister, name: str, block: Block, rows: float, hidden: int, *, batch: int = 1, again: bool = False
+) -> None:
+    """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. `again` says that another
+    product keeps the same input already."""
+    t, d, c = to.terms, block.width, to.terms.product
+    gated = int(block.gated)
+    wide, size = (1 + gated) * hidden, batch * rows * hidden
+    to.gemm(
+        f"{name}.up", rows, wide, d, batch=batch, bias=block.bias and not gated, kept=0.0 if again else None,
+        learned=batch * wide * (d + block.bias), tensors=(1 + gated) * (1 + block.bias),
+    )  # fmt: skip
+    activation = f"{name}.activation"
+    if gated and t.fused:
+        to.move(
+            activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=2 * size * c, group="mlp"
+        )
+    else:
+        kept = (1 + gated) * size * c
+        to.move(activation, size, (c, c), (2 * c, c), kind="activation", kept=kept, group="mlp")
+        if gated:
+            to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
+    if block.hidden_dropout:
+        mask = c if t.host else 1.0
+        to.move(f"{name}.dropout", size, (c, c + mask), (c + mask, c), kept=size * mask, group="masks")
+    to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=block.bias, group="mlp")
+
+
+def _mixture(to: Lister, block: Block, rows: float) -> None:
+    """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
+    2021)."""
+    t, d, c = to.terms, block.width, to.terms.product
+    to.gemm("router", rows, block.experts, d, fp8=False)
+    visits = rows * block.routed * block.capacity
+    moved, hidden = visits * d * c, block.hidden // t.tp
+    # In training each device brings its own tokens; in generation all of a group have the same.
+    met, brought, sent = block.experts, float(t.ep), moved / (t.tp if t.sp else 1)
+    if t.serving:
+        met, brought, sent = min(block.experts, int(visits)), 1.0, moved / t.tp
+        hidden = -(-block.hidden * t.ep // t.tp)
+    exchange = Op("exchange", "exchange", read=sent, axis="expert")
+    to.move("experts.sort", visits * d, (c, c), kind="copy")
+    if t.ep > 1:
+        to.add(exchange, exchange._replace(forward=False))
+    _mlp(
+        to, "experts", block, max(1.0, visits * brought / met), max(1, hidden), batch=max(1, -(-met // t.ep))
+    )
+    if t.ep > 1:
+        to.add(exchange, exchange._replace(forward=False))
+    to.move("experts.merge", visits * d, (c, c), kind="copy")
+    if block.shared:
+        _mlp(to, "shared", block, rows, max(1, block.hidden // t.tp) * block.shared, again=True)
+
+
+def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
+    """What happens to a branch before it is added to the residual stream, and the addition."""
+    t, d = to.terms, block.width
+    e, c, size = t.stream, t.product, rows * d
+    branch = e if block.layer_scale else c
+    if block.dropout:
+        mask = c if t.host else 1.0
+        ahead = c, mask if t.fused else c + mask
+        to.move(f"{name}.dropout", size, ahead, (c + mask, c), kept=size * mask, group="masks")
+    if block.layer_scale:
+        to.move(
+            f"{name}.scale", size, (c, e), (c + 2 * e, 2 * e), kept=size * c, group="masks", weights=d, tensors=1
+        )  # fmt: skip
+    if block.drop_path:
+        to.move(f"{name}.drop_path", size, (c, c), kept=t.samples * branch, group="masks")
+    to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

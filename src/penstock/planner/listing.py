@@ -1,0 +1,214 @@
+"""Writing down operators as they run, and with each the operators of its gradients as autograd runs them.
+
+Eager code runs each pointwise operator on its own; compiled or hand-fused code (`plan.compile`) runs neighbours as one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from penstock.planner.operators import Op, OpKind, Part
+from penstock.planner.shapes import Block
+
+RMS_KERNELS = 8
+"""Kernels of an RMSNorm written as single operators."""
+
+Form = Literal["plain", "fused", "math"]
+Bytes = tuple[float, float]
+"""Bytes that are read and written for each number."""
+
+
+class Terms(NamedTuple):
+    """What a list of operators depends on besides the model."""
+
+    samples: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ep: int = 1
+    stream: float = 4.0
+    """Bytes of a number of the residual stream."""
+    product: float = 4.0
+    """Of a number that goes into a matrix product."""
+    gradient: float = 4.0
+    """Of a weight's gradient as the backward pass leaves it."""
+    casts: bool = False
+    """Whether autocast makes a copy of each weight in the type of products."""
+    fp8: bool = False
+    form: Form = "fused"
+    fused: bool = False
+    """Whether neighbouring pointwise operators are one kernel."""
+    whole: bool = False
+    """Whether the loss is compiled too."""
+    copies: bool = False
+    """Whether plain attention copies queries, keys and values."""
+    host: bool = False
+    """Whether the device is a CPU."""
+    serving: bool = False
+    """Whether text is generated: tensor parallel devices share experts out too, `ep` of them whole ones."""
+    cached: int = 0
+    """Tokens of each sequence whose keys and values lie in the cache."""
+    weight: float = 0.0
+    """Bytes of a weight as it is read, where these are not those of products."""
+    cache: float = 0.0
+    """The same of a number of the cache."""
+    softmax_apart: bool = False
+    """Whether the softmax of scores is computed in fp32, as single operators, even where other operators are fused."""
+
+    @property
+    def statistic(self) -> float:
+        """Bytes of a norm's or softmax's statistic of a row: fp32 on a GPU."""
+        return self.stream if self.host else 4.0
+
+
+class Lister:
+    """The operators of one part, in the order of its forward pass."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self._forward: list[Op] = []
+        self._gradients: list[tuple[Op, ...]] = []
+
+    def part(self, name: str, block: Block | None = None, *, entering: float = 0.0) -> Part:
+        """The part that was listed, with the sums over its operators."""
+        experts = sum(op.weights for op in self._forward if op.name.startswith("experts."))
+        return Part(
+            name=name,
+            count=block.count if block else 1,
+            forward=tuple(self._forward),
+            backward=tuple(op for gradients in reversed(self._gradients) for op in gradients),
+            entering=entering,
+            parameters=sum(op.weights for op in self._forward) - experts,
+            experts=experts,
+            tensors=sum(op.tensors for op in self._forward),
+            block=block,
+        )
+
+    def add(self, op: Op, *gradients: Op) -> None:
+        """A forward operator, and those of its gradients; the last of these lets go of what it kept."""
+        self._forward.append(op)
+        if gradients and op.kept:
+            gradients = (*gradients[:-1], gradients[-1]._replace(kept=op.kept))
+        self._gradients.append(gradients)
+
+    def behind(self, *gradients: Op) -> None:
+        """Operators of the backward pass alone, before those of all that is listed so far."""
+        self._gradients.append(gradients)
+
+    def gemm(
+        self,
+        name: str,
+        rows: float,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        bias: bool = False,
+        first: bool = False,
+        learned: int | None = None,
+        tensors: int | None = None,
+        kept: float | None = None,
+        group: str = "inputs",
+        fp8: bool | None = None,
+        kind: Literal["gemm", "conv"] = "gemm",
+        source: float | None = None,
+    ) -> None:
+        """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
+
+        `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
+        convolution reads each several times, `learned` how many weights are the model's own where not all are.
+        """
+        t = self.terms
+        c, fp8 = t.product, t.fp8 if fp8 is None else fp8
+        size = 1.0 if fp8 else c
+        inputs = batch * (rows * k if source is None else source)
+        outputs, weights = batch * rows * n, batch * n * k
+        biases = batch * n if bias else 0
+        own = weights + biases if learned is None else learned
+        if kept is None:
+            # Sequence parallelism keeps the device's rows and gathers the others again.
+            kept = inputs * c / (t.tp if t.sp and group == "inputs" else 1)
+        count = (1 + bool(biases) if tensors is None else tensors) if own else 0
+        if fp8:
+            self._quantize(name, inputs, weights, outputs)
+        if t.casts and own:
+            launches, cast = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
+            self.add(
+                Op("cast.weights", "copy", read=4.0 * own, written=2.0 * own, kept=cast, group="cast_weights",
+                   launches=launches),
+                Op("cast.gradients", "copy", False, read=2.0 * own, written=4.0 * own, launches=launches),
+            )  # fmt: skip
+        ahead = Op(
+            name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
+            kept=kept, group=group, weights=own, tensors=count, fp8=fp8,
+        )  # fmt: skip
+        moved = (outputs + weights) * size, inputs * c
+        into = Op(f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8)
+        moved = (outputs + inputs) * size, weights * c
+        learn = Op(f"{name}.weight", kind, False, batch, n, k, rows, *moved, weights=weights, fp8=fp8)
+        add = Op(f"{name}.bias", "reduce", False, read=outputs * c, written=biases * c, weights=biases)
+        self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
+
+    def _quantize(self, name: str, inputs: float, weights: float, outputs: float) -> None:
+        """What fp8 does beside each product. It reads inputs, and backward the outputs' gradients, for their largest
+        number, reads them again and writes a byte for each. Single operators do so with weights in every pass, and
+        backward they turn weights, inputs and gradients, whose long side must be that of the sum; fused ones cast
+        weights when these are updated, and write turned copies along."""
+        t = self.terms
+        ahead, behind = inputs + (0.0 if t.fused else weights), outputs
+        turned = 0.0 if t.fused else weights + inputs + outputs
+        self.add(
+            Op(f"{name}.quantize", "quantize", read=2 * t.product * ahead, written=ahead),
+            Op(f"{name}.quantize", "quantize", False, read=2 * t.product * behind + turned, written=behind + turned,
+               launches=1 if t.fused else 2),
+        )  # fmt: skip
+
+    def move(
+        self,
+        name: str,
+        size: float,
+        ahead: Bytes,
+        behind: Bytes | None = None,
+        *,
+        kind: OpKind = "pointwise",
+        kept: float = 0.0,
+        group: str = "",
+        weights: int = 0,
+        tensors: int = 0,
+        launches: int = 1,
+    ) -> None:
+        """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
+        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers."""
+        one = Op(
+            name, kind, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
+            weights=weights, tensors=tensors, launches=launches,
+        )  # fmt: skip
+        read, written = behind or ahead
+        if not read and not written:
+            self.add(one)
+            return
+        back = Op(
+            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches
+        )
+        learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
+        self.add(one, back, *[learn] * bool(weights))
+
+    def norm(self, name: str, rows: float, width: int, *, rms: bool = False, cast: bool = True) -> None:
+        """A norm over rows of `width` numbers, and under autocast the cast of its output to the type of products."""
+        t = self.terms
+        e, c, size = t.stream, t.product, rows * width
+        autocast = t.stream == 4 and c == 2
+        kept = size * e + (1 if rms else 2) * rows * t.statistic
+        learned, out = width * (1 if rms else 2), e if autocast else c
+        if rms and not t.fused:
+            self.move(
+                name, size, (8 * e, e), (12 * e, 2 * e), kind="norm", kept=kept + size * (4 + c), group="norms",
+                weights=learned, tensors=1, launches=RMS_KERNELS,
+            )  # fmt: skip
+        else:
+            self.move(
+                name, size, (e, out), (e + out, e), kind="norm", kept=kept, group="norms", weights=learned,
+                tensors=1 if rms else 2,
+            )  # fmt: skip
+        if autocast and cast:
+            self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")

@@ -81,10 +81,27 @@ def test_a_preset_and_its_option_are_the_same() -> None:
     assert _run(["go", "vit-b32"], positional="model") == _run(["go", "--model", "vit-b32"])
 
 
-def test_hidden_settings_are_no_options() -> None:
-    app, _ = _verb(hide=("seed",))
-    with pytest.raises(Exception, match="--seed"):
-        app(["go", "--seed", "3"], exit_on_error=False, print_error=False)
+def test_a_flag_takes_no_value() -> None:
+    config, _ = _run(["go", "--save_in_background", "--seed", "3"], flags=("save_in_background",))
+    assert config.save_in_background
+    assert not _run(["go", "--seed", "3"], flags=("save_in_background",))[0].save_in_background
+
+
+def test_families_that_help_does_not_list_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    app, _ = _verb(positional="model")
+    app(["go", "--help"], exit_on_error=False, result_action="return_value")
+    told = capsys.readouterr().out
+    assert "--model.patch_size" in told
+    assert "--model.vocabulary" not in told
+    config, _ = _run(
+        ["go", "gpt2", "--model.vocabulary", "512", "--model.width=64", "--model.heads", "4"],
+        positional="model",
+    )
+    assert config.model == replace(PRESETS["gpt2"], vocabulary=512, width=64, heads=4)
+    config, _ = _run(["go", "t5-small", "--model.encoder.depth", "2"], positional="model")
+    assert config.model.encoder.depth == 2  # type: ignore[union-attr]
+    with pytest.raises(Exception, match=r"--model\.vocabluary.*Did you mean 'vocabulary'"):
+        _run(["go", "gpt2", "--model.vocabluary", "512"], positional="model")
 
 
 def test_a_loader_of_ones_own() -> None:

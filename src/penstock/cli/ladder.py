@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli._app import configured
 from penstock.errors import ExitCode
@@ -39,18 +36,8 @@ def factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
 
 
 @factory_as_model
-@configured(LadderConfig, positional="model", hide=("alone", "quick"))
-def ladder(
-    config: LadderConfig,
-    *,
-    alone: Annotated[
-        bool,
-        Parameter(help="Measure each rung by itself against the baseline.", negative=""),
-    ] = False,
-    quick: Annotated[
-        bool, Parameter(help="Few rounds and short loss runs: a first impression.", negative="")
-    ] = False,
-) -> int:
+@configured(LadderConfig, positional="model", flags=("alone", "quick"))
+def ladder(config: LadderConfig) -> int:
     """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
 
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
@@ -78,9 +65,7 @@ def ladder(
             soft_wrap=True,
         )
 
-    report = climb(
-        config=replace(config, alone=alone or config.alone, quick=quick or config.quick), on_result=show
-    )
+    report = climb(config=config, on_result=show)
     html, data = write(report, config.output)
     console.print(table(report))
     for remark in remarks(report):

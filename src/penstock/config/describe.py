@@ -27,6 +27,8 @@ class Field:
     default: Any
     help: str
     """The docstring below the field; may be empty."""
+    families: tuple[str, ...] = ()
+    """Those that have it, where the default of this part is of another family or is none; empty otherwise."""
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -95,13 +97,15 @@ def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Fi
     yield Field(f"{path}family", Literal[words], family_of(own), "The family of the model.")
     for arm in (own, *(arm for arm in arms if arm is not own)):
         for found in settings(arm, path, default if arm is own else None):
-            if found.key not in seen:
-                seen.add(found.key)
-                if arm is not own:
-                    name = found.key.removeprefix(path).partition(".")[0]
-                    having = ", ".join(family_of(arm) for arm in arms if name in field_types(arm))
-                    found = dataclasses.replace(found, help=f"For {having}. {found.help}".strip())
-                yield found
+            if found.key in seen:
+                continue
+            seen.add(found.key)
+            if type(default) is not arm:
+                name = found.key.removeprefix(path).partition(".")[0]
+                having = tuple(family_of(arm) for arm in arms if name in field_types(arm))
+                told = f"For {', '.join(having)}. {found.help}".strip()
+                found = dataclasses.replace(found, help=told, families=having)
+            yield found
 
 
 def type_word(kind: Any) -> str:

@@ -27,8 +27,8 @@ from torch import Tensor, distributed
 from penstock.build import Built, build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
+from penstock.config.trainable import require_trainable
 from penstock.optim.layout import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
 from penstock.report.record import environment

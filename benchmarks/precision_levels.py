@@ -36,7 +36,7 @@ import penstock
 from fp8_linear import SHAPES, SMOKE, Block, Shape
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.rules import require_trainable
+from penstock.config.trainable import require_trainable
 from penstock.errors import PenstockError
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create

@@ -30,8 +30,8 @@ from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.rules import require_trainable
 from penstock.config.run import Recipe
+from penstock.config.trainable import require_trainable
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload

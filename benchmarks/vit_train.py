@@ -34,8 +34,8 @@ from penstock.build import build
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.rules import require_trainable
 from penstock.config.run import Augment, DataConfig, Recipe
+from penstock.config.trainable import require_trainable
 from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm

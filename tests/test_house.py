@@ -187,7 +187,8 @@ def _loaded_by(program: str) -> set[str]:
 def test_importing_penstock_and_planning_load_no_torch() -> None:
     program = (
         "import penstock, penstock.config.load, penstock.planner, penstock.report\n"
-        "penstock.Plan.parse('precision=O1').validate(penstock.PRESETS['vit-s16'], penstock.load_machine('h100'))"
+        "from penstock.config.rules import require\n"
+        "require(penstock.Plan.parse('precision=O1'), penstock.PRESETS['vit-s16'], penstock.load_machine('h100'))"
     )
     loaded = _loaded_by(program)
     assert "torch" not in loaded

@@ -47,7 +47,8 @@ def page() -> str:
         lines.append("")
     lines += ["## Model presets", "", _presets(), "", "## Machines", "", _machines(), ""]
     lines += [
-        "## Rules", "", "`Plan.validate(model, machine)` reports every rule that a Plan breaks. The planner checks "
+        "## Rules", "", "`penstock.config.rules.problems(plan, model, machine, run=True)` reports every rule "
+        "that a Plan breaks. The planner checks "
         "all but those marked `to run`.", "", _rules(), "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
+from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_layout
@@ -103,9 +104,9 @@ def build(
     recipe = recipe or Recipe()
     device = torch.device(device)
     config = None if isinstance(model, nn.Module) or callable(model) else model
-    plan.refuse_unrunnable()
+    require(plan, run=True)
     if config is not None and machine is not None:
-        plan.validate(config, machine)
+        require(plan, config, machine, run=True)
     if dims is None:
         dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
 

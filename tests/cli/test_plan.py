@@ -15,6 +15,7 @@ from penstock.config.load import from_dict, read_file
 from penstock.config.model import PRESETS, stacks
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
+from penstock.config.rules import problems, require
 from penstock.config.run import RunConfig
 from penstock.errors import ExitCode
 from penstock.planner.scaling_laws import BESIROGLU
@@ -71,9 +72,9 @@ def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
         for start in ("best", f"best that {runner}")
     )
     assert best is not None
-    assert not Plan.parse(best[1]).runnable
+    assert problems(Plan.parse(best[1]), run=True)
     assert runs is not None
-    assert Plan.parse(runs[1]).runnable
+    assert not problems(Plan.parse(runs[1]), run=True)
     assert Plan.parse(runs[1]).gpus == gpus
     _, out, _ = run(capsys, *words, "--json", "--top", "1")
     data = json.loads(out)
@@ -271,5 +272,5 @@ def test_a_vision_model_on_one_device_gets_a_plan_that_trains(
     assert code == 0
     told = read_file(file)
     assert told["model"] == "vit-b16"
-    from_dict(Plan, told["plan"]).refuse_unrunnable()
+    require(from_dict(Plan, told["plan"]), run=True)
     assert load_run(RunConfig, file=file).plan == from_dict(Plan, told["plan"])

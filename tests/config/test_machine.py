@@ -148,10 +148,10 @@ def test_machines_hold_their_types() -> None:
     ("changes", "message"),
     [
         ({"peak_flops": {}}, "machine.peak_flops is empty"),
-        ({"peak_flops": {"fp32": 0.0}}, "machine.peak_flops.fp32 is 0.0, but must be finite and above 0"),
+        ({"peak_flops": {"fp32": 0.0}}, "machine.peak_flops.fp32 is 0.0, but must be above 0."),
         ({"peak_flops": {"fp32": math.inf}}, "machine.peak_flops.fp32 is inf"),
         ({"achievable_flops": {"bf16": -1.0}}, "machine.achievable_flops.bf16 is -1.0"),
-        ({"memory_bytes": -1.0}, "machine.memory_bytes is -1.0, but must be finite and at least 0"),
+        ({"memory_bytes": -1.0}, "machine.memory_bytes is -1.0, but must be at least 0."),
         ({"memory_bytes_per_second": math.nan}, "machine.memory_bytes_per_second is nan"),
         ({"launch_seconds": -1e-6}, "machine.launch_seconds is -1e-06"),
         ({"operator_seconds": math.inf}, "machine.operator_seconds is inf"),
@@ -160,7 +160,7 @@ def test_machines_hold_their_types() -> None:
         ({"node_bytes_per_second": math.nan}, "machine.node_bytes_per_second is nan"),
         ({"collective_bytes_per_second": -1.0}, "machine.collective_bytes_per_second is -1.0"),
         ({"multiprocessors": -1}, "machine.multiprocessors is -1"),
-        ({"devices_per_node": -1}, "machine.devices_per_node is -1, but must be finite and at least 1."),
+        ({"devices_per_node": -1}, "machine.devices_per_node is -1, but must be at least 1."),
         ({"power_watts": -700.0}, "machine.power_watts is -700.0"),
         (
             {"gemm": (replace(MEASURED.gemm[0], flops_per_second=0.0),)},
@@ -201,6 +201,6 @@ def test_figures_that_cannot_be_are_refused_with_their_file(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         load_machine(path)
     assert [problem.partition(", but")[0] for problem in caught.value.problems] == [
-        f"In {path}: machine.peak_flops.fp32 is nan",
-        f"In {path}: machine.gemm[0].flops_per_second is -inf",
+        f"In {path}: gemm[0].flops_per_second is -inf",
+        f"In {path}: peak_flops.fp32 is nan",
     ]

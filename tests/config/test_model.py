@@ -21,8 +21,8 @@ from penstock.config.model import (
     stacks,
     title,
 )
-from penstock.config.rules import require_trainable
 from penstock.config.run import RunConfig
+from penstock.config.trainable import require_trainable
 from penstock.errors import ConfigError
 
 

@@ -15,6 +15,7 @@ from penstock.config.load import load
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import BASELINE, Plan
+from penstock.config.rules import require
 from penstock.errors import ConfigError
 
 CPU = Machine(
@@ -139,7 +140,7 @@ def test_from_toml_names_its_problem() -> None:
 )
 def test_validate_tells_all_that_stands_against(line: str, machine: str, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Plan.parse(line).validate(MODEL, CPU if machine == "cpu" else load_machine(machine))
+        require(Plan.parse(line), MODEL, CPU if machine == "cpu" else load_machine(machine), run=True)
     assert len(caught.value.problems) == len(messages)
     for problem, message in zip(caught.value.problems, messages, strict=True):
         assert message in problem
@@ -149,8 +150,8 @@ def test_flash_has_a_widest_head() -> None:
     wide = ViTConfig(width=1024, heads=2)
     plan = Plan(precision="O1", attention="flash")
     with pytest.raises(ConfigError, match="heads of at most 256 features, but this model's have 512"):
-        plan.validate(wide, load_machine("h100"))
-    plan.validate(MODEL, load_machine("h100"))
+        require(plan, wide, load_machine("h100"), run=True)
+    require(plan, MODEL, load_machine("h100"), run=True)
 
 
 @pytest.mark.parametrize("machine", [CPU, load_machine("h100"), load_machine("v100")], ids=lambda m: m.name)
@@ -158,8 +159,10 @@ def test_sound_plans_pass(machine: Machine) -> None:
     half = "bf16" if "bf16" in machine.peak_flops else "fp16"
     forms = ("loop", "foreach", "fused", "contiguous") if half == "bf16" else ("fused", "contiguous")
     for precision, optimizer in itertools.product(("O1", "O3"), forms):
-        Plan.parse(f"precision={precision} dtype={half} optimizer={optimizer}").validate(MODEL, machine)
-    Plan(attention="auto", compile="blocks", layout="batch_second").validate(MODEL, machine)
+        require(
+            Plan.parse(f"precision={precision} dtype={half} optimizer={optimizer}"), MODEL, machine, run=True
+        )
+    require(Plan(attention="auto", compile="blocks", layout="batch_second"), MODEL, machine, run=True)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +177,11 @@ def test_sound_plans_pass(machine: Machine) -> None:
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
     plan = Plan.parse(line)
     with pytest.raises(ConfigError) as caught:
-        plan.refuse_unrunnable()
+        require(plan, run=True)
     for word in line.split():
         if not word.startswith(("dp=", "sharding=")):
             assert any(f"plan.{word} " in problem for problem in caught.value.problems), word
-    Plan().refuse_unrunnable()
+    require(Plan(), run=True)
 
 
 def test_devices_and_batch_of_a_plan() -> None:
@@ -201,4 +204,4 @@ def test_devices_and_batch_of_a_plan() -> None:
 )
 def test_sharding_that_cannot_be_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Plan.parse(line).refuse_unrunnable()
+        require(Plan.parse(line), run=True)

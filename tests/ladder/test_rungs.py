@@ -12,6 +12,7 @@ import pytest
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.rules import require
 from penstock.errors import ConfigError
 from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose, register
 
@@ -72,7 +73,7 @@ def test_what_no_rung_objects_to_is_a_valid_plan_once_climbed_to(machine: str) -
         if rung.refusal(setting, situation) is None:
             setting = rung.apply(setting, situation)
             assert setting.model is not None
-            setting.plan.validate(setting.model, situation.machine)
+            require(setting.plan, setting.model, situation.machine, run=True)
     assert setting.plan.optimizer == "contiguous"
     assert setting.plan.precision == "O3"
     assert setting.plan.dtype == ("fp16" if machine == "v100" else "bf16")
@@ -105,10 +106,10 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
     top = fp8.apply(plan, hopper)
     assert top.plan.line() == "precision=O2 master=remainder optimizer=fused fp8=true"
     assert top.model is not None
-    top.plan.validate(top.model, hopper.machine)
+    require(top.plan, top.model, hopper.machine, run=True)
     whole = _named("whole-half").apply(top, hopper)
     assert whole.plan.line() == "precision=O3 optimizer=fused"
-    whole.plan.validate(PRESETS["vit-s16"], hopper.machine)
+    require(whole.plan, PRESETS["vit-s16"], hopper.machine, run=True)
     assert "cannot skip an overflowed step" in str(masters.refusal(FIRST, _situation(load_machine("v100"))))
 
 

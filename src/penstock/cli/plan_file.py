@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.config.load import dump_toml
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, title
+from penstock.config.rules import problems
 from penstock.errors import EnvironmentProblem
 from penstock.planner.prediction import Prediction
 
@@ -35,10 +36,10 @@ def _told(config: DecoderConfig | EncoderConfig | Seq2SeqConfig, best: Predictio
         f"The fastest layout of {title(config)} with samples of {tokens} on {best.gpus} {best.machine},",
         f"{best.global_batch} samples a step. `penstock train` trains no language models: Plan.from_toml reads this.",
     ]
-    if best.plan.runnable:
+    if not problems(best.plan, run=True):
         lines.append("penstock.build.build applies it to a model of your own.")
     else:
-        lines.append("penstock.build.build runs it on no model yet: Plan.refuse_unrunnable says why.")
+        lines.append("penstock.build.build runs it on no model yet: penstock.config.rules.problems says why.")
     return lines
 
 

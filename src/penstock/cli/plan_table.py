@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.config.machine import Machine
+from penstock.config.rules import problems
 
 if TYPE_CHECKING:
     from penstock.planner.prediction import Prediction
@@ -16,7 +17,7 @@ GIB = 2**30
 def best_runnable(found: Found) -> Prediction | None:
     """The fastest layout that can be trained today: by `train` for a vision model, by `build` for any
     other."""
-    return next((one for one in found.predictions if one.plan.runnable), None)
+    return next((one for one in found.predictions if not problems(one.plan, run=True)), None)
 
 
 def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:

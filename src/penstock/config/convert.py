@@ -7,6 +7,7 @@ A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -61,19 +62,27 @@ Seed = Annotated[int, Range(0, 2**64 - 1)]
 class BadValue(ValueError):
     """A value that its field cannot hold. The message completes the sentence `<key> is <value>, but ...`."""
 
+    def __init__(self, value: Any, problem: str) -> None:
+        super().__init__(problem)
+        self.value = value
+        self.path = ""
+        """Where in the field's value it stands, such as `[1].size`."""
+
+    def sentence(self, key: str) -> str:
+        """The whole sentence about the setting `key`."""
+        shown = repr(plain(self.value))
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return f"{key}{self.path} is {shown}, but {self}"
+
+
+class OutOfRange(BadValue):
+    """A number of the right type outside the field's range."""
+
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or an empty string if no option is similar."""
     near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-class OutOfRange(BadValue):
-    """A number of the right type outside the field's range; `value` is the parsed number."""
-
-    def __init__(self, value: float, problem: str) -> None:
-        super().__init__(problem)
-        self.value = value
 
 
 _FIELD_TYPES: dict[Any, dict[str, Any]] = {}
@@ -134,6 +143,10 @@ def describe(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
 
 
+def _not_a(value: Any, kind: Any) -> BadValue:
+    return BadValue(value, f"must be {describe(kind)}.")
+
+
 def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     """`value` as the type `kind`.
 
@@ -155,14 +168,14 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
         if isinstance(value, str) and value in options:
             return value
         hint = nearest(value, options) if isinstance(value, str) else ""
-        raise BadValue(f"must be {describe(kind)}.{hint}")
+        raise BadValue(value, f"must be {describe(kind)}.{hint}")
     if origin is tuple:
         return _convert_items(value, typing.get_args(kind)[0], kind, text=text)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise BadValue(f"must be {describe(kind)}.")
+            raise _not_a(value, kind)
         item = typing.get_args(kind)[1]
-        return {str(key): convert(entry, item, text=text) for key, entry in value.items()}
+        return {str(key): _inside(f".{key}", entry, item, text=text) for key, entry in value.items()}
     if dataclasses.is_dataclass(kind):
         return _convert_record(value, kind)
     return _convert_plain(value, kind, text=text)
@@ -180,59 +193,69 @@ def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
         except BadValue:
             if len(arms) == 1 and not accepts_none(kind):
                 raise
-    raise BadValue(f"must be {describe(kind)}.")
+    raise _not_a(value, kind)
 
 
 def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any, ...]:
     if text and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise BadValue(f"must be {describe(kind)}.")
-    return tuple(convert(entry, item, text=text) for entry in value)
+        raise _not_a(value, kind)
+    return tuple(_inside(f"[{i}]", entry, item, text=text) for i, entry in enumerate(value))
 
 
 def _convert_record(value: Any, kind: Any) -> Any:
-    if isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise BadValue(f"must be {describe(kind)}.")
+    """A dataclass from a table. One that is finished already is checked and returned as it is."""
     types_by_name = field_types(kind)
-    for name in value:
+    finished = isinstance(value, kind)
+    if finished:
+        entries = {name: getattr(value, name) for name in types_by_name}
+    elif isinstance(value, Mapping):
+        entries = dict(value)
+    else:
+        raise _not_a(value, kind)
+    for name in entries:
         if name not in types_by_name:
-            raise BadValue(f"has the unknown key {name!r}; known are {', '.join(types_by_name)}.")
-    return kind(**{name: convert(entry, types_by_name[name]) for name, entry in value.items()})
+            raise BadValue(value, f"has the unknown key {name!r}; known are {', '.join(types_by_name)}.")
+    made = {name: _inside(f".{name}", entry, types_by_name[name]) for name, entry in entries.items()}
+    return value if finished else kind(**made)
+
+
+def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:
+    """`convert` for a part of a value; `place` is where it stands there."""
+    try:
+        return convert(value, kind, text=text)
+    except BadValue as bad:
+        bad.path = place + bad.path
+        raise
 
 
 def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
-    problem = BadValue(f"must be {describe(kind)}.")
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        if text and isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
-            return value.lower() in TRUE_WORDS
-        raise problem
-    if kind is str:
-        if isinstance(value, str):
-            return value
-        raise problem
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise problem
-    if isinstance(value, str):
-        if not text:
-            raise problem
-        try:
-            value = int(value) if kind is int else float(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                raise problem from None
-    if kind is float:
-        return float(value)
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is bool and text and isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
+        return value.lower() in TRUE_WORDS
+    number = _number(value, kind) if text or not isinstance(value, str) else None
+    if kind is float and number is not None:
+        return float(number)
     # Users write whole numbers as 1e4 too, which parses as a float; 1.5 and infinity are not whole numbers.
-    if isinstance(value, float) and not value.is_integer():
-        raise problem
-    return int(value)
+    if kind is int and number is not None and (isinstance(number, int) or number.is_integer()):
+        return int(number)
+    raise _not_a(value, kind)
+
+
+def _number(value: Any, kind: Any) -> int | float | None:
+    """A number as it is, or the one that a text holds; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if not isinstance(value, str):
+        return value
+    for parse in (int, float) if kind is int else (float,):
+        with contextlib.suppress(ValueError):
+            return parse(value)
+    return None
 
 
 def word(value: Any) -> str:
@@ -264,8 +287,8 @@ def check_fields(config: Any, where: str) -> list[str]:
         try:
             converted = convert(value, kind)
         except BadValue as bad:
-            problems.append(f"{path}{name} is {value!r}, but {bad}")
+            problems.append(bad.sentence(f"{path}{name}"))
             continue
         if type(converted) is not type(value) and not (type(converted) is float and type(value) is int):
-            problems.append(f"{path}{name} is {value!r}, but must be {describe(kind)}.")
+            problems.append(_not_a(value, kind).sentence(f"{path}{name}"))
     return problems

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -52,16 +52,12 @@ def load(
     Dotted keys of the same layer then apply on top, in any order. Raises `ConfigError` with every problem,
     each naming `origin` or the file.
     """
-    problems: list[str] = []
-    tree = _Node.of(cls, base)
+    layers: list[tuple[Mapping[str, Any], str, bool]] = []
     if file is not None:
-        tree.merge(read_file(file), _Layer(str(file), False, problems), "")
+        layers.append((read_file(file), str(file), False))
     if overrides:
-        tree.merge(overrides, _Layer(origin, True, problems), "")
-    made = tree.make(problems)
-    if problems:
-        raise ConfigError(problems)
-    return cast(T, made)
+        layers.append((overrides, origin, True))
+    return cast(T, _assemble(cls, base, layers))
 
 
 @overload
@@ -73,9 +69,15 @@ def from_dict(cls: Any, values: Mapping[str, Any], *, origin: str = "the given v
 
     Absent fields keep their defaults. Raises `ConfigError` with every problem.
     """
+    return _assemble(cls, None, [(values, origin, False)])
+
+
+def _assemble(cls: Any, base: Any, layers: Sequence[tuple[Mapping[str, Any], str, bool]]) -> Any:
+    """A `cls` from values with their origin, and whether strings among them are to be parsed."""
     problems: list[str] = []
-    tree = _Node.of(cls, None)
-    tree.merge(values, _Layer(origin, False, problems), "")
+    tree = _Node.of(cls, base)
+    for values, origin, text in layers:
+        tree.merge(values, _Layer(origin, text, problems), "")
     made = tree.make(problems)
     if problems:
         raise ConfigError(problems)
@@ -163,6 +165,8 @@ class _Node:
     values: dict[str, Any] = field(default_factory=dict)
     children: dict[str, _Node] = field(default_factory=dict)
     origins: dict[str, None] = field(default_factory=dict)
+    refused: bool = False
+    """Whether a layer has a value that its field cannot hold. Then nothing more is said about the whole."""
 
     @classmethod
     def of(cls, kind: Any, base: Any) -> _Node:
@@ -197,9 +201,8 @@ class _Node:
         families = {family_of(arm): arm for arm in self.arms}
         if value not in families:
             names = ", ".join(families)
-            layer.wrong(
-                f"{path}family is {_show(value)}, but must be one of {names}.{nearest(str(value), families)}"
-            )
+            bad = BadValue(value, f"must be one of {names}.{nearest(str(value), families)}")
+            layer.wrong(bad.sentence(f"{path}family"))
         elif families[value] is not self.cls:
             self.cls, self.base, self.values, self.children = families[value], None, {}, {}
 
@@ -207,7 +210,8 @@ class _Node:
         try:
             self.values[key] = convert(value, kind, text=layer.text)
         except BadValue as bad:
-            layer.wrong(f"{path}{key} is {_show(getattr(bad, 'value', value))}, but {bad}")
+            self.refused = True
+            layer.wrong(bad.sentence(f"{path}{key}"))
 
     def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)
@@ -244,7 +248,7 @@ class _Node:
                 for problem in error.problems:
                     layer.wrong(problem)
         else:
-            layer.wrong(f"{path} is {_show(value)}, but must be {describe(self.cls)}.")
+            layer.wrong(BadValue(value, f"must be {describe(self.cls)}.").sentence(path))
 
     def _become(self, value: Any) -> None:
         self.cls, self.base, self.values, self.children = type(value), value, {}, {}
@@ -272,11 +276,10 @@ class _Node:
 
     def make(self, problems: list[str]) -> Any:
         """The finished object, or None after adding to `problems`."""
-        before = len(problems)
-        made = dict(self.values)
-        made.update({name: child.make(problems) for name, child in self.children.items()})
-        if len(problems) > before:
+        children = {name: child.make(problems) for name, child in self.children.items()}
+        if self.refused or None in children.values():
             return None
+        made = self.values | children
         missing = [
             f.name
             for f in dataclasses.fields(self.cls)
@@ -323,11 +326,6 @@ def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
     for key in whole.keys() & inside.keys():
         result[key] = _Both(whole[key], inside[key])
     return result
-
-
-def _show(value: Any) -> str:
-    text = repr(plain(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _load_yaml(text: str) -> Any:
@@ -382,9 +380,8 @@ def _dump_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return repr(
-            value
-        )  # the shortest form that reads back to the same bits; TOML spells inf and nan as Python does
+        # The shortest form that reads back to the same bits; TOML spells inf and nan as Python does.
+        return repr(value)
     if isinstance(value, int):
         return str(value)
     if isinstance(value, list):

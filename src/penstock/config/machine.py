@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config.convert import check_fields, field_types, nearest
+from penstock.config.convert import Count, Natural, NotNegative, Positive, check_fields, nearest
 from penstock.errors import ConfigError, EnvironmentProblem
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
@@ -27,10 +25,10 @@ class GemmSample:
     """One measured matrix product, (m, k) @ (k, n)."""
 
     dtype: str
-    m: int
-    n: int
-    k: int
-    flops_per_second: float
+    m: Count
+    n: Count
+    k: Count
+    flops_per_second: Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +37,11 @@ class KernelSample:
     attention."""
 
     name: str
-    per_second: float
+    per_second: Positive
     """For `attention`, `attention_backward` and `bmm`: FLOP/s of the products. For all others: elements per
     second."""
-    tokens: int = 0
-    features: int = 0
+    tokens: Natural = 0
+    features: Natural = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,32 +59,32 @@ class Machine:
     name: str
     device: Literal["cuda", "cpu"]
     source: Literal["datasheet", "measured"]
-    peak_flops: dict[str, float]
-    achievable_flops: dict[str, float] = field(default_factory=dict)
+    peak_flops: dict[str, Positive]
+    achievable_flops: dict[str, Positive] = field(default_factory=dict)
     """Best known rate of a large matrix product, by type: from published sweeps, or measured here."""
-    memory_bytes: float = 0.0
-    memory_bytes_per_second: float = 0.0
-    launch_seconds: float = 0.0
+    memory_bytes: NotNegative = 0.0
+    memory_bytes_per_second: NotNegative = 0.0
+    launch_seconds: NotNegative = 0.0
     """Cost of one operator, however small."""
-    operator_seconds: float = 0.0
+    operator_seconds: NotNegative = 0.0
     """Cost of one operator in a training step on a CPU, including its module and autograd; 0 if not
     measured."""
-    page_seconds: float = 0.0
+    page_seconds: NotNegative = 0.0
     """Time that a CPU's kernel takes to clear and map a 4 KiB page on its first touch."""
-    link_bytes_per_second: float | None = None
+    link_bytes_per_second: NotNegative | None = None
     """Rate to devices in the same node, in one direction."""
-    devices_per_node: int = 1
-    node_bytes_per_second: float | None = None
+    devices_per_node: Count = 1
+    node_bytes_per_second: NotNegative | None = None
     """Rate out of a node, over all its adapters."""
-    host_bytes_per_second: float | None = None
+    host_bytes_per_second: NotNegative | None = None
     """Rate between a device and its host's memory, in one direction."""
-    collective_bytes_per_second: float | None = None
+    collective_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
-    collective_seconds: float = 0.0
+    collective_seconds: NotNegative = 0.0
     """Time of a small all-reduce between processes; 0 if not measured."""
-    multiprocessors: int | None = None
+    multiprocessors: Natural | None = None
     """Number of thread blocks, one large tile each, that run at the same time."""
-    power_watts: float | None = None
+    power_watts: NotNegative | None = None
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""
     kernels: tuple[KernelSample, ...] = ()
@@ -95,41 +93,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         problems = check_fields(self, "machine")
-        if not problems:
-            problems = [*self._figure_problems()]
+        if not problems and not self.peak_flops:
+            problems = ["machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."]
         if problems:
             raise ConfigError(problems)
-
-    def _figure_problems(self) -> Iterator[str]:
-        for name in field_types(Machine):
-            value = getattr(self, name)
-            least = 1 if name == "devices_per_node" else 0
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                unknown = "" if least else ", or 0 if it is not known"
-                yield f"machine.{name} is {value}, but must be finite and at least {least}{unknown}."
-        if not self.peak_flops:
-            yield "machine.peak_flops is empty, but needs the rate of one type at least, such as bf16."
-        rates = {
-            f"{name}.{kind}": rate
-            for name in ("peak_flops", "achievable_flops")
-            for kind, rate in getattr(self, name).items()
-        }
-        rates |= {f"gemm[{i}].flops_per_second": one.flops_per_second for i, one in enumerate(self.gemm)}
-        rates |= {f"kernels[{i}].per_second": one.per_second for i, one in enumerate(self.kernels)}
-        for name, rate in rates.items():
-            if not 0 < rate < math.inf:
-                yield f"machine.{name} is {rate}, but must be finite and above 0; leave out what is not known."
-        sizes = {
-            f"gemm[{i}].{side}": (getattr(one, side), 1) for i, one in enumerate(self.gemm) for side in "mnk"
-        }
-        sizes |= {
-            f"kernels[{i}].{size}": (getattr(one, size), 0)
-            for i, one in enumerate(self.kernels)
-            for size in ("tokens", "features")
-        }
-        for name, (size, least) in sizes.items():
-            if size < least:
-                yield f"machine.{name} is {size}, but must be at least {least}."
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

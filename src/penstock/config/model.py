@@ -244,9 +244,8 @@ class Seq2SeqConfig(_Text):
     """Tokens of a sample in the decoder."""
 
     def _problems(self) -> Iterator[str]:
-        for name in ("encoder", "decoder"):
-            stack = getattr(self, name)
-            yield from check_fields(stack, f"model.{name}") or stack.problems(f"model.{name}")
+        yield from self.encoder.problems("model.encoder")
+        yield from self.decoder.problems("model.decoder")
         if self.encoder.width != self.decoder.width:
             yield (
                 f"model.encoder.width {self.encoder.width} and model.decoder.width {self.decoder.width} differ, but "

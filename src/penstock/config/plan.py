@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from penstock.config import rules
 from penstock.config.convert import BadValue, Count, check_fields, convert, field_types, nearest, word
-from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
@@ -161,7 +158,7 @@ class Plan:
                 try:
                     values[name] = convert(text, kinds[name], text=True)
                 except BadValue as bad:
-                    problems.append(f"plan.{name} is {getattr(bad, 'value', text)!r}, but {bad}")
+                    problems.append(bad.sentence(f"plan.{name}"))
         if problems:
             raise ConfigError(problems)
         return values
@@ -214,16 +211,3 @@ class Plan:
     def global_batch(self) -> int:
         """Samples of one optimizer step, over all devices."""
         return self.micro_batch * self.accumulate * self.dp
-
-    @property
-    def runnable(self) -> bool:
-        """Whether training supports every setting of the plan."""
-        return not rules.problems(self, run=True)
-
-    def refuse_unrunnable(self) -> None:
-        """Raise `ConfigError` naming each setting that contradicts another or that training cannot run yet."""
-        rules.require(self, run=True)
-
-    def validate(self, model: ModelConfig, machine: Machine) -> None:
-        """Raise `ConfigError`, listing every reason why this Plan cannot train `model` on `machine`."""
-        rules.require(self, model, machine, run=True)

@@ -12,15 +12,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from penstock.config.convert import word
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks
+from penstock.config.model import ModelConfig, sequences, stacks
+from penstock.config.plan import Plan
+from penstock.config.trainable import model_problems, plan_problems
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.config.plan import Plan
 
 Kind = Literal["types", "layout", "run"]
 
@@ -32,19 +31,6 @@ FLASH_HEAD_WIDTH = 256
 """The widest heads that flash attention supports."""
 SKIPS_ON_DEVICE = ("fused", "contiguous")
 """Optimizer forms that can skip an overflowed step without making the host wait."""
-
-_RUNS_ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
-    "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
-}  # fmt: skip
-"""Settings that the planner predicts for all values and the runtime supports for one value."""
-_RUNS_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
-"""Settings that the runtime supports for all values but one."""
-_VIT_HAS: dict[str, Any] = {
-    "kv_heads": None, "head_features": None, "norm": "layer", "bias": True, "positions": "learned", "parallel": False,
-    "window": None, "experts": 0,
-}  # fmt: skip
-"""Fields of a stack for which our Vision Transformer supports one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,29 +103,6 @@ def require(
     found = problems(plan, model, machine, run=run)
     if found:
         raise ConfigError(found)
-
-
-def require_trainable(model: ModelConfig) -> ViTConfig:
-    """`model`, if it can be built and trained. Raises ConfigError for a model that can only be planned."""
-    if not isinstance(model, ViTConfig):
-        raise ConfigError(
-            f"model.family={model.family} can be predicted by `penstock plan`, but it cannot be built and trained yet; "
-            "choose a model of the family vit."
-        )
-    found = [
-        f"model.{name}={word(getattr(model, name))} can be predicted by `penstock plan`, but our Vision Transformer is "
-        f"built with {name}={word(value)} only; use that."
-        for name, value in _VIT_HAS.items()
-        if getattr(model, name) != value
-    ]
-    if model.mlp not in ("gelu", "gelu_tanh"):
-        found.append(
-            f"model.mlp={model.mlp} can be predicted by `penstock plan`, but our Vision Transformer is built with gelu "
-            "or gelu_tanh; use one of them."
-        )
-    if found:
-        raise ConfigError(found)
-    return model
 
 
 # Contradictions within the Plan.
@@ -399,18 +362,7 @@ def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
 @_rule("run")
 def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
     """Training supports every setting of the Plan."""
-    for name, value in _RUNS_ONLY.items():
-        if getattr(plan, name) != value:
-            yield (
-                f"plan.{name}={word(getattr(plan, name))} can be predicted by `penstock plan`, but training "
-                f"cannot run it yet; use {name}={word(value)}."
-            )
-    for name, value in _RUNS_NOT.items():
-        if getattr(plan, name) == value:
-            yield (
-                f"plan.{name}={value} can be predicted by `penstock plan`, but training cannot run it yet; use "
-                f"another {name}."
-            )
+    yield from plan_problems(plan)
 
 
 @_rule("run")
@@ -426,10 +378,7 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 @_rule("run")
 def _family_can_be_trained(model: ModelConfig) -> Iterator[str]:
     """The model's family can be built."""
-    try:
-        require_trainable(model)
-    except ConfigError as error:
-        yield from error.problems
+    yield from model_problems(model)
 
 
 def _divisors(number: int) -> str:

@@ -19,6 +19,7 @@ from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import option_words, title
 from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.rules import require
 from penstock.config.run import DataConfig, Recipe
 from penstock.data import Loader
 from penstock.errors import ConfigError
@@ -118,7 +119,7 @@ class Configured(Subject):
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
-        setting.plan.validate(setting.model, self.machine)
+        require(setting.plan, setting.model, self.machine, run=True)
         built = build(
             setting.model,
             setting.plan,

@@ -22,6 +22,7 @@ import torch
 
 from penstock import errors
 from penstock.config.load import to_dict
+from penstock.config.rules import require
 from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory, PenstockError
 from penstock.ladder.measure import LossRun
 from penstock.ladder.rung import Setting
@@ -81,9 +82,8 @@ class Team:
 
     def contend(self, setting: Setting, seed: int) -> TeamContender:
         """Build and warm up a setting on all ranks. Raises what the first rank raised."""
-        setting.plan.refuse_unrunnable()
-        if setting.model is not None:
-            setting.plan.validate(setting.model, self._subject.machine)
+        machine = None if setting.model is None else self._subject.machine
+        require(setting.plan, setting.model, machine, run=True)
         return TeamContender(self, setting, next(self._keys), seed)
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:

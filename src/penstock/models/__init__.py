@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.config.model import ModelConfig
-from penstock.config.rules import require_trainable
+from penstock.config.trainable import require_trainable
 from penstock.models import families as families  # enrols them
 from penstock.models.vit import ViT
 

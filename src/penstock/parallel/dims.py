@@ -29,6 +29,7 @@ import torch
 from torch import distributed
 
 from penstock.config.plan import Plan
+from penstock.config.rules import problems, require
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def require_size(plan: Plan, size: int) -> None:
 
     A Plan that no processes can run is refused for that: starting as many as it takes would not help.
     """
-    plan.refuse_unrunnable()
+    require(plan, run=True)
     if plan.gpus == size:
         return
     if size == 1:
@@ -196,4 +197,6 @@ def fit_to_ranks(plan: Plan, size: int) -> Plan:
 
 def valid_sizes(plan: Plan, *, up_to: int) -> list[int]:
     """Numbers of data parallel ranks, at most `up_to`, that share the Plan's global batch out evenly."""
-    return [n for n in range(1, up_to + 1) if plan.global_batch % n == 0 and n % plan.shard == 0]
+    return [
+        n for n in range(1, up_to + 1) if plan.global_batch % n == 0 and not problems(replace(plan, dp=n))
+    ]

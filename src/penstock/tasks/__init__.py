@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.config.model import ModelConfig
-from penstock.config.rules import require_trainable
+from penstock.config.trainable import require_trainable
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.task import Loss, Prepare, Task
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.model import ModelConfig, ViTConfig
-from penstock.config.rules import require_trainable
 from penstock.config.run import Augment, DataConfig
+from penstock.config.trainable import require_trainable
 from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
 from penstock.data.source import Source, Split

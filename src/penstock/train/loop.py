@@ -24,6 +24,7 @@ import torch
 from penstock.build import build
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.machine import Machine
+from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
 from penstock.errors import SavedRequeue
@@ -91,7 +92,7 @@ def train(
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
-    config.plan.refuse_unrunnable()
+    require(config.plan, run=True)
     task = task_of(config.model)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
@@ -137,7 +138,7 @@ class _Run:
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
-        config.plan.validate(config.model, self.machine)
+        require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar.of(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         self.prediction = predict(config.model, self.machine, config.plan)

@@ -59,10 +59,11 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert 1e8 < measured.memory_bytes_per_second < 1e12
     assert 1e-7 < measured.launch_seconds < 1e-3
     assert measured.launch_seconds < measured.operator_seconds < 1e-3
-    kernels = {sample.name: sample.per_second for sample in measured.kernels}
+    assert {s.dtype for s in measured.kernels} == {"fp32", "fp32_medium", "bf16", "fp16"}
+    kernels = {sample.name: sample.per_second for sample in measured.kernels if sample.dtype == "fp32"}
     assert {"gelu", "gelu_backward", "norm", "norm_backward", "softmax", "softmax_backward"} < set(kernels)
     assert all(1e7 < kernels[name] < 1e11 for name in ("gelu", "norm", "softmax"))
-    attention = [sample for sample in measured.kernels if sample.name == "attention"]
+    attention = [s for s in measured.kernels if s.name == "attention" and s.dtype == "fp32"]
     assert len(attention) >= 2
     assert all(1e8 < sample.per_second < measured.peak_flops["fp32"] * 1.5 for sample in attention)
     assert 1e8 < measured.memory_bytes < 1e14
@@ -74,6 +75,21 @@ def test_the_peak_is_the_best_sample(measured: Machine) -> None:
     for kind, rate in measured.peak_flops.items():
         assert rate == max(sample.flops_per_second for sample in measured.gemm if sample.dtype == kind)
     assert len({(s.m, s.n, s.k) for s in measured.gemm if s.dtype == "fp32"}) >= 3
+
+
+def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
+    """Of each layer, both gradients of each type that trains, over the same numbers as its forward pass."""
+    for kind in ("fp32", "fp32_medium", "bf16", "fp16"):
+        forward, inputs, weights = (
+            [s for s in measured.gemm if s.dtype == kind and s.form == form]
+            for form in ("forward", "input", "weight")
+        )
+        assert inputs
+        assert len(inputs) == len(weights)
+        for one, other in zip(inputs, weights):
+            assert (one.m, one.k, one.n) in {(s.m, s.n, s.k) for s in forward}
+            assert (other.k, other.m, other.n) == (one.m, one.k, one.n)
+    assert {s.form for s in measured.gemm if s.dtype == "int8"} == {"forward"}
 
 
 def test_a_page_costs_what_its_own_thread_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +146,7 @@ def test_a_slow_type_is_asked_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         products,
         "_kinds",
-        lambda _: [products._Kind("slow", products._float_operands(torch.half), slow)],
+        lambda _: [products._Kind("slow", products._float_operands(torch.half), slow, trains=False)],
     )
     (sample,) = products.gemm_samples(CPU, True, 0.01)
     assert set(shapes) == {(256, 256)}

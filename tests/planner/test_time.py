@@ -145,8 +145,14 @@ def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> N
     assert price(gelu, rates_of(CPU, Plan())) == pytest.approx(moved)
     fused = Op("attention", "attention", batch=4, m=16, n=16, k=32, read=1e6, written=1e6)
     assert price(fused, rates) == pytest.approx(fused.flops / 20e9)
-    # In other types what was measured in fp32 says nothing.
-    assert price(gelu, rates_of(machine, Plan(precision="O1"))) == pytest.approx(moved)
+    # In other types what was measured in fp32 says nothing, and what was measured in them says all.
+    half = Plan(precision="O1")
+    assert price(gelu, rates_of(machine, half)) == pytest.approx(moved)
+    in_bf16 = tuple(replace(one, dtype="bf16", per_second=one.per_second / 4) for one in kernels)
+    machine = replace(CPU, kernels=kernels + in_bf16)
+    assert price(gelu, rates_of(machine, half)) == pytest.approx(moved + 10_000 / 2.5e8)
+    assert price(fused, rates_of(machine, half)) == pytest.approx(fused.flops / 5e9)
+    assert price(fused, rates_of(machine, Plan())) == pytest.approx(fused.flops / 20e9)
 
 
 def test_an_operator_of_a_training_step_costs_what_was_measured_of_it() -> None:
@@ -181,6 +187,24 @@ def test_measured_products_decide_the_rate() -> None:
     assert _rate(machine, "fp32", 64, 64, 64) == pytest.approx(10e9, rel=1e-3)
     assert _rate(machine, "fp32", 256, 256, 256) == pytest.approx(50e9, rel=1e-3)  # halfway in logarithms
     assert 10e9 <= _rate(machine, "fp32", 4096, 64, 512) <= 90e9
+
+
+def test_gradients_run_at_the_rate_measured_of_their_form() -> None:
+    """A CPU without units for a type can be ten times slower where the factors lie the other way round."""
+    rates = {"forward": 80e9, "input": 10e9, "weight": 20e9}
+    samples = tuple(
+        GemmSample(dtype="fp32", m=64, n=64, k=64, flops_per_second=rate, form=form)  # type: ignore[arg-type]
+        for form, rate in rates.items()
+    )
+    known = rates_of(replace(CPU, gemm=samples), Plan())
+    forward = Op("mlp.up", "gemm", m=64, n=64, k=64, weights=4096)
+    gradients = forward._replace(forward=False, weights=0), forward._replace(forward=False)
+    for op, rate in zip((forward, *gradients), rates.values()):
+        assert price(op, known) == pytest.approx(op.flops / rate)
+    # Where gradients were not measured, they are as fast as the forward pass.
+    assert price(gradients[0], rates_of(replace(CPU, gemm=samples[:1]), Plan())) == pytest.approx(
+        forward.flops / 80e9
+    )
 
 
 def test_without_measurement_odd_shapes_are_slower_than_round_ones() -> None:

@@ -20,6 +20,11 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 """Assumed cost of one eager operator on a GPU, if it was not measured."""
 
 
+ProductForm = Literal["forward", "input", "weight"]
+"""What a product makes of a linear layer: its output, the gradient of its input, or that of its weight. The factors of
+the three lie differently in memory, and some CPU kernels are ten times slower for one than for another."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSample:
     """One measured matrix product, (m, k) @ (k, n)."""
@@ -29,12 +34,13 @@ class GemmSample:
     n: Count
     k: Count
     flops_per_second: Positive
+    form: ProductForm = "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSample:
     """One measured operator other than a large matrix product. `tokens` and `features` (of a head) are for
-    attention."""
+    attention. `dtype` is a compute type, as in `Machine.peak_flops`."""
 
     name: str
     per_second: Positive
@@ -42,6 +48,7 @@ class KernelSample:
     second."""
     tokens: Natural = 0
     features: Natural = 0
+    dtype: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

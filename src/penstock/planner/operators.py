@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from penstock.config.machine import ProductForm
 from penstock.planner.shapes import Block
 
 OpKind = Literal[
@@ -68,6 +69,13 @@ class Op(NamedTuple):
         if self.kind == "attention" and not self.forward:
             return 2.0 * self.batch * self.m * self.n * self.k
         return 0.0
+
+    @property
+    def form(self) -> ProductForm:
+        """What a product makes: the gradients of weights are told by the weights, those of inputs have none."""
+        if self.forward:
+            return "forward"
+        return "weight" if self.weights > 0 else "input"
 
     @property
     def over_rows(self) -> bool:

@@ -14,10 +14,6 @@ hides behind nothing of its own. So all are added.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-
-from penstock.config.machine import KernelSample
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.operators import MATRIX, Op
 from penstock.planner.rates import Rates
@@ -29,11 +25,8 @@ MOVED = {True: 2.0, False: 10.0}
 values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
 of queries, cleared and read (4)."""
 CPU_HALF_FUSED_SHARE = 0.12
-"""Share of the half-precision product rate that torch's fused attention reaches on a CPU: it converts as it goes.
-Measured with bf16 units, 197 tokens, forward and backward: the plain form was 3.4 times as fast. fp32 has no such
-loss."""
-NEAREST = 2
-"""Measured shapes between which a kernel's rate is interpolated."""
+"""Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
+it: the kernel converts as it goes. fp32 has no such loss."""
 
 
 def seconds(op: Op, rates: Rates) -> float:
@@ -42,7 +35,7 @@ def seconds(op: Op, rates: Rates) -> float:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
         by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
-        computed = by.seconds(op.m, op.n, op.k, op.batch, over_rows=op.over_rows)
+        computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows)
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
     if op.kind == "attention":
         return fused_seconds(op, rates) + rates.kernel_seconds
@@ -98,15 +91,18 @@ def _host_seconds(op: Op, rates: Rates) -> float:
     moved = (op.read + op.written) / rates.memory
     backward = "" if op.forward else "_backward"
     if op.kind in MATRIX:
-        measured = kernel_rate(rates.kernels, "bmm", *_attention_shape(op)) if op.kind == "bmm" else None
+        measured = None
+        if op.kind == "bmm":
+            shape = _attention_shape(op)
+            measured = rates.kernels.rate(f"bmm{backward}", *shape) or rates.kernels.rate("bmm", *shape)
         if measured:
             return op.flops / measured + moved
-        return rates.products.seconds(op.m, op.n, op.k, op.batch) + moved
+        return rates.products.seconds(op.m, op.n, op.k, op.batch, form=op.form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.
         flops *= min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
-        measured = kernel_rate(rates.kernels, f"attention{backward}", op.n, op.k)
+        measured = rates.kernels.rate(f"attention{backward}", op.n, op.k)
         if measured:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
             return flops / measured
@@ -114,7 +110,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         return max(flops / rate, moved)
     if op.kind in ("norm", "softmax", "activation"):
         name = "gelu" if op.kind == "activation" else op.kind
-        element = kernel_rate(rates.kernels, f"{name}{backward}", 0, 0)
+        element = rates.kernels.rate(f"{name}{backward}")
         return moved + op.elements / element if element else moved
     return moved
 
@@ -123,19 +119,3 @@ def _attention_shape(op: Op) -> tuple[float, float]:
     """Tokens and features of a head of one of attention's products."""
     sizes = sorted((op.m, op.n, op.k))
     return sizes[-1], sizes[0]
-
-
-@lru_cache(maxsize=4096)
-def kernel_rate(samples: tuple[KernelSample, ...], name: str, tokens: float, features: float) -> float | None:
-    """The measured rate of a kernel, between the nearest shapes by distance of logarithms; none if not measured."""
-    near: list[tuple[float, float]] = []
-    for sample in samples:
-        if sample.name == name:
-            if not sample.tokens:
-                return sample.per_second
-            apart = math.log(sample.tokens / tokens) ** 2 + math.log(sample.features / features) ** 2
-            near.append((apart, sample.per_second))
-    if not near:
-        return None
-    weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in sorted(near)[:NEAREST]]
-    return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.machine import GemmSample
+from penstock.config.machine import GemmSample, ProductForm
 
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
@@ -39,8 +39,8 @@ class Chip(NamedTuple):
 class Products(NamedTuple):
     """How fast a machine multiplies matrices in one type."""
 
-    measured: tuple[tuple[float, float, float, float], ...]
-    """Logarithms of m, n and k, and FLOP/s."""
+    measured: dict[ProductForm, list[tuple[float, float, float, float]]]
+    """Of each form, logarithms of m, n and k, and FLOP/s."""
     ceiling: float
     """No product is faster."""
     chip: Chip | None
@@ -49,10 +49,22 @@ class Products(NamedTuple):
     @classmethod
     def of(cls, samples: tuple[GemmSample, ...], ceiling: float, chip: Chip | None) -> Products:
         """From measured shapes, where there are any."""
-        measured = tuple((math.log(s.m), math.log(s.n), math.log(s.k), s.flops_per_second) for s in samples)
+        measured: dict[ProductForm, list[tuple[float, float, float, float]]] = {}
+        for s in samples:
+            one = (math.log(s.m), math.log(s.n), math.log(s.k), s.flops_per_second)
+            measured.setdefault(s.form, []).append(one)
         return cls(measured, ceiling, None if measured else chip)
 
-    def seconds(self, m: float, n: float, k: float, batch: float = 1, *, over_rows: bool = False) -> float:
+    def seconds(
+        self,
+        m: float,
+        n: float,
+        k: float,
+        batch: float = 1,
+        *,
+        form: ProductForm = "forward",
+        over_rows: bool = False,
+    ) -> float:
         """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
 
         `over_rows` says that both factors lie with their inner length from row to row, as those of a weight's gradient
@@ -60,14 +72,15 @@ class Products(NamedTuple):
         """
         if self.chip is not None:
             return tiled_seconds(self.chip, m, n, k, batch, over_rows=over_rows)
-        return 2.0 * m * n * k * batch / self.rate(m, n, k)
+        return 2.0 * m * n * k * batch / self.rate(m, n, k, form)
 
-    def rate(self, m: float, n: float, k: float) -> float:
+    def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
         """FLOP/s as interpolated between the nearest measured shapes, by inverse square distance of logarithms."""
         if not self.measured:
             return self.ceiling
         x, y, z = math.log(m), math.log(n), math.log(k)
-        near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in self.measured])
+        samples = self.measured.get(form) or self.measured["forward"]
+        near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in samples])
         total = rates = 0.0
         for apart, rate in near[:NEAR_SAMPLES]:
             weight = 1.0 / (NEAR + apart)

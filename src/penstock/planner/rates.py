@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.machine import KernelSample, Machine
-from penstock.config.numerics import BYTES, Numerics, numerics_of
+from penstock.config.machine import Machine
+from penstock.config.numerics import BYTES, Dtype, Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
@@ -24,6 +24,32 @@ EXPONENTIALS_PER_CLOCK = 16
 """Of one multiprocessor, on every chip since Volta (CUDA C++ Programming Guide, arithmetic instructions)."""
 SLOWEST_CLOCK = 1.2e9
 """Below what chips for training run at, and above half of it."""
+
+
+NEAREST = 2
+"""Measured shapes of attention between which a rate is interpolated."""
+
+
+class Kernels:
+    """What was measured of a CPU's operators in the types of a plan."""
+
+    def __init__(self, machine: Machine, types: dict[str, str]) -> None:
+        """Takes of `machine` what was measured of each operator that `types` names, in the type that it names."""
+        self._of: dict[str, list[tuple[float, float, float]]] = {}
+        for sample in machine.kernels:
+            if types.get(sample.name.removesuffix("_backward")) == sample.dtype:
+                shape = (math.log(sample.tokens or 1), math.log(sample.features or 1))
+                self._of.setdefault(sample.name, []).append((*shape, sample.per_second))
+
+    def rate(self, name: str, tokens: float = 1, features: float = 1) -> float | None:
+        """Per second, between the nearest shapes by distance of logarithms; None if it was not measured."""
+        measured = self._of.get(name)
+        if not measured:
+            return None
+        x, y = math.log(tokens), math.log(features)
+        near = sorted([((a - x) ** 2 + (b - y) ** 2, rate) for a, b, rate in measured])
+        weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in near[:NEAREST]]
+        return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,8 +79,7 @@ class Rates:
     """What a CPU takes for one more operator of a training step; of a GPU the launch."""
     page_seconds: float
     cpu: bool
-    kernels: tuple[KernelSample, ...]
-    """What was measured of a CPU's operators in fp32; none in other types."""
+    kernels: Kernels
     compute: float
     """Bytes of a number that goes into a matrix product."""
     link: float
@@ -107,14 +132,20 @@ def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Ra
     """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
     numerics = numerics_of(plan)
     return _rates(
-        machine, product_type(numerics, machine), BYTES[numerics.compute], numerics.fp8 != "none", plan.attention,
-        constants,
+        machine, product_type(numerics, machine), numerics.compute, numerics.residual, numerics.fp8 != "none",
+        plan.attention, constants,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=512)
 def _rates(
-    machine: Machine, type_: str, compute: float, fp8: bool, attention: str, constants: Constants
+    machine: Machine,
+    type_: str,
+    compute: Dtype,
+    residual: Dtype,
+    fp8: bool,
+    attention: str,
+    constants: Constants,
 ) -> Rates:
     cpu = machine.device == "cpu"
     peak_name = "fp8" if fp8 else type_
@@ -151,8 +182,11 @@ def _rates(
         operator_seconds=(machine.operator_seconds if cpu else 0.0) or machine.launch_seconds,
         page_seconds=machine.page_seconds if cpu else 0.0,
         cpu=cpu,
-        kernels=machine.kernels if compute == 4 else (),
-        compute=compute,
+        kernels=Kernels(
+            machine,
+            {"attention": type_, "bmm": type_, "gelu": compute, "softmax": compute, "norm": residual},
+        ),
+        compute=BYTES[compute],
         link=link,
         node=(machine.node_bytes_per_second or link * per_node) * constants.node_share,
         per_node=per_node,

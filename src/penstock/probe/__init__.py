@@ -40,7 +40,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision"
 
 log = logging.getLogger(__name__)
 
-_PROBE = 3
+_PROBE = 4
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.5
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -116,7 +116,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
 def _was_busy(kept: Machine, where: torch.device) -> bool:
     """Whether a product is so much faster now that other programs must have run while `kept` was measured."""
     best = max(
-        (sample for sample in kept.gemm if sample.dtype == "fp32"),
+        (sample for sample in kept.gemm if sample.dtype == "fp32" and sample.form == "forward"),
         key=lambda sample: sample.flops_per_second,
         default=None,
     )

@@ -7,6 +7,7 @@ views and autograd's bookkeeping.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,11 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.machine import KernelSample
+from penstock.probe.products import matmul_precision
 from penstock.probe.rates import seconds
+
+log = logging.getLogger(__name__)
 
 _ATTENTION = ((16, 32, 192), (64, 32, 48), (64, 64, 24), (197, 64, 12), (577, 64, 4))
 """Tokens, features of a head, and pairs of sample and head: digits, small images, ViT at 224 and at 384 pixels."""
-_ATTENTION_QUICK = (_ATTENTION[0], _ATTENTION[3])
+_ATTENTION_QUICK = (_ATTENTION[0], _ATTENTION[1], _ATTENTION[3])
+_TYPES = (
+    ("fp32", torch.float32, "highest"),
+    ("fp32_medium", torch.float32, "medium"),
+    ("bf16", torch.bfloat16, "highest"),
+    ("fp16", torch.float16, "highest"),
+)
+"""A type's name, what operands are stored in, and the setting of fp32 products."""
 _ROWS, _WIDTH = 512, 384
 _SCORES = (1024, 197)
 _LAYERS = 8
@@ -29,80 +40,101 @@ _BACKWARD_PRODUCTS = 2.5
 
 
 def kernel_samples(device: torch.device, quick: bool, budget: float) -> list[KernelSample]:
-    """Rates in fp32: elements per second of operators, FLOP/s of attention by tokens and features of a head."""
-    generator = torch.Generator(device=device).manual_seed(0)
+    """Elements per second of operators, and FLOP/s of attention by tokens and features of a head, in each type.
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
+    A type that this CPU cannot compute in is left out.
+    """
+    samples: list[KernelSample] = []
+    for name, dtype, matmul in _TYPES:
+        kernels = _Kernels(name, dtype, device, budget)
+        with matmul_precision(matmul):
+            try:
+                if matmul == "highest":
+                    samples += kernels.elementwise()
+                samples += kernels.attention(_ATTENTION_QUICK if quick else _ATTENTION)
+            except (RuntimeError, NotImplementedError) as error:
+                log.info("%s kernels do not run on %s: %s", name, device, str(error).partition("\n")[0])
+    return samples
 
-    def timed(call: Callable[[], object]) -> float:
-        return seconds(call, device, budget)
 
-    return [
-        *_elementwise(random, timed),
-        *_products(random, timed, _ATTENTION_QUICK if quick else _ATTENTION),
-    ]
+class _Kernels:
+    """Measures the operators in one type."""
 
+    def __init__(self, name: str, dtype: torch.dtype, device: torch.device, budget: float) -> None:
+        self.name, self.dtype, self.device, self.budget = name, dtype, device, budget
+        self.generator = torch.Generator(device=device).manual_seed(0)
 
-def _elementwise(
-    random: Callable[..., Tensor], timed: Callable[[Callable[[], object]], float]
-) -> Iterator[KernelSample]:
-    x, gradient, weight = random(_ROWS, _WIDTH), random(_ROWS, _WIDTH), random(_WIDTH)
-    _, mean, root = torch.native_layer_norm(x, [_WIDTH], weight, weight, 1e-6)
-    scores = random(*_SCORES)
-    shares = scores.softmax(-1)
-    calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
-        "gelu": (x, lambda: F.gelu(x)),
-        "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
-        "norm": (x, lambda: F.layer_norm(x, [_WIDTH], weight, weight)),
-        "norm_backward": (
-            x,
-            lambda: torch.ops.aten.native_layer_norm_backward(
-                gradient, x, [_WIDTH], mean, root, weight, weight, [True, True, True]
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.generator).to(self.dtype)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        return seconds(call, self.device, self.budget)
+
+    def elementwise(self) -> Iterator[KernelSample]:
+        x, gradient, weight = self.random(_ROWS, _WIDTH), self.random(_ROWS, _WIDTH), self.random(_WIDTH)
+        _, mean, root = torch.native_layer_norm(x, [_WIDTH], weight, weight, 1e-6)
+        scores = self.random(*_SCORES)
+        shares = scores.softmax(-1)
+        calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
+            "gelu": (x, lambda: F.gelu(x)),
+            "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
+            "norm": (x, lambda: F.layer_norm(x, [_WIDTH], weight, weight)),
+            "norm_backward": (
+                x,
+                lambda: torch.ops.aten.native_layer_norm_backward(
+                    gradient, x, [_WIDTH], mean, root, weight, weight, [True, True, True]
+                ),
             ),
-        ),
-        "softmax": (scores, lambda: scores.softmax(-1)),
-        "softmax_backward": (
-            scores,
-            lambda: torch.ops.aten._softmax_backward_data(scores, shares, -1, torch.float32),
-        ),
-    }
-    for name, (over, call) in calls.items():
-        yield KernelSample(name=name, per_second=over.numel() / timed(call))
+            "softmax": (scores, lambda: scores.softmax(-1)),
+            "softmax_backward": (
+                scores,
+                lambda: torch.ops.aten._softmax_backward_data(scores, shares, -1, self.dtype),
+            ),
+        }
+        for name, (over, call) in calls.items():
+            yield KernelSample(name=name, per_second=over.numel() / self.seconds(call), dtype=self.name)
 
+    def attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
+        """Fused attention and the batched products of plain attention, forward and backward."""
+        for tokens, features, pairs in shapes:
+            q, k, v, gradient = (self.random(1, pairs, tokens, features) for _ in range(4))
+            weights = self.random(pairs, tokens, tokens)
+            a, b, c, d = q[0], k[0], v[0], gradient[0]
+            flops = 4.0 * pairs * tokens * tokens * features
+            inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
-def _products(
-    random: Callable[..., Tensor],
-    timed: Callable[[Callable[[], object]], float],
-    shapes: tuple[tuple[int, int, int], ...],
-) -> Iterator[KernelSample]:
-    for tokens, features, pairs in shapes:
-        q, k, v = (random(1, pairs, tokens, features).requires_grad_() for _ in range(3))
-        gradient = random(1, pairs, tokens, features)
+            def fused(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v)
+            with torch.enable_grad():
+                out = fused()
 
-        flops = 4.0 * pairs * tokens * tokens * features
-        with torch.enable_grad():
-            out = forward()
+            def fused_backward(
+                out: Tensor = out, gradient: Tensor = gradient, inputs: tuple[Tensor, ...] = inputs
+            ) -> object:
+                return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
-        def backward(
-            out: Tensor = out, gradient: Tensor = gradient, inputs: tuple[Tensor, ...] = (q, k, v)
-        ) -> object:
-            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+            def plain(a: Tensor = a, b: Tensor = b, c: Tensor = c, weights: Tensor = weights) -> object:
+                return torch.bmm(a, b.transpose(1, 2)), torch.bmm(weights, c)
 
-        at = {"tokens": tokens, "features": features}
-        yield KernelSample(name="attention", per_second=flops / timed(forward), **at)
-        yield KernelSample(
-            name="attention_backward", per_second=_BACKWARD_PRODUCTS * flops / timed(backward), **at
-        )
-        with torch.no_grad():
-            a, b, shares = q[0], k[0].transpose(1, 2), random(pairs, tokens, tokens)
-            both = timed(lambda a=a, b=b: torch.bmm(a, b)) + timed(  # type: ignore[misc]
-                lambda a=a, shares=shares: torch.bmm(shares, a)  # type: ignore[misc]
+            def plain_backward(
+                a: Tensor = a, b: Tensor = b, c: Tensor = c, d: Tensor = d, weights: Tensor = weights
+            ) -> object:
+                turned = weights.transpose(1, 2)
+                scores = torch.bmm(d, c.transpose(1, 2)), torch.bmm(turned, d)
+                return *scores, torch.bmm(weights, b), torch.bmm(turned, a)
+
+            calls: tuple[tuple[str, float, Callable[[], object]], ...] = (
+                ("attention", 1.0, fused),
+                ("attention_backward", _BACKWARD_PRODUCTS, fused_backward),
+                ("bmm", 1.0, plain),
+                ("bmm_backward", 2.0, plain_backward),
             )
-        yield KernelSample(name="bmm", per_second=flops / both, **at)
+            for name, times, call in calls:
+                rate = times * flops / self.seconds(call)
+                yield KernelSample(
+                    name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name
+                )
 
 
 class _Layer(nn.Module):

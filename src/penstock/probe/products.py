@@ -30,6 +30,8 @@ _CPU_SHAPES: dict[str, Shape] = {
     "tiny": (64, 64, 64),
 }
 _CPU_QUICK = ("square half", "mlp in", "mlp out")
+_LAYERS = ("mlp in", "mlp out", "qkv")
+"""Of these a CPU's gradients are measured too."""
 _CUDA_SHAPES: dict[str, Shape] = {
     "square": (8192, 8192, 8192),
     "deep": (2048, 2048, 13312),
@@ -56,6 +58,8 @@ class _Kind:
     operands: Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]
     product: Callable[..., torch.Tensor]
     matmul: str = "highest"
+    trains: bool = True
+    """Whether gradients are computed in it."""
 
 
 @contextmanager
@@ -130,7 +134,7 @@ def _kinds(device: torch.device) -> list[_Kind]:
     if device.type == "cpu" or _has_tensor_cores(device):
         kinds.append(_Kind("bf16", _float_operands(torch.bfloat16), F.linear))
     kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
-    kinds.append(_Kind("int8", _int8_operands, torch._int_mm))
+    kinds.append(_Kind("int8", _int8_operands, torch._int_mm, trains=False))
     if device.type == "cuda" and hasattr(torch, "_scaled_mm"):
         kinds.append(_Kind("fp8", _fp8_operands, _fp8_product))
     return kinds
@@ -153,13 +157,36 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
             try:
                 with _one_thread():
                     alone = _gemm_sample(kind, _FIRST_SHAPE, device, generator, 0.0).flops_per_second
-                asked = [shapes[name] for name in names if 2.0 * math.prod(shapes[name]) / alone < patience]
+                asked = [name for name in names if 2.0 * math.prod(shapes[name]) / alone < patience]
                 samples += [
-                    _gemm_sample(kind, shape, device, generator, budget) for shape in (_FIRST_SHAPE, *asked)
+                    _gemm_sample(kind, shape, device, generator, budget)
+                    for shape in (_FIRST_SHAPE, *(shapes[name] for name in asked))
                 ]
+                if device.type == "cpu" and kind.trains:
+                    gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
+                    slowest = min(sample.flops_per_second for sample in gradients)
+                    for name in asked:
+                        if name in _LAYERS and 2.0 * math.prod(shapes[name]) / slowest < patience:
+                            gradients += _gradient_samples(kind, shapes[name], generator, budget)
+                    samples += gradients
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples
+
+
+def _gradient_samples(
+    kind: _Kind, shape: Shape, generator: torch.Generator, budget: float
+) -> Iterator[GemmSample]:
+    """The two products of a linear layer's backward pass, whose factors lie as autograd passes them."""
+    cpu = torch.device("cpu")
+    x, weight = kind.operands(shape, cpu, generator)
+    m, n, k = shape
+    gradient = kind.operands((m, k, n), cpu, generator)[0]
+    flops = 2.0 * m * n * k
+    taken = seconds(lambda: gradient @ weight, cpu, budget)
+    yield GemmSample(dtype=kind.name, m=m, n=k, k=n, flops_per_second=flops / taken, form="input")
+    taken = seconds(lambda: gradient.t() @ x, cpu, budget)
+    yield GemmSample(dtype=kind.name, m=n, n=k, k=m, flops_per_second=flops / taken, form="weight")
 
 
 def measured_again(sample: GemmSample, budget: float) -> GemmSample:

@@ -28,7 +28,7 @@ import torch
 
 from helpers.images import encoded, photo
 from penstock.config.run import Augment, DataConfig
-from penstock.data import Source, augment_batch, center_batch, decode, open_source
+from penstock.data import ImageSource, augment_batch, center_batch, decode, open_source
 from penstock.data.packing import Packing, pack_source
 from penstock.report.record import environment
 
@@ -78,7 +78,7 @@ def make_folder(root: Path, count: int) -> int:
     return total // count
 
 
-def reading(source: Source, *, pillow: bool = False) -> Way:
+def reading(source: ImageSource, *, pillow: bool = False) -> Way:
     fast = decode.fast_path
 
     def work(rng: np.random.Generator) -> int:
@@ -116,7 +116,7 @@ def paths(root: Path, count: int) -> tuple[dict[str, Way], dict[str, Any]]:
         packed = pack_source(folder, root / records, Packing(size=256, records=records))  # type: ignore[arg-type]
         facts[f"mean_{records}_record_bytes"] = packed.bytes // (count * COPIES)
 
-    def opened(source: str) -> Source:
+    def opened(source: str) -> ImageSource:
         return open_source(DataConfig(source=source), split="train", image_size=224)
 
     found = {"digits": reading(opened("digits"))}

@@ -13,19 +13,20 @@ import pytest
 import torch
 
 from helpers.images import write_folder
+from helpers.sources import Counting
 from penstock.config.run import Augment, DataConfig
-from penstock.data import Batch, Loader, Source, image_loader, open_source
-from penstock.data.source import BadImage, Pixels
+from penstock.data import Batch, Loader, image_loader, open_source
+from penstock.data.source import BadSample, ImageSource, Pixels
 from penstock.errors import ConfigError, DataError
 
 STRONG = Augment(color=0.5, erase=0.3, mixup=0.3, cutmix=1.0, label_smoothing=0.1)
 
 
-def digits(split: str = "train", channels: int = 1) -> Source:
+def digits(split: str = "train", channels: int = 1) -> ImageSource:
     return open_source(DataConfig(), split=split, channels=channels)  # type: ignore[arg-type]
 
 
-def loader(source: Source | None = None, **options: object) -> Loader:
+def loader(source: ImageSource | None = None, **options: object) -> Loader:
     settings: dict = {"batch": 16, "image_size": 8, "classes": 10, "augment": STRONG, "seed": 3, **options}
     return image_loader(source or digits(), **settings)
 
@@ -43,7 +44,7 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
 
 
 def threads() -> int:
-    return sum(thread.name == "penstock-data" for thread in threading.enumerate())
+    return sum(thread.name.startswith("penstock-data") for thread in threading.enumerate())
 
 
 def test_batches_are_what_a_step_takes() -> None:
@@ -78,6 +79,23 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 
 def test_more_workers_than_samples() -> None:
     assert same(take(loader(batch=1, workers=3), 4), take(loader(batch=1), 4))
+
+
+@pytest.mark.parametrize("fields", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_any_form_go_the_same_way(workers: int, fields: bool) -> None:
+    source = Counting(50, 6, fields=fields)
+    options: dict = {"batch": 8, "seed": 3, "workers": workers}
+    with Loader(source, lambda host, device: host, **options) as batches:
+        for _ in range(8):  # more than one epoch
+            host = next(batches)
+            expected = torch.from_numpy(host.ids)[:, None] + torch.arange(6)
+            tokens = host.samples["tokens"] if fields else host.samples
+            assert tokens.dtype == torch.int32
+            assert torch.equal(tokens.long(), expected)
+            if fields:
+                assert torch.equal(host.samples["mask"], expected % 2 == 0)
+    assert host.positions.tolist() == list(range(56, 64))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -144,7 +162,7 @@ def test_a_pass_left_early_starts_anew() -> None:
         assert len(list(batches)) == 8
 
 
-class Slow(Source):
+class Slow(ImageSource):
     """Takes a while for each image."""
 
     def __init__(self, seconds: float) -> None:
@@ -175,7 +193,7 @@ def test_waiting_is_counted_and_reading_overlaps_the_step() -> None:
 class Broken(Slow):
     def load(self, index: int, out: Pixels) -> None:
         if index % 20 == 0:
-            raise BadImage(f"broken/{index}", "it is a test")
+            raise BadSample(f"broken/{index}", "it is a test")
         out[...] = 0
 
 
@@ -189,11 +207,11 @@ def test_a_bad_image_ends_the_run_and_keeps_ending_it(workers: int) -> None:
 
 def test_skipped_images_are_logged_until_there_are_too_many(caplog: pytest.LogCaptureFixture) -> None:
     source = Broken(0)
-    source.bad_images = "skip"
+    source.bad_samples = "skip"
     with loader(source, batch=50) as batches:
         next(batches)
         assert "Skipped the bad sample broken/" in caplog.text
-        with pytest.raises(DataError, match="More than 1% of the images are bad"):
+        with pytest.raises(DataError, match="More than 1% of the samples are bad"):
             list(islice(batches, 20))
 
 

@@ -207,7 +207,7 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
             time.sleep(dice.uniform(0.0, 0.3))
             rank = psutil.Process(int((folder / f"rank.{dice.randrange(2)}").read_text()))
             workers = [
-                child for child in rank.children() if "penstock.data.worker" in " ".join(child.cmdline())
+                child for child in rank.children() if "penstock.data.pool" in " ".join(child.cmdline())
             ]
             assert len(workers) == 2
             os.kill(dice.choice(workers).pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Data: sources of images, the order they are read in, the Loader, and augmentation on the device.
+"""Data: sources of samples, the order they are read in, the Loader, and augmentation of images on the device.
 
 Names are imported on first use, so that reading processes, which need no torch, do not import it.
 """
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from penstock.data.loader import Loader as Loader
     from penstock.data.open import open_source as open_source
     from penstock.data.sampler import Stream as Stream
+    from penstock.data.source import ImageSource as ImageSource
     from penstock.data.source import Source as Source
 
 _HOME = {
     "Batch": "images",
+    "ImageSource": "source",
     "Loader": "loader",
     "Source": "source",
     "Stream": "sampler",

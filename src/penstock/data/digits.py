@@ -11,10 +11,10 @@ from importlib import resources
 
 import numpy as np
 
-from penstock.data.source import Pixels, Source, Split, is_val
+from penstock.data.source import ImageSource, Pixels, Split, is_val
 
 
-class Digits(Source):
+class Digits(ImageSource):
     """The digits 0..9. The validation set is every fifth of each, 355 of 1,797."""
 
     def __init__(self, split: Split, channels: int) -> None:

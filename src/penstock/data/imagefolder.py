@@ -13,7 +13,7 @@ import numpy as np
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.header import EXTENSIONS, Unreadable
-from penstock.data.source import BadImage, Pixels, Source, Split, is_val
+from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _fifth(listing: Listing, split: Split) -> Listing:
     )
 
 
-class ImageFolder(Source):
+class ImageFolder(ImageSource):
     """Decodes to size × size: shorter side resized, centre kept, EXIF orientation applied."""
 
     def __init__(self, path: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
@@ -123,7 +123,7 @@ class ImageFolder(Source):
         self.labels = np.array(listing.labels, np.int64)
         self.size = size
         self.channels = channels
-        self.bad_images = config.bad_images
+        self.bad_samples = config.bad_images
         self._root = listing.root
         self._paths = listing.paths
         self._max_pixels = config.max_pixels
@@ -137,6 +137,6 @@ class ImageFolder(Source):
         try:
             decode(path.read_bytes(), out, max_pixels=self._max_pixels)
         except Unreadable as error:
-            raise BadImage(str(path), str(error)) from error
+            raise BadSample(str(path), str(error)) from error
         except OSError as error:
-            raise BadImage(str(path), error.strerror or str(error)) from error
+            raise BadSample(str(path), error.strerror or str(error)) from error

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock.config.run import Augment
 from penstock.data.augment import augment_batch, center_batch
-from penstock.data.loader import Loader
-from penstock.data.pump import HostBatch
-from penstock.data.source import Source
+from penstock.data.loader import HostBatch, Loader
+from penstock.data.resample import ship
+from penstock.data.source import ImageSource
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class PrepareImages:
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         *,
         image_size: int,
         classes: int,
@@ -69,11 +69,12 @@ class PrepareImages:
         self.augment = augment
         self.seed = seed
         self._crop_share = source.crop_share
+        self._labels = source.labels
 
     def __call__(self, host: HostBatch, device: torch.device) -> Batch:
         """Copy to the device and augment there, on the current stream, waiting for nothing."""
-        images = host.images.to(device, non_blocking=True)
-        targets = host.labels.to(device, non_blocking=True)
+        images = host.samples.to(device, non_blocking=True)
+        targets = ship(self._labels[host.ids], device)
         if self.augment is None:
             images = center_batch(images, image_size=self.image_size, crop_share=self._crop_share)
         else:
@@ -90,7 +91,7 @@ class PrepareImages:
 
 
 def image_loader(
-    source: Source,
+    source: ImageSource,
     *,
     image_size: int,
     classes: int,

@@ -8,26 +8,44 @@ only take threads from the step, when the batch is asked for. What a batch looks
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from penstock.data.pump import HostBatch, InProcess, Pump, Reader, Request
+from penstock.data.pool import Pool
 from penstock.data.sampler import Stream
-from penstock.data.source import Source, Tally
+from penstock.data.source import Reading, Source, Tally
 from penstock.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
 DEPTH = 3
 """Batches read ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch as its source gives it, in host memory; pinned where it goes to a GPU."""
+
+    samples: Any
+    """A tensor (B, *the shape of a sample); where a sample has several fields, a dict of such tensors."""
+    ids: NDArray[np.int64]
+    """(B,) which samples of the source they are."""
+    positions: NDArray[np.int64]
+    """(B,) where in the stream they are."""
+    bad: tuple[tuple[str, str], ...]
+    """(path, why) of each sample that was replaced."""
 
 
 class Loader:
@@ -68,12 +86,12 @@ class Loader:
         self.tally = Tally(len(source))
         self._prepare = prepare
         self._stream = Stream(len(source), seed)
-        self._reader = _open_reader(source, batch, workers)
-        self._pump: Pump | None = None
+        self._reader: Reader = Pool(source, batch, workers, DEPTH) if workers else InProcess(source, batch)
+        self._reading: _ReadAhead | None = None
         self._ahead: _Staged | None = None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended = False
-        self._finalizer = weakref.finalize(self, _close, [], self._reader)
+        self._finalizer = weakref.finalize(self, _close, self._reader)
 
     def __len__(self) -> int:
         """Batches of one pass for this rank."""
@@ -110,7 +128,7 @@ class Loader:
     def close(self) -> None:
         """End threads and processes. The Loader can not be used afterwards."""
         self._finalizer()
-        self._pump = self._ahead = None
+        self._reading = self._ahead = None
         self._ended = True
 
     def __enter__(self) -> Loader:
@@ -122,16 +140,16 @@ class Loader:
     def _restart(self, position: int) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("This Loader has been closed.")
-        if self._pump is not None:
-            self._pump.stop()
-        self._pump = self._ahead = None
+        if self._reading is not None:
+            self._reading.stop()
+        self._reading = self._ahead = None
         self.position = position
         self._ended = False
 
     def _next(self) -> Any:
         if self._ended:
             raise StopIteration
-        if self._pump is None:
+        if self._reading is None:
             self._start()
         if self._side is None:
             host = self._take()
@@ -150,13 +168,13 @@ class Loader:
         requests = _requests(
             self._stream, self.position, self.batch, self.rank, self.world, endless=self.endless
         )
-        self._pump = Pump(self._reader, requests, depth=DEPTH, pin=self.device.type == "cuda")
+        self._reading = _ReadAhead(self._reader, requests, pin=self.device.type == "cuda")
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, [self._pump], self._reader)
+        self._finalizer = weakref.finalize(self, _close, self._reader, self._reading)
 
     def _take(self) -> HostBatch | None:
-        assert self._pump is not None
-        host = self._pump.get()
+        assert self._reading is not None
+        host = self._reading.next()
         if host is not None:
             for path, why in host.bad:
                 log.warning("Skipped the bad sample %s: %s.", path, why)
@@ -190,26 +208,122 @@ class _Staged:
     ready: torch.cuda.Event
 
 
-def _close(pumps: list[Pump], reader: Reader) -> None:
-    for pump in pumps:
-        pump.halt()
+class Reader(Protocol):
+    """Reads batches of samples in the order in which they were asked for."""
+
+    def submit(self, indices: NDArray[np.int64]) -> None: ...
+
+    def receive(self) -> tuple[NDArray[Any], Reading]:
+        """The oldest batch asked for. Its samples are only valid until the next call."""
+        ...
+
+    def discard(self) -> None:
+        """Drop what was submitted and not received."""
+        ...
+
+    def abort(self) -> None:
+        """Release a thread that waits in `receive`. Called from another thread."""
+        ...
+
+    def close(self) -> None:
+        """End. Nobody may be using the reader."""
+        ...
+
+
+class InProcess:
+    """Reads in the thread that receives."""
+
+    def __init__(self, source: Source, batch: int) -> None:
+        self._source = source
+        self._pending: deque[NDArray[np.int64]] = deque()
+        self._room = np.empty(batch, source.sample)
+        self.submit = self._pending.append
+        self.discard = self.close = self._pending.clear
+
+    def receive(self) -> tuple[NDArray[Any], Reading]:
+        indices = self._pending.popleft()
+        out = self._room[: len(indices)]
+        return out, self._source.read_into(indices, out)
+
+    def abort(self) -> None:
+        pass  # a batch is read to its end
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The content of a batch: sample numbers, and their positions in the stream."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class _ReadAhead:
+    """Reads requests in a thread, a few batches ahead of who takes them, in order.
+
+    It has no reference to the Loader, so that a Loader without users is collected, and stops reading.
+    """
+
+    def __init__(self, reader: Reader, requests: Iterator[_Request], *, pin: bool) -> None:
+        self._reader = reader
+        self._requests = requests
+        self._pin = pin
+        self._in_flight: deque[_Request] = deque()
+        self._batches: deque[Future[HostBatch | None]] = deque()
+        self._thread: list[int] = []
+        self._executor = ThreadPoolExecutor(
+            1, "penstock-data", initializer=lambda: self._thread.append(threading.get_ident())
+        )
+
+    def next(self) -> HostBatch | None:
+        """The next batch, or None at the end. Raises what reading raised. A later call has the same result then."""
+        self._fill()
+        batch = self._batches[0].result()
+        if batch is not None:
+            self._batches.popleft()
+            self._fill()
+        return batch
+
+    def stop(self) -> None:
+        """End the thread, and drop what it had in flight. The reader can be used again."""
+        own = threading.get_ident() in self._thread  # the garbage collector may run in that very thread
+        self._executor.shutdown(wait=not own, cancel_futures=True)
+        self._reader.discard()
+
+    def _fill(self) -> None:
+        while len(self._batches) < DEPTH:
+            self._batches.append(self._executor.submit(self._read))
+
+    def _read(self) -> HostBatch | None:
+        while len(self._in_flight) < DEPTH and (request := next(self._requests, None)) is not None:
+            self._reader.submit(request.ids)
+            self._in_flight.append(request)
+        if not self._in_flight:
+            return None
+        request = self._in_flight.popleft()
+        samples, reading = self._reader.receive()
+        return HostBatch(_copied(samples, self._pin), reading.ids, request.positions, reading.bad)
+
+
+def _copied(array: NDArray[Any], pin: bool) -> Any:
+    """As tensors of their own, because the reader uses its memory again."""
+    if array.dtype.names:
+        return {name: _copied(array[name], pin) for name in array.dtype.names}
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin)
+    np.copyto(tensor.numpy(), array)
+    return tensor
+
+
+def _close(reader: Reader, reading: _ReadAhead | None = None) -> None:
     reader.abort()
-    for pump in pumps:
-        pump.stop()
+    if reading is not None:
+        reading.stop()
     reader.close()
-
-
-def _open_reader(source: Source, batch: int, workers: int) -> Reader:
-    if not workers:
-        return InProcess(source, batch)
-    from penstock.data.pool import Pool
-
-    return Pool(source, batch, workers, DEPTH)
 
 
 def _requests(
     stream: Stream, position: int, batch: int, rank: int, world: int, *, endless: bool
-) -> Iterator[Request]:
+) -> Iterator[_Request]:
     """This rank's slices of the global batches from `position` on."""
     while endless or position < stream.samples:
         start, stop = position + rank * batch, position + (rank + 1) * batch
@@ -218,7 +332,7 @@ def _requests(
             if start >= stop:
                 return
         positions = np.arange(start, stop)
-        yield Request(stream.ids(start, stop) if endless else positions, positions)
+        yield _Request(stream.ids(start, stop) if endless else positions, positions)
         position += batch * world
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from penstock.config.run import DataConfig
-from penstock.data.source import Source, Split, stored_size
+from penstock.data.source import ImageSource, Split, stored_size
 from penstock.errors import ConfigError
 
 
-def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> Source:
+def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
     """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
 
     `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size

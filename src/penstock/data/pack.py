@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.header import Unreadable
-from penstock.data.source import BadImage, Pixels, Source, Split, is_val
+from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.errors import DataError
 
 Records = Literal["raw", "jpeg"]
@@ -192,7 +192,7 @@ def verify(path: str | os.PathLike[str]) -> int:
     return total
 
 
-class Pack(Source):
+class Pack(ImageSource):
     """Reads a packed set. Without folders `train` and `val`, every fifth image of a class is in the validation set."""
 
     def __init__(self, path: str, split: Split, channels: int, config: DataConfig) -> None:
@@ -212,7 +212,7 @@ class Pack(Source):
         self.labels = index["label"].astype(np.int64)
         self.size = self.manifest.size
         self.channels = channels
-        self.bad_images = config.bad_images
+        self.bad_samples = config.bad_images
         self._index = index
         self._checked = np.zeros(len(index), bool)
         self._maps: dict[int, memoryview] = {}
@@ -229,7 +229,9 @@ class Pack(Source):
         record = self._maps[shard][offset : offset + int(row["length"])]
         if not self._checked[index]:
             if zlib.crc32(record) != int(row["crc"]):
-                raise BadImage(self._where(index), "its checksum is wrong, so it changed since it was packed")
+                raise BadSample(
+                    self._where(index), "its checksum is wrong, so it changed since it was packed"
+                )
             self._checked[index] = True
         return record
 
@@ -244,7 +246,7 @@ class Pack(Source):
             try:
                 decode(bytes(record), out, max_pixels=self.size**2)
             except Unreadable as error:
-                raise BadImage(self._where(index), str(error)) from error
+                raise BadSample(self._where(index), str(error)) from error
             return
         image = np.frombuffer(record, np.uint8).reshape(self.size, self.size, 3)
         if self.channels == 3:

@@ -1,50 +1,93 @@
 """Reading in several processes, which split each batch among them and write it into memory shared with this one.
 
 The processes are new Python interpreters, not forks: they inherit no lock or thread, and a script needs no
-`if __name__ == "__main__"`. They import no torch, and live as long as the pool.
+`if __name__ == "__main__"`. They import no torch. They live as long as the pool, and end when its process does, because
+that closes the pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from typing import IO, NamedTuple
+from itertools import pairwise
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.source import Pixels, Reading, Source
-from penstock.data.worker import Done, Failed, Hello, Task, open_room, receive, room_bytes, send
+from penstock.data.source import Reading, Source
 from penstock.errors import DataError
 
-_PROGRAM = "import sys; from penstock.data.worker import main; main(int(sys.argv[1]))"
+_PROGRAM = "import sys; from penstock.data.pool import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class _Room:
+    """Memory that processes share: slots of one batch each."""
+
+    def __init__(self, file: int, slots: int, batch: int, sample: np.dtype[Any]) -> None:
+        memory = mmap.mmap(file, _Room.bytes(slots, batch, sample))
+        self.ids = np.ndarray((slots, batch), np.int64, memory)
+        """What to read, and afterwards what was read, with replacements."""
+        self.samples = np.ndarray((slots, batch), sample, memory, offset=self.ids.nbytes)
+
+    @staticmethod
+    def bytes(slots: int, batch: int, sample: np.dtype[Any]) -> int:
+        return slots * batch * (8 + sample.itemsize)
+
+
+class _Part(NamedTuple):
+    """Rows start..stop of a slot, which one process reads."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class _Failed(NamedTuple):
+    """Reading failed. `told` says whether the message is already meant for the user."""
+
+    message: str
+    told: bool
+
+
+class _InFlight(NamedTuple):
+    """A batch that is being read, and the workers that read a part of it."""
+
+    slot: int
+    samples: int
+    workers: list[_Worker]
 
 
 class Pool:
     """`workers` processes that read batches of up to `batch` samples, `depth` of them at a time."""
 
     def __init__(self, source: Source, batch: int, workers: int, depth: int) -> None:
-        shape = (depth + 1, batch, source.size, source.size, source.channels)
+        if type(source).__module__ == "__main__":
+            raise DataError(
+                f"The source class {type(source).__name__} is defined in the script itself, where data workers cannot "
+                "find it. Move it into a module, or set data.workers to 0."
+            )
+        slots = depth + 1
         self._source = source.name
-        self._file = _shared_file(room_bytes(shape))
-        self._room = open_room(self._file.fileno(), shape)
-        self._free = deque(range(depth + 1))
-        self._in_flight: deque[_Request] = deque()
+        self._file = _shared_file(_Room.bytes(slots, batch, source.sample))
+        self._room = _Room(self._file.fileno(), slots, batch, source.sample)
+        self._free = deque(range(slots))
+        self._in_flight: deque[_InFlight] = deque()
         self._shown: int | None = None
         """The slot that was returned last. It is free again when the next one is asked for."""
         self._workers: list[_Worker] = []
-        hello = Hello(_pickled(source), shape)
         try:
             for number in range(workers):
                 self._workers.append(_Worker(number, self._file.fileno()))
             for worker in self._workers:
-                worker.send(hello)
+                worker.send((source, slots, batch))
         except BaseException:
             self.close()
             raise
@@ -59,15 +102,14 @@ class Pool:
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices
         edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
-        parts = [
-            (worker, *part) for worker, *part in zip(self._workers, edges, edges[1:]) if part[0] < part[1]
-        ]
-        self._in_flight.append(_Request(slot, len(indices), [worker for worker, _, _ in parts]))
-        for worker, start, stop in parts:
-            worker.send(Task(slot, start, stop))
+        parts = [_Part(slot, start, stop) for start, stop in pairwise(edges)]
+        busy = [(worker, part) for worker, part in zip(self._workers, parts) if part.start < part.stop]
+        self._in_flight.append(_InFlight(slot, len(indices), [worker for worker, _ in busy]))
+        for worker, part in busy:
+            worker.send(part)
 
-    def receive(self) -> tuple[Pixels, Reading]:
-        """The oldest batch in flight. Its pixels are valid until the next call."""
+    def receive(self) -> tuple[NDArray[Any], Reading]:
+        """The oldest batch in flight. Its samples are valid until the next call."""
         if self._shown is not None:
             self._free.append(self._shown)
         request = self._in_flight.popleft()
@@ -76,23 +118,22 @@ class Pool:
         failed: DataError | None = None
         for worker in request.workers:  # all of them, because each has an answer in its pipe
             answer = worker.receive()
-            if isinstance(answer, Done):
-                bad += answer.bad
+            if not isinstance(answer, _Failed):
+                bad += answer
             elif failed is None:
                 told = (
-                    answer.message if answer.data else f"{worker} failed on {self._source}: {answer.message}"
+                    answer.message if answer.told else f"{worker} failed on {self._source}: {answer.message}"
                 )
                 failed = DataError(told)
         if failed is not None:
             raise failed
         rows = (request.slot, slice(request.samples))
-        reading = Reading(self._room.labels[rows].copy(), self._room.ids[rows].copy(), tuple(bad))
-        return self._room.images[rows], reading
+        return self._room.samples[rows], Reading(self._room.ids[rows].copy(), tuple(bad))
 
     def discard(self) -> None:
         """Wait for the batches in flight, and drop them."""
         while self._in_flight:
-            with contextlib.suppress(DataError, ValueError):  # ValueError: the pipes have been closed
+            with contextlib.suppress(DataError, OSError):  # OSError: the pipes have been closed
                 self.receive()
 
     def abort(self) -> None:
@@ -104,39 +145,38 @@ class Pool:
         """End the processes. Nobody may be using the pool."""
         self.abort()
         for worker in self._workers:
-            worker.close()
+            worker.process.wait()
+            worker.pipe.close()
         self._file.close()
 
 
 class _Worker:
-    """One reading process and the pipes to it."""
+    """One reading process and the pipe to it."""
 
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(shared)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(shared,),
-            # The worker must find the caller's modules too, because one may define the source.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(shared)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), shared),
+                # The worker must find the caller's modules too, because one may define the source.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            )
 
     def __str__(self) -> str:
         return f"The data worker {self.number} (process {self.process.pid})"
 
     def send(self, message: object) -> None:
-        assert self.process.stdin is not None
-        try:
-            send(self.process.stdin, message)
-        except BrokenPipeError:
-            raise self._gone() from None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says that it is gone
+            self.pipe.send(message)
 
-    def receive(self) -> Done | Failed:
-        assert self.process.stdout is not None
+    def receive(self) -> tuple[tuple[str, str], ...] | _Failed:
+        """The bad samples of the oldest part that it has read, or why it failed."""
         try:
-            answer: Done | Failed = receive(self.process.stdout)
-        except EOFError:
+            answer: tuple[tuple[str, str], ...] | _Failed = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
             raise self._gone() from None
         return answer
 
@@ -151,22 +191,6 @@ class _Worker:
             "out of memory: lower data.workers or the batch."
         )
 
-    def close(self) -> None:
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-
-class _Request(NamedTuple):
-    """A batch in flight."""
-
-    slot: int
-    samples: int
-    workers: list[_Worker]
-    """The workers that read a part of it."""
-
 
 def _shared_file(size: int) -> IO[bytes]:
     """A file in memory without a name, so that nothing is left however the processes end."""
@@ -178,10 +202,25 @@ def _shared_file(size: int) -> IO[bytes]:
     return file
 
 
-def _pickled(source: Source) -> bytes:
-    if type(source).__module__ == "__main__":
-        raise DataError(
-            f"The source class {type(source).__name__} is defined in the script itself, where data workers cannot "
-            "find it. Move it into a module, or set data.workers to 0."
-        )
-    return pickle.dumps(source, protocol=pickle.HIGHEST_PROTOCOL)
+def serve(pipe: int, shared: int) -> None:
+    """What a worker does until its parent is gone: read samples into the shared memory. Both are file descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
+    os.dup2(2, 1)  # what a library prints must not get among the parent's output
+    requests = Connection(pipe)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        source, slots, batch = requests.recv()
+        room = _Room(shared, slots, batch, source.sample)
+        while True:
+            requests.send(_read(source, requests.recv(), room))
+
+
+def _read(source: Source, part: _Part, room: _Room) -> tuple[tuple[str, str], ...] | _Failed:
+    rows = slice(part.start, part.stop)
+    try:
+        reading = source.read_into(room.ids[part.slot, rows].copy(), room.samples[part.slot, rows])
+    except DataError as error:
+        return _Failed(str(error), told=True)
+    except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
+        return _Failed(f"{type(error).__name__}: {error}", told=False)
+    room.ids[part.slot, rows] = reading.ids
+    return reading.bad

@@ -1,4 +1,4 @@
-"""What a source of images is, and what happens with bad images.
+"""What a source of samples is, what a source of images is, and what happens with bad samples.
 
 This imports no torch, so that reading processes start in a fraction of a second.
 """
@@ -22,8 +22,8 @@ VAL_EVERY = 5
 """In a source without a split, every fifth sample of each class is in the validation set."""
 
 
-class BadImage(Exception):
-    """An image that cannot be read: which (`path`) and why. The policy `fail` or `skip` says what happens then."""
+class BadSample(Exception):
+    """A sample that cannot be read: which (`path`) and why. The policy `fail` or `skip` says what happens then."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path = path
@@ -35,21 +35,73 @@ class BadImage(Exception):
 
 
 class Reading(NamedTuple):
-    """The result of reading some samples: their labels, their ids after replacements, and the bad ones."""
+    """The result of reading some samples: their ids after replacements, and the bad ones."""
 
-    labels: NDArray[np.int64]
     ids: NDArray[np.int64]
     bad: tuple[tuple[str, str], ...]
     """(path, why) of each failed attempt."""
 
 
 class Source(ABC):
-    """Images of one stored size with one class each. A subclass sets the attributes and defines `load`.
+    """Samples of one form. A subclass sets the attributes and defines `load` and `__len__`.
 
     It can be pickled, so that reading processes get a copy.
     """
 
     name: str
+    sample: np.dtype[Any]
+    """The form of one sample: a numpy type with a shape, such as `np.dtype((np.int32, (1024,)))`; or a structured type
+    whose fields are such types. All samples have the same form."""
+    bad_samples: Literal["fail", "skip"] = "fail"
+
+    @abstractmethod
+    def load(self, index: int, out: Any) -> None:
+        """Write sample `index` into `out`: an array of the sample's shape, or a record. Raises BadSample where it
+        cannot be read.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def read_into(self, indices: NDArray[np.int64], out: NDArray[Any]) -> Reading:
+        """Write the samples into `out`. Under the policy `skip`, others replace bad ones.
+
+        The replacement is a pure function of the bad sample's number, so that the stream is the same for any number of
+        workers and ranks. Raises DataError under the policy `fail`.
+        """
+        ids = np.array(indices, np.int64)
+        bad: list[tuple[str, str]] = []
+        for row, index in enumerate(indices):
+            ids[row] = self._load_or_replace(int(index), out[row], bad)
+        return Reading(ids, tuple(bad))
+
+    def _load_or_replace(self, index: int, out: Any, bad: list[tuple[str, str]]) -> int:
+        candidate = index
+        for attempt in range(100):
+            try:
+                self.load(candidate, out)
+            except BadSample as error:
+                if self.bad_samples == "fail":
+                    raise DataError(
+                        f"The sample {error.path} cannot be read: {error.why}. Repair or remove it, or set "
+                        "data.bad_images to 'skip' to read another in its place (up to 1 % of the set)."
+                    ) from error
+                bad.append((error.path, error.why))
+                word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
+                candidate = int(word % np.uint64(len(self)))
+            else:
+                return candidate
+        raise DataError(
+            f"100 samples of {self.name} in a row cannot be read, the last of them {bad[-1][0]}: "
+            f"{bad[-1][1]}. Check that the data set is complete and mounted."
+        )
+
+
+class ImageSource(Source):
+    """Images of one stored size with one class each. A subclass sets the attributes and defines `load`, which gets an
+    array (size, size, channels) of uint8 to write to.
+    """
+
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
     """Class number of every sample."""
@@ -61,59 +113,25 @@ class Source(ABC):
     """Share of the side, in the centre, that evaluation uses (the usual 224 of 256)."""
     scalable: bool = False
     """True where enlarging the stored size is intended (the 8 × 8 digits), so that there is no warning."""
-    bad_images: Literal["fail", "skip"] = "fail"
 
-    @abstractmethod
-    def load(self, index: int, out: Pixels) -> None:
-        """Write image `index` into `out` (size, size, channels). Raises BadImage where it cannot be read."""
+    @property
+    def sample(self) -> np.dtype[Any]:  # type: ignore[override]  # it follows from the other attributes
+        return np.dtype((np.uint8, (self.size, self.size, self.channels)))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
         """Images (n, size, size, channels) and labels (n,). Bad images are treated as the source's policy says."""
-        out = np.empty((len(indices), self.size, self.size, self.channels), np.uint8)
-        return out, self.read_into(np.asarray(indices, np.int64), out).labels
-
-    def read_into(self, indices: NDArray[np.int64], out: Pixels) -> Reading:
-        """Write the images into `out`. Under the policy `skip`, others replace bad ones.
-
-        The replacement is a pure function of the bad image's number, so that the stream is the same for any number of
-        workers and ranks. Raises DataError under the policy `fail`.
-        """
-        ids = np.array(indices, np.int64)
-        bad: list[tuple[str, str]] = []
-        for row, index in enumerate(indices):
-            ids[row] = self._load_or_replace(int(index), out[row], bad)
-        return Reading(self.labels[ids], ids, tuple(bad))
-
-    def _load_or_replace(self, index: int, out: Pixels, bad: list[tuple[str, str]]) -> int:
-        candidate = index
-        for attempt in range(100):
-            try:
-                self.load(candidate, out)
-            except BadImage as error:
-                if self.bad_images == "fail":
-                    raise DataError(
-                        f"The image {error.path} cannot be read: {error.why}. Repair or remove it, or set "
-                        "data.bad_images to 'skip' to read another in its place (up to 1 % of the set)."
-                    ) from error
-                bad.append((error.path, error.why))
-                word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
-                candidate = int(word % np.uint64(len(self)))
-            else:
-                return candidate
-        raise DataError(
-            f"100 images of {self.name} in a row cannot be read, the last of them {bad[-1][0]}: "
-            f"{bad[-1][1]}. Check that the data set is complete and mounted."
-        )
+        out = np.empty(len(indices), self.sample)
+        return out, self.labels[self.read_into(indices, out).ids]
 
 
 @dataclass
 class Tally:
-    """Counts failures, and ends a run in which more than 1 % of the images are bad.
+    """Counts failures, and ends a run in which more than 1 % of the samples are bad.
 
-    In a small set the share is of the whole set (one bad image of fifty is 2 %). A large set may have 1,000 failures
+    In a small set the share is of the whole set (one bad sample of fifty is 2 %). A large set may have 1,000 failures
     first.
     """
 
@@ -128,9 +146,9 @@ class Tally:
         self.failed += failed
         if failed and self.failed > self.limit * max(self.tried, min(self.samples, 100_000)):
             raise DataError(
-                f"More than {self.limit:.0%} of the images are bad: {self.failed} of {self.tried} read "
+                f"More than {self.limit:.0%} of the samples are bad: {self.failed} of {self.tried} read "
                 f"so far from a set of {self.samples}. The last was {last}. Repair the data set; the path "
-                "of each bad image was logged."
+                "of each bad sample was logged."
             )
 
 

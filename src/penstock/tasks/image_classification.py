@@ -16,7 +16,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.config.trainable import require_trainable
 from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
-from penstock.data.source import Source, Split
+from penstock.data.source import ImageSource, Source, Split
 from penstock.errors import ConfigError
 from penstock.tasks.task import Prepare, Task
 
@@ -45,6 +45,7 @@ class ImageClassification(Task):
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """As many classes as the data has, where the model was left at its default number; that is said."""
         model = require_trainable(model)
+        assert isinstance(source, ImageSource)
         found = len(source.classes)
         if found == model.classes:
             return model
@@ -59,6 +60,7 @@ class ImageClassification(Task):
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
+        assert isinstance(source, ImageSource)
         model = require_trainable(model)
         return PrepareImages(
             source, image_size=model.image_size, classes=model.classes, augment=augment, seed=seed

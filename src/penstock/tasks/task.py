@@ -20,7 +20,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d. A `Task`
 is one; so is a function of the user's own."""
 Prepare = Callable[[Any, torch.device], Any]
-"""Makes of what a source has read (`penstock.data.pump.HostBatch`) the batch on the device. Waits for nothing."""
+"""Makes of what a source has read (`penstock.data.loader.HostBatch`) the batch on the device. Waits for nothing."""
 
 
 class Task(ABC):

@@ -90,7 +90,7 @@ def test_a_target_that_is_there_or_full_is_left_alone(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rewrite, "write_tensors", full)
+    monkeypatch.setattr("penstock.checkpoint.storage.write_tensors", full)
     with pytest.raises(EnvironmentProblem, match="No space left"):
         rewrite.convert(source, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []

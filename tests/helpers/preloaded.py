@@ -8,7 +8,6 @@ from importlib import import_module
 
 for name in (
     "torch._dynamo",  # an optimizer imports it
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "pytest",
     "helpers.spawn",

@@ -23,15 +23,13 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.disk import write_file
-from penstock.checkpoint.index import file_name
+from penstock.checkpoint.disk import Written, write_file
+from penstock.checkpoint.index import file_name, held, share_out, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
-from penstock.checkpoint.storage import PieceSaver, ShardWriter, write_alone
+from penstock.checkpoint.storage import INDEX, write_chunks, write_json
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
 _log = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -
             return final
         _write(temporary, parts, coordinator)
         coordinator.first(lambda: publish(temporary, final))
-    except (Exception, CheckpointException) as problem:
+    except Exception as problem:
         where, error = _cause(problem)
         if coordinator.rank == 0:
             remove(temporary)
@@ -89,16 +87,13 @@ def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> 
         raise problem.error from problem
 
 
-def _cause(problem: BaseException) -> tuple[str, BaseException]:
+def _cause(problem: Exception) -> tuple[str, BaseException]:
     """Where it happened, in words, and the error of the lowest rank that failed."""
-    if isinstance(problem, RankProblem):
+    if not isinstance(problem, RankProblem):
+        return "", problem
+    if isinstance(problem.error, PenstockError | OSError):
         return f" (rank {problem.rank})", problem.error
-    if isinstance(problem, CheckpointException):
-        rank, (error, _) = min(problem.failures.items())
-        if isinstance(error, PenstockError | OSError):
-            return f" (rank {rank})", error
-        return "", RuntimeError(f"Rank {rank} failed to write a checkpoint: {type(error).__name__}: {error}")
-    return "", problem
+    return "", RuntimeError(f"Rank {problem.rank} failed to write a checkpoint: {problem.error}")
 
 
 def _prepare(folder: Path, parts: Parts) -> bool:
@@ -151,26 +146,22 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
             )
 
     coordinator.all(shared)
-    writer = ShardWriter(temporary, coordinator.rank, coordinator.world)
-    if coordinator.group is None:
-        write_alone(writer, parts.pieces)
-    else:
-        save_shards(
-            dict(parts.pieces), storage_writer=writer, planner=PieceSaver(), process_group=coordinator.group
-        )
+    rank, world = coordinator.rank, coordinator.world
+    index = share_out(coordinator.all(lambda: held(parts.pieces)))
 
-    def documents() -> dict[str, object]:
+    def own_files() -> dict[str, Written]:
+        files = write_chunks(temporary, index, world, lambda name, _: parts.pieces[name].values, rank=rank)
+        documents: dict[str, object] = {}
         if parts.local:
-            writer.write_json(file_name(LOCAL, coordinator.rank, coordinator.world, "json"), parts.local)
-        if coordinator.rank == 0:
-            writer.write_json("state.json", parts.document)
-            writer.write_json("config.json", parts.config)
-        return dict(writer.files)
+            documents[file_name(LOCAL, rank, world, "json")] = parts.local
+        if rank == 0:
+            documents |= {INDEX: to_json(index), "state.json": parts.document, "config.json": parts.config}
+        return files | {name: write_json(temporary / name, content) for name, content in documents.items()}
 
-    files = {name: written for share in coordinator.all(documents) for name, written in share.items()}
+    files = {name: written for share in coordinator.all(own_files) for name, written in share.items()}
 
     def manifest() -> None:
-        listed = Manifest(parts.step, parts.plan, versions(), files, coordinator.world)  # type: ignore[arg-type]
+        listed = Manifest(parts.step, parts.plan, versions(), files, world)
         write_manifest(temporary, listed)
 
     coordinator.first(manifest)

@@ -1,24 +1,18 @@
-"""Which file holds each part of each tensor: `tensors.json`, in place of the pickle that DCP writes."""
+"""Which file holds each part of each tensor: what `tensors.json` says."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from penstock.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, TensorInfo, read_header
+from penstock.checkpoint.snapshot import Piece
+from penstock.checkpoint.tensorfile import DTYPES, TensorInfo, dtype_name, read_header
 from penstock.errors import CheckpointError
 
 
@@ -56,38 +50,63 @@ def file_name(group: str, rank: int, world: int, suffix: str = "safetensors") ->
 
 def key_of(name: str, entry: Entry, chunk: Chunk) -> str:
     """What a chunk is called in its file: the tensor's own name where it is whole."""
-    return chunk_key(name, entry.shape, chunk.offsets, chunk.sizes)
-
-
-def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
-    """Do what `key_of` does, for the parts of a chunk."""
     plain = name.partition("/")[2]
-    return plain if tuple(sizes) == tuple(shape) else f"{plain}@{','.join(map(str, offsets))}"
+    return plain if chunk.sizes == entry.shape else f"{plain}@{','.join(map(str, chunk.offsets))}"
 
 
-def index_of(metadata: Metadata, ranks: Mapping[MetadataIndex, int]) -> dict[str, Entry]:
-    """The index of what DCP planned; `ranks` says which rank wrote each chunk."""
+class Held(NamedTuple):
+    """A box of a tensor that some rank holds."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def held(pieces: Mapping[str, Piece]) -> dict[str, Held]:
+    """What this rank has of each tensor. A dimension of 3 over 4 ranks leaves one of them nothing.
+
+    Raises:
+        TypeError: a tensor is of a dtype that no checkpoint holds.
+    """
+    return {
+        name: Held(
+            dtype_name(name, piece.values.dtype),
+            tuple(piece.shape),
+            tuple(piece.offsets),
+            tuple(piece.values.shape),
+        )
+        for name, piece in pieces.items()
+        if piece.values.numel() > 0 or piece.shape.numel() == 0
+    }
+
+
+def share_out(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Entry]:
+    """Which rank writes what, if each holds what `ranks` says. What several hold is written once, by the one that has
+    the fewest bytes to write so far.
+
+    Raises:
+        ValueError: what the ranks hold of a tensor does not fill it, or they hold different tensors under one name.
+    """
+    holders: dict[str, dict[Held, list[int]]] = {}
+    for rank, pieces in enumerate(ranks):
+        for name, piece in pieces.items():
+            holders.setdefault(name, {}).setdefault(piece, []).append(rank)
+    load = [0] * len(ranks)
     index = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), name
-        chunks = tuple(
-            Chunk(ranks[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes))
-            for c in tensor.chunks
-        )
-        index[name] = Entry(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks)
+    for name, boxes in holders.items():
+        chunks = []
+        for box, candidates in boxes.items():
+            writer = min(candidates, key=load.__getitem__)
+            load[writer] += math.prod(box.sizes) * DTYPES[box.dtype].itemsize
+            chunks.append(Chunk(writer, box.offsets, box.sizes))
+        first = next(iter(boxes))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(first.shape):
+            raise ValueError(
+                f"The ranks do not hold the tensor '{name}' of shape {first.shape} exactly once."
+            )
+        index[name] = Entry(first.dtype, first.shape, tuple(chunks))
     return index
-
-
-def metadata_of(index: Index) -> Metadata:
-    """What DCP's planner reads of an index."""
-    return Metadata({
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=entry.torch_dtype),
-            torch.Size(entry.shape),
-            [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-        )
-        for name, entry in index.items()
-    })  # fmt: skip
 
 
 def to_json(index: Index) -> dict[str, Any]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.commit import make_empty, publish, remove, write_manifest
 from penstock.checkpoint.disk import Written, write_file
-from penstock.checkpoint.index import Chunk, Entry, chunk_key, file_name, to_json
+from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, verify, versions
 from penstock.checkpoint.reader import Checkpoint, open_verified
 from penstock.checkpoint.snapshot import LOCAL, Piece
-from penstock.checkpoint.storage import INDEX, read_pieces
+from penstock.checkpoint.storage import INDEX, read_pieces, write_chunks, write_json
 from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 
@@ -80,39 +80,21 @@ def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
 def _rewritten(checkpoint: Checkpoint, folder: Path, ranks: int) -> dict[str, Written]:
     same = ranks == checkpoint.world
     index: dict[str, Entry] = {}
-    outgoing: dict[str, list[Pending]] = {}
     for name, entry in checkpoint.index.items():
-        group = name.partition("/")[0]
-        if group == LOCAL:
-            if not same:
-                continue
-            chunks: Sequence[Chunk] = entry.chunks
-        else:
-            chunks = tuple(_split(entry.shape, ranks))
-        index[name] = Entry(entry.dtype, entry.shape, tuple(chunks))
-        for chunk in chunks:
-            outgoing.setdefault(file_name(group, chunk.rank, ranks), []).append(
-                Pending(
-                    chunk_key(name, entry.shape, chunk.offsets, chunk.sizes),
-                    entry.torch_dtype,
-                    chunk.sizes,
-                    partial(_fetch, checkpoint, name, chunk),
-                )
-            )
-    files = {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
-
-    def document(name: str, content: Any) -> None:
-        files[name] = write_file(folder / name, [json.dumps(content, separators=(",", ":")).encode()])
-
+        if not name.startswith(f"{LOCAL}/"):
+            index[name] = replace(entry, chunks=tuple(_split(entry.shape, ranks)))
+        elif same:
+            index[name] = entry
+    files = write_chunks(folder, index, ranks, partial(_fetch, checkpoint))
+    documents = {INDEX: to_json(index), "state.json": checkpoint.document, "config.json": checkpoint.config}
     if same:
-        for rank in range(ranks):
-            name = file_name(LOCAL, rank, ranks, "json")
-            if name in checkpoint.manifest.files:
-                document(name, json.loads((checkpoint.path / name).read_bytes()))
-    document(INDEX, to_json(index))
-    document("state.json", checkpoint.document)
-    document("config.json", checkpoint.config)
-    return files
+        local = (file_name(LOCAL, rank, ranks, "json") for rank in range(ranks))
+        documents |= {
+            name: json.loads((checkpoint.path / name).read_bytes())
+            for name in local
+            if name in checkpoint.manifest.files
+        }
+    return files | {name: write_json(folder / name, content) for name, content in documents.items()}
 
 
 def _split(shape: tuple[int, ...], ranks: int) -> Iterator[Chunk]:

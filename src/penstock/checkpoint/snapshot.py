@@ -1,4 +1,4 @@
-"""What is saved: a snapshot of a run, and the pieces of its tensors that torch.distributed.checkpoint is given."""
+"""What is saved: a snapshot of a run, and the pieces of its tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.tree import pack
@@ -46,35 +44,12 @@ class Snapshot:
 class Piece:
     """This rank's part of a tensor of `shape`: `values` begins at `offsets` in it. A whole tensor is one piece.
 
-    It has the methods by which torch.distributed.checkpoint asks a tensor for its parts, as DTensor has. It needs no
-    device mesh, so that a copy on the host can be saved in place of what is on a device.
+    It needs no device mesh, so that a copy on the host can be saved in place of what is on a device.
     """
 
     values: Tensor
     shape: torch.Size
     offsets: torch.Size
-
-    def size(self) -> torch.Size:
-        """Of the whole tensor."""
-        return self.shape
-
-    def held(self) -> bool:
-        """Whether this rank has anything to save: a dimension of 3 over 4 ranks leaves one of them nothing."""
-        return self.values.numel() > 0 or self.shape.numel() == 0
-
-    def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
-        if not self.held():
-            return []
-        data = TensorWriteData(
-            self._chunk(), TensorProperties(dtype=self.values.dtype, requires_grad=False), self.shape
-        )
-        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.values.numel() > 0 else []
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(self.offsets, self.values.shape)
 
 
 def piece_of(tensor: Tensor) -> Piece:

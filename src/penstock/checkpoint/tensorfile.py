@@ -39,6 +39,13 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+def dtype_name(tensor: str, dtype: torch.dtype) -> str:
+    """What safetensors calls the dtype of a tensor. Raises TypeError for one that no checkpoint holds."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"Tensor '{tensor}' is of {dtype}, which the checkpoint format cannot hold.")
+    return DTYPE_NAMES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A tensor that is to be written. `fetch` gives it when its turn has come, on any device, of any strides."""
@@ -64,13 +71,9 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for tensor in tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(
-                f"Tensor '{tensor.name}' is of {tensor.dtype}, which the checkpoint format cannot hold."
-            )
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": dtype_name(tensor.name, tensor.dtype),
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }

@@ -11,7 +11,8 @@ from calibration.table import FOLDER, Row
 from penstock.planner.constants import DEFAULT, Constants
 
 FITTED = (
-    "gemm_share", "fused_attention_share", "step_seconds", "kernel_seconds", "memory_share", "node_share", "straggling"
+    "gemm_share", "fused_attention_share", "host_wait_seconds", "kernel_seconds", "memory_share", "node_share",
+    "straggling",
 )  # fmt: skip
 """Constants that a fit changes. The others are read off one table (nccl), or are ranges that a source states."""
 HOPPER = ("gemm_share_hopper",)

@@ -15,8 +15,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
-from penstock.planner.layout import stage_blocks
-from penstock.planner.pipeline import zero_bubble_share
+from penstock.planner.pipeline import stage_blocks, zero_bubble_share
 from penstock.planner.rates import rates_of
 from penstock.planner.search import explore
 from penstock.schedules import Costs, generate, simulate

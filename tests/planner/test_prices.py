@@ -15,9 +15,8 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.explain import explain
-from penstock.planner.layout import blocks_by_stage, stage_blocks
 from penstock.planner.memory import in_flight, rested
-from penstock.planner.pipeline import zero_bubble_idle
+from penstock.planner.pipeline import blocks_by_stage, stage_blocks, zero_bubble_idle
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Space, explore, layouts
 from penstock.schedules import Costs, generate, held, simulate

@@ -87,7 +87,7 @@ class Subject(ABC):
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
         work = self.workload(setting)
-        each, _ = flops(work, "none", 1, False)
+        each, _ = flops(work)
         return round(each) * setting.plan.accumulate * setting.plan.dp
 
 

@@ -56,7 +56,7 @@ class Constants:
     """Gap between two dependent kernels of a GPU, where the host runs ahead: fitted."""
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
-    step_seconds: float = 0.0494
+    host_wait_seconds: float = 0.0494
     """What devices wait between two steps of a distributed run: for the host to read the loss and the norm, to log, and
     to launch ahead again. A step on one device need not wait."""
 

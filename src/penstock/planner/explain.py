@@ -27,7 +27,7 @@ SECOND_WORDS = {
     "data": "data parallel collectives, exposed",
     "optimizer": "optimizer, and adding up gradients",
     "offload": "copies to the host's memory and back, exposed",
-    "step": "host work between steps",
+    "host_wait": "host work between steps",
     "straggling": "waiting for the slowest replica",
     "launch": "waiting for the host",
     "pages": "pages of freed memory mapped again",

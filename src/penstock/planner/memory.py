@@ -16,9 +16,9 @@ from typing import NamedTuple
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.layout import stage_blocks
 from penstock.planner.operators import COLLECTIVE, Part, Workload
-from penstock.planner.recompute import kept_by
+from penstock.planner.pipeline import stage_blocks
+from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import Holding, holding
 
 BUFFER_BYTES = 64 * 2**20
@@ -60,32 +60,29 @@ def held(work: Workload, plan: Plan) -> Held:
     """What a micro-batch keeps, and what its backward pass needs besides."""
     # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.
     standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or plan.dp * plan.cp > 1
-    gradient = 0.0 if standing else BYTES[numerics_of(plan).gradients]
-    return _held(work, plan.recompute, plan.recompute_every, plan.compile != "none", gradient)
+    return _held(work, Recompute.of(plan), 0.0 if standing else BYTES[numerics_of(plan).gradients])
 
 
 @lru_cache(maxsize=8192)
-def _held(work: Workload, recompute: str, every: int, compiled: bool, gradient: float) -> Held:
+def _held(work: Workload, how: Recompute, gradient: float) -> Held:
     if work.kept_bytes is not None:
         return Held({}, {"activations": work.kept_bytes}, {}, work.working_bytes, 0.0)
     blocks: dict[str, float] = {}
     ends: dict[str, dict[str, float]] = {}
     working = output = learned = 0.0
     for part in reversed(work.parts):
-        own = kept_by(part, recompute, compiled=compiled)
+        own, whole = kept_by(part, how), kept_by(part, NOTHING)
         if part.block is None:
             ends[part.name] = own
             if part.name == "exit":
                 output, learned = live_bytes(part, gradient)
             continue
-        whole = kept_by(part, "none")
-        for source, share in (
-            ((own, 1 / every), (whole, 1 - 1 / every)) if recompute != "none" else ((own, 1.0),)
-        ):
+        for source, share in ((own, how.share), (whole, 1 - how.share)):
             for name, size in source.items():
-                blocks[name] = blocks.get(name, 0.0) + part.count * size * share
-        remade = sum(whole.values()) - sum(own.values()) if recompute != "none" else 0.0
-        working = max(working, live_bytes(part, gradient)[0] + max(0.0, remade) + learned)
+                if share:
+                    blocks[name] = blocks.get(name, 0.0) + part.count * size * share
+        remade = max(0.0, sum(whole.values()) - sum(own.values()))
+        working = max(working, live_bytes(part, gradient)[0] + remade + learned)
     return Held(blocks, ends["entrance"], ends["exit"], working, output)
 
 
@@ -132,12 +129,9 @@ def memory(
             parts["weights"] = 0.0
     parts |= _moments(work, plan, hold, parts)
     groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
+    found = parts["activations"] + parts["output"] + parts["working"]
     parts["communication"] = 0.0 if cpu else groups * BUFFER_BYTES
-    parts["fragmentation"] = (
-        0.0
-        if cpu
-        else constants.fragmentation * sum(parts[name] for name in ("activations", "output", "working"))
-    )
+    parts["fragmentation"] = 0.0 if cpu else constants.fragmentation * found
     return parts
 
 

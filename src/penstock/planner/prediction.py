@@ -17,7 +17,7 @@ from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.memory import held, in_flight, memory
 from penstock.planner.operators import Workload
 from penstock.planner.rates import Rates, rates_of
-from penstock.planner.recompute import computed_again
+from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.step import step
 from penstock.planner.traced import as_planned
 
@@ -142,7 +142,7 @@ def predicted(
     seconds = time.total
     parts = memory(work, plan, constants, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))
-    useful, again = flops(work, plan.recompute, plan.recompute_every, plan.compile != "none")
+    useful, again = flops(work, Recompute.of(plan))
     # All devices of a replica share one micro-batch.
     each = plan.accumulate / (plan.pp * seconds)
     kinds = held(work, plan).activations
@@ -180,13 +180,12 @@ def predicted(
 
 
 @lru_cache(maxsize=8192)
-def flops(work: Workload, recompute: str, every: int, compiled: bool) -> tuple[float, float]:
+def flops(work: Workload, how: Recompute = NOTHING) -> tuple[float, float]:
     """Model FLOPs of one micro-batch on one device, all stages together, and those that are computed twice."""
     useful = again = 0.0
     for part in work.parts:
         operators = (*part.forward, *part.backward)
-        twice = computed_again(part, recompute, compiled=compiled) if part.block else ()
         useful += part.count * part.model_flops(operators)
         again += part.count * sum(op.repeated_flops for op in operators)
-        again += part.count * sum(op.flops for op in twice) / every
+        again += part.count * how.share * sum(op.flops for op in computed_again(part, how))
     return useful, again

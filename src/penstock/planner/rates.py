@@ -95,9 +95,9 @@ class Rates:
     ramp_bytes: float
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
-    step_seconds: float
+    host_wait_seconds: float
+    """Between two steps of a distributed run, where its software waits for the host."""
     straggling: float
-    fragmentation: float
     host: float
     """Between a device and host memory, one direction."""
     host_update: float
@@ -196,9 +196,8 @@ def _rates(
         ramp_seconds=constants.ramp_seconds,
         ramp_bytes=constants.ramp_bytes,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
-        step_seconds=0.0 if cpu else constants.step_seconds,
+        host_wait_seconds=0.0 if cpu else constants.host_wait_seconds,
         straggling=constants.straggling,
-        fragmentation=0.0 if cpu else constants.fragmentation,
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
         host_update=HOST_BYTES_PER_SECOND,
     )

@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
+from penstock.config.plan import Plan
 from penstock.planner.operators import Op, Part
 
 
-@lru_cache(maxsize=8192)
-def computed_again(part: Part, recompute: str, *, compiled: bool = True) -> tuple[Op, ...]:
-    """The forward operators of a block that its backward pass runs a second time.
+class Recompute(NamedTuple):
+    """What a Plan says of recomputation.
 
-    `full` runs all; `early` stops where all that is needed is there, as torch's own checkpointing does; `selective`
-    runs what keeps scores; `operators` runs all but attention and every other product, as torch's per-operator policy.
+    `full` runs all of a block again; `early` stops where all that is needed is there, as torch's own checkpointing
+    does; `selective` runs what keeps scores; `operators` runs all but attention and every other product, as torch's
+    per-operator policy.
     """
-    if recompute == "full":
+
+    kind: str = "none"
+    share: float = 1.0
+    """Of the blocks."""
+    compiled: bool = False
+    """Whether a result that no gradient needs is dropped."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Recompute:
+        """That of a plan."""
+        return cls(plan.recompute, 1 / plan.recompute_every, plan.compile != "none")
+
+
+NOTHING = Recompute()
+
+
+@lru_cache(maxsize=8192)
+def computed_again(part: Part, how: Recompute) -> tuple[Op, ...]:
+    """The forward operators of a part that its backward pass runs a second time."""
+    if part.block is None:
+        return ()
+    if how.kind == "full":
         return part.forward
-    if recompute == "early":
+    if how.kind == "early":
         return part.forward[: _last_needed(part.forward)]
-    if recompute == "selective":
-        return tuple(_scores(part.forward))
-    if recompute == "operators":
-        return _by_policy(part.forward, compiled)[0]
+    if how.kind == "selective":
+        return tuple(op for op in part.forward if _is_of_scores(op))
+    if how.kind == "operators":
+        return _by_policy(part.forward, how.compiled)[0]
     return ()
 
 
 @lru_cache(maxsize=8192)
-def kept_by(part: Part, recompute: str, *, compiled: bool = True) -> dict[str, float]:
+def kept_by(part: Part, how: Recompute) -> dict[str, float]:
     """Bytes that a part keeps from forward to backward, by kind."""
-    if recompute in ("full", "early") and part.block:
+    kind = "none" if part.block is None else how.kind
+    if kind in ("full", "early"):
         return {"checkpoints": part.entering}
-    if recompute == "operators" and part.block:
-        return {"inputs": part.entering} | _by_policy(part.forward, compiled)[1]
-    left = set(map(id, _scores(part.forward))) if recompute == "selective" and part.block else set()
+    if kind == "operators":
+        return {"inputs": part.entering} | _by_policy(part.forward, how.compiled)[1]
     kept: dict[str, float] = {}
     for op in part.forward:
-        if op.kept and not (id(op) in left and op.group == "scores"):
+        if op.kept and not (kind == "selective" and op.group == "scores"):
             kept[op.group] = kept.get(op.group, 0.0) + op.kept
     return kept
 
@@ -48,26 +71,21 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
     return 0
 
 
-def _scores(operators: tuple[Op, ...]) -> list[Op]:
-    """Scores, softmax, dropout and values of attention that keeps its scores; none of a fused kernel."""
-    return [op for op in operators if op.name.startswith("attention") and _is_of_scores(op)]
-
-
 def _is_of_scores(op: Op) -> bool:
-    return (
-        op.kind == "bmm"
-        or op.group == "scores"
-        or op.name.endswith((".scale", ".mask", ".bias", ".cast", ".round"))
+    """Whether it makes scores, their softmax or dropout, or the values, where scores are kept: not a fused kernel."""
+    small = (".scale", ".mask", ".bias", ".cast", ".round")
+    return op.name.startswith("attention") and (
+        op.kind == "bmm" or op.group == "scores" or op.name.endswith(small)
     )
 
 
 def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...], dict[str, float]]:
     """What is run again and what is kept where every other product and attention are kept. Packed projections count as
-    the products that they pack. A result that no gradient needs is dropped by a compiler."""
+    the products that they pack."""
     again: list[Op] = []
     kept: dict[str, float] = {}
-    turn = 0
     products = [op for op in operators if op.kind == "gemm" and op.weights]
+    turn = 0
     for op in operators:
         if op.kind == "attention":
             kept["attention"] = kept.get("attention", 0.0) + op.written
@@ -76,20 +94,17 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
         if op.kind != "gemm" or not op.weights:
             again.append(op)
             continue
-        group = "mlp" if op.name.startswith(("mlp", "experts", "shared")) else "attention"
         pieces = _pieces(op, operators)
-        stays = 0
-        for piece in pieces:
-            turn += 1
-            if turn % 2:
-                stays += piece
+        stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % 2 == 0)
+        turn += len(pieces)
         if op is products[-1] and compiled:
-            stays, pieces = 0, ()
+            # Nobody needs the block's own result again.
+            continue
         if stays:
+            group = "mlp" if op.name.startswith(("mlp", "experts", "shared")) else "attention"
             kept[group] = kept.get(group, 0.0) + op.written * stays / op.n
-        if pieces and stays < op.n:
-            share = 1 - stays / op.n
-            again.append(op._replace(n=op.n - stays, written=op.written * share, weights=op.weights))
+        if stays < op.n:
+            again.append(op._replace(n=op.n - stays, written=op.written * (1 - stays / op.n)))
     return tuple(again), kept
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from penstock.config.numerics import BYTES, Numerics, numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.layout import stage_blocks
 from penstock.planner.operators import Workload
+from penstock.planner.pipeline import stage_blocks
 
 UPDATE_LAUNCHES = 4
 """Small operators of a CPU's fused update for each tensor: its norm, its count of steps, its kernel, and Python."""

@@ -1,0 +1,187 @@
+"""Exposed seconds of what leaves a device once a step or once a micro-batch: weights and gradients between replicas,
+activations between stages, states to host memory; and of the update, which is traffic too."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.plan import Plan
+from penstock.planner.collectives import (
+    Group,
+    exposed_seconds,
+    gather_seconds,
+    group_of,
+    reduce_seconds,
+    send_seconds,
+)
+from penstock.planner.memory import held
+from penstock.planner.operators import Workload
+from penstock.planner.pipeline import stage_blocks
+from penstock.planner.rates import Rates
+from penstock.planner.states import Holding, accumulation_bytes, update_bytes
+
+IN_PLACE = 0.75
+"""Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
+third array, whose lines are first read, four accesses for the three that are counted."""
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that replicas reduce in one go."""
+LEAST_EXPOSED = 0.1
+"""Of a reduction between groups of shards, what has nothing left to hide behind."""
+
+
+def data_seconds(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, blocks: int, forward: float, backward: float
+) -> float:
+    """Of a step: gathering weights and reducing gradients over replicas, beside a stage of so many blocks that takes
+    `forward` and `backward` seconds for a micro-batch."""
+    size = BYTES[numerics_of(plan).reduction]
+    found = 0.0
+    if plan.pp > 1 and work.tied:
+        pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
+        found = reduce_seconds(pair, work.tied * size)
+    group, outer = _replicas(rates, plan)
+    if not hold.gathers:
+        return found + (
+            _reduced(work, rates, plan, hold, group, forward, backward) if group.size > 1 else 0.0
+        )
+    # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
+    times = 1 if plan.pp > 1 else plan.accumulate
+    found += times * blocks * _gathered(work, rates, plan, hold, group, forward / blocks, backward / blocks)
+    if outer is not None:
+        whole = reduce_seconds(outer, hold.sharded * size)
+        # Behind what the transfers within the group leave of the backward pass.
+        _, again, scatter = _shared_out(work, rates, plan, hold, group)
+        left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
+        shown = max(LEAST_EXPOSED * whole, exposed_seconds(rates, whole, left))
+        found += shown if plan.overlap and not rates.cpu else whole
+    return found
+
+
+def _replicas(rates: Rates, plan: Plan) -> tuple[Group, Group | None]:
+    """The replicas that share weights out among them, and, with hsdp, those that hold equal shares.
+
+    Context parallel devices hold the same weights, so they are of the group too.
+    """
+    size, stride = plan.dp * plan.cp, plan.tp
+    if plan.sharding == "hsdp":
+        inner = min(plan.shard, size)
+        return group_of(rates, inner, stride), group_of(rates, max(1, size // inner), stride * inner)
+    return group_of(rates, size, stride), None
+
+
+def _gathered(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group, forward: float, backward: float
+) -> float:
+    """Per block and micro-batch: gathering weights (twice) and scattering gradients (once), beside so many seconds of a
+    block."""
+    numerics = numerics_of(plan)
+    gather, again, scatter = _shared_out(work, rates, plan, hold, group)
+    # Flat buffers are filled and emptied on the device's own time: a read and a write of each weight, of each
+    # gradient, and of its division by the number of replicas.
+    passes = 1 if plan.pp > 1 else 2
+    moved = 2 * passes * BYTES[numerics.gathered] + 4 * BYTES[numerics.reduction]
+    copies = (hold.block_dense + hold.block_experts) * moved / rates.memory
+    if not plan.overlap or rates.cpu:
+        return gather + again + scatter + copies
+    exposed = exposed_seconds(rates, gather, forward) + exposed_seconds(rates, again + scatter, backward)
+    # The first block's gathering and the last one's scattering have nothing to hide behind.
+    return exposed + (gather + scatter) / max(1, work.units) + copies
+
+
+def _shared_out(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group
+) -> tuple[float, float, float]:
+    """Seconds of gathering one block's weights for its forward pass, again for its backward pass, and of scattering its
+    gradients, on the mean over blocks."""
+    numerics = numerics_of(plan)
+    alike = group_of(rates, hold.expert_replicas, plan.tp * plan.ep)
+    calls = work.units / max(1, work.depth)
+    gather = scatter = 0.0
+    for members, size in ((group, hold.block_dense), (alike, hold.block_experts)):
+        gather += gather_seconds(members, size * BYTES[numerics.gathered], calls)
+        scatter += gather_seconds(members, size * BYTES[numerics.reduction], calls)
+    return gather, 0.0 if plan.pp > 1 else gather, scatter
+
+
+def _reduced(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group, forward: float, backward: float
+) -> float:
+    """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
+    numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
+    size = BYTES[numerics.reduction]
+    calls = math.ceil(hold.held * size / BUCKET_BYTES)
+    after = earlier = 0.0
+    if plan.sharding == "ddp":
+        whole = reduce_seconds(group, hold.held * size, calls)
+    else:
+        whole = gather_seconds(group, hold.held * size, calls)
+        after = gather_seconds(group, hold.held * BYTES[numerics.gathered])
+    if plan.sharding == "zero2":
+        # Gradients cannot be kept whole, so each micro-batch reduces them.
+        shown = exposed_seconds(rates, whole, backward) if hides else whole
+        earlier = (plan.accumulate - 1) * shown
+    if not hides:
+        return earlier + whole + after
+    last = 1.0 / max(1, work.units // plan.pp)
+    behind = max(whole * last, exposed_seconds(rates, whole, backward))
+    return earlier + behind + max(after * last, exposed_seconds(rates, after, forward))
+
+
+def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> float:
+    """Of a step: activations and their gradients between stages, beside a chunk's forward pass of so many seconds.
+
+    Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
+    while the pipeline fills and drains.
+    """
+    block = work.blocks[-1].block
+    assert block is not None
+    moved = work.samples * work.tokens / plan.cp * block.width * BYTES[numerics_of(plan).residual] / plan.tp
+    one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
+    if not plan.sp and plan.tp > 1:
+        one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
+    # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
+    hides = plan.overlap and plan.virtual > 1
+    shown = rates.node_step + exposed_seconds(rates, one, chunk) if hides else one
+    steady = 2.0 * plan.accumulate * plan.virtual * shown
+    return steady + 2.0 * (plan.pp - 1) * one
+
+
+def update_seconds(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, *, adds_in_products: bool
+) -> float:
+    """Of a step: the update, on the device or in host memory, Muon's products, and adding up gradients."""
+    moved = hold.kept * update_bytes(plan)
+    added = 0.0 if adds_in_products else accumulation_bytes(plan, hold)
+    if plan.offload == "optimizer":
+        return moved / rates.host_update + added / rates.memory
+    found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory
+    if plan.algorithm == "muon":
+        # Whole matrices are needed; the devices that hold parts of the same ones share them out among them.
+        for part in work.blocks:
+            block = part.block
+            assert block is not None
+            dense = block.newton_schulz_flops(0)
+            experts = block.newton_schulz_flops(block.experts / plan.ep) - dense
+            flops = dense / hold.replicas + experts / hold.expert_replicas
+            found += part.count / plan.pp * flops / plan.tp / rates.product_rate
+    return found
+
+
+def offload_seconds(
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, forward: float, backward: float
+) -> float:
+    """Of a step: copies to host memory and back, over a link of each device's own, behind a stage's two passes."""
+    m, numerics = plan.accumulate, numerics_of(plan)
+    if plan.offload == "none":
+        return 0.0
+    if plan.offload == "activations":
+        blocks = max(stage_blocks(work.depth, plan.pp)) / work.depth
+        one = blocks * sum(held(work, plan).blocks.values()) / rates.host
+        return m * (max(0.0, one - forward) + max(0.0, one - backward))
+    gradient = BYTES[numerics.reduction]
+    if not hold.gathers:
+        # Gradients go once a step, updated weights come back, with nothing to hide behind.
+        return hold.kept * (gradient + BYTES[numerics.gathered]) / rates.host
+    there, back = hold.kept * gradient, (1 if plan.pp > 1 else 2) * hold.kept * BYTES[numerics.weights]
+    return m * max(0.0, max(there, back) / rates.host - forward - backward)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.cli.plan_inputs import check_base
+from penstock.cli.plan_config import check_base
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, ExitCode
 
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ("--gpus", "8.5"),
         ("--gpus", "inf"),
         ("--global-batch", "8.5"),
-        ("--sequence", "0"),
+        ("--model.sequence", "0"),
         ("--top", "0"),
         ("--top", "1.5"),
         ("--top", "nonsense"),
@@ -51,7 +51,10 @@ def test_numbers_that_cannot_be_are_refused(
     code, out, err = run(capsys, "plan", "gpt2", *words)
     assert code == ExitCode.CONFIG
     assert not out
-    assert err.startswith(f"penstock: {words[-2]} is {words[-1]}, but must be ")
+    name = words[-2].removeprefix("--").replace("-", "_")
+    assert re.search(
+        rf"^penstock: In the command line: {name} is '?{re.escape(words[-1])}(\.0)?'?, but must be ", err
+    )
     assert err.count("\n") == 1
 
 
@@ -72,12 +75,13 @@ def test_budgets_that_cannot_be_are_refused(
     code, out, err = run(capsys, "plan", *words)
     assert code == ExitCode.CONFIG
     assert not out
-    assert f"{words[-2]} is {words[-1]}, but must be " in err
+    name = words[-2].removeprefix("--").replace("-", "_")
+    assert re.search(rf"{name} is {re.escape(words[-1])}(\.0)?, but must be ", err)
 
 
 def test_every_wrong_number_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, "plan", "gpt2", "--tokens", "-1", "--price", "nan", "--top", "0")
-    assert [word in err for word in ("--tokens is -1", "--price is nan", "--top is 0")] == [True] * 3
+    assert [word in err for word in ("tokens is -1", "price is nan", "top is 0")] == [True] * 3
 
 
 def test_whole_numbers_may_be_written_as_powers_of_ten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +142,18 @@ def test_what_a_search_without_layouts_would_overwrite_stays(
 @pytest.mark.parametrize("model", ["t5-base", "gpt2", "bert-large"])
 def test_days_are_of_the_tokens_that_the_rate_counts(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """An encoder–decoder counts its decoder's tokens, whatever its encoder reads."""
-    words = ("--sequence", "256", "--gpus", "8", "--global-batch", "64", "--tokens", "1e9", "--top", "1")
+    words = (
+        "--model.sequence",
+        "256",
+        "--gpus",
+        "8",
+        "--global-batch",
+        "64",
+        "--tokens",
+        "1e9",
+        "--top",
+        "1",
+    )
     _, out, _ = run(capsys, "plan", model, *words, "--json")
     best = json.loads(out)["layouts"][0]
     seen = best["days"] * 86400 * best["tokens_per_second_per_gpu"] * best["gpus"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cyclopts import App, CycloptsError
 
@@ -19,39 +20,32 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` returns its code
 )
-app.command("penstock.cli.train:train", name="train", help="Train a model; resumes where it was stopped.")
-app.command(
-    "penstock.cli.launch:launch",
-    name="launch",
-    help="Start the ranks of a run, and restart them after a fault.",
-)
-app.command("penstock.cli.run:run", name="run", help="Run a training script in mixed precision, unchanged.")
-app.command("penstock.cli.ladder:ladder", name="ladder", help="Measure what each optimisation gains here.")
-app.command(
-    "penstock.cli.plan:plan", name="plan", help="Find the fastest parallel layout of a model on a cluster."
-)
-app.command(
-    "penstock.cli.pack:pack", name="pack", help="Pack an image folder or tar shards for fast reading."
-)
-app.command(
-    "penstock.cli.scale:scale",
-    name="scale",
-    help="Measure a model's gradients and choose a loss scale for fp16.",
-)
-app.command("penstock.cli.probe:probe", name="probe", help="Measure this machine, and store the result.")
-app.command(
-    "penstock.cli.doctor:doctor", name="doctor", help="Say what works here, and how to fix what does not."
-)
+
+
+def _command(of: App, verb: str, words: str, *, function: str = "", **options: Any) -> None:
+    of.command(f"penstock.cli.{function or f'{verb}:{verb}'}", name=verb, help=words, **options)
+
+
+def _configured(verb: str, words: str) -> None:
+    """A verb with an option for each setting. Its usage is given, because making it out of them takes a while."""
+    _command(app, verb, words, usage=f"Usage: penstock {verb} [MODEL] [OPTIONS]")
+
+
+_configured("train", "Train a model; resumes where it was stopped.")
+_command(app, "launch", "Start the ranks of a run, and restart them after a fault.")
+_command(app, "run", "Run a training script in mixed precision, unchanged.")
+_configured("ladder", "Measure what each optimisation gains here.")
+_configured("plan", "Find the fastest parallel layout of a model on a cluster.")
+_command(app, "pack", "Pack an image folder or tar shards for fast reading.")
+_configured("scale", "Measure a model's gradients and choose a loss scale for fp16.")
+_command(app, "probe", "Measure this machine, and store the result.")
+_command(app, "doctor", "Say what works here, and how to fix what does not.")
 checkpoint = App(name="checkpoint", help="Verify, list, export and convert the checkpoints of a run.")
-checkpoint.command("penstock.cli.checkpoint:verify", name="verify", help="Check every byte of a checkpoint.")
-checkpoint.command("penstock.cli.checkpoint:list_", name="list", help="List the checkpoints of a run.")
-checkpoint.command(
-    "penstock.cli.checkpoint:export", name="export", help="Write weights as a Hugging Face folder."
-)
-checkpoint.command(
-    "penstock.cli.checkpoint:convert",
-    name="convert",
-    help="Rewrite a checkpoint for another number of ranks.",
+_command(checkpoint, "verify", "Check every byte of a checkpoint.", function="checkpoint:verify")
+_command(checkpoint, "list", "List the checkpoints of a run.", function="checkpoint:list_")
+_command(checkpoint, "export", "Write weights as a Hugging Face folder.", function="checkpoint:export")
+_command(
+    checkpoint, "convert", "Rewrite a checkpoint for another number of ranks.", function="checkpoint:convert"
 )
 app.command(checkpoint)
 

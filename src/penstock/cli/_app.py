@@ -109,6 +109,7 @@ def _options(shown: list[Field], positional: str | None, flags: tuple[str, ...])
         head = head if _is_part(head, shown) else _GENERAL
         group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
         flag = setting.key in flags
+        quiet = flag or setting.default is None
         options.append(
             inspect.Parameter(
                 _identifier(setting.key),
@@ -121,7 +122,7 @@ def _options(shown: list[Field], positional: str | None, flags: tuple[str, ...])
                         help=setting.help,
                         group=group,
                         metavar=None if flag else type_word(setting.kind),
-                        show_default=False if flag else _constant(default_word(setting.default)),
+                        show_default=False if quiet else _constant(default_word(setting.default)),
                         allow_leading_hyphen=True,
                         negative="",
                     ),

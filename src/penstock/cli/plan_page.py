@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.cli.plan_table import COLUMNS, GIB, LEGEND, TOTALS, error_words, grouped, row, totals
+from penstock.cli.plan_config import PlanConfig
+from penstock.cli.plan_table import GIB, TOTALS, grouped, layouts, totals
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
-from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, why_others_lose
+from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, Lever, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Found, explore
 from penstock.report.page import Cell, Section, Tile, page
@@ -23,55 +25,50 @@ DRAWN_TURNS = 2
 
 
 def plan_page(
-    model: ModelConfig, machine: Machine, gpus: int, found: Found, levers: list[Any], *,
-    samples: float | None = None, base: Plan | None = None, fixed: frozenset[str] = frozenset(),
-    price: float | None = None,
-) -> str:  # fmt: skip
+    asked: PlanConfig,
+    machine: Machine,
+    gpus: int,
+    found: Found,
+    levers: Sequence[Lever],
+    *,
+    base: Plan | None = None,
+    fixed: frozenset[str] = frozenset(),
+) -> str:
     """The page as text. `base` and `fixed` are those of the search, because it is repeated for other numbers
     of devices."""
-    best = found.predictions[0]
+    model, best = asked.model, found.predictions[0]
+    assert model is not None
+    reasons = why_others_lose(model, machine, found, best)
     sections = [
-        _layouts(found),
-        _time(found),
-        _memory(found, machine),
-        Section(
-            title="Why the others are slower",
-            rows=[("", [Cell(line, words=True)]) for line in why_others_lose(model, machine, found, best)],
+        layouts(found, SHOWN),
+        _stacked(
+            found, "Where the time goes", "", "Seconds of one step by part", "s",
+            lambda one: one.seconds, words=SECOND_WORDS,
         ),
-        _front(model, machine, gpus, best, base, fixed),
-    ]
+        _stacked(
+            found, "Where the memory goes",
+            "On the fullest device. The limit leaves room for the context, libraries and the allocator.",
+            "Memory by part", "GiB", lambda one: {name: size / GIB for name, size in one.memory.items()},
+            words=MEMORY_WORDS, limit=room(machine) / GIB if machine.memory_bytes else None,
+        ),
+        Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
+        _devices(model, machine, gpus, best, base, fixed),
+    ]  # fmt: skip
     if best.plan.pp > 1:
         sections.append(_pipeline(best))
     if levers:
+        rows = [
+            ("", [Cell(one.words, words=True), Cell(f"{one.gain:+.1%}"), Cell(one.plan.line(), words=True)])
+            for one in levers
+        ]
         sections.append(
             Section(
                 title="What would help most",
                 text="The best layout after a new search for each change, in samples per second.",
                 columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True)],
-                rows=[
-                    (
-                        "",
-                        [
-                            Cell(lever.words, words=True),
-                            Cell(f"{lever.gain:+.1%}"),
-                            Cell(lever.plan.line(), words=True),
-                        ],
-                    )
-                    for lever in levers
-                ],
+                rows=rows,
             )
         )
-    return page(
-        f"{title(model)} on {gpus} {machine.name}",
-        f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "
-        f"tried, {found.too_large:,} do not fit.",
-        _tiles(best, machine, samples, price),
-        sections,
-        "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
-    )
-
-
-def _tiles(best: Prediction, machine: Machine, samples: float | None, price: float | None) -> list[Tile]:
     tiles = [
         Tile(value=f"{best.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
         Tile(
@@ -80,21 +77,15 @@ def _tiles(best: Prediction, machine: Machine, samples: float | None, price: flo
         Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
         Tile(value=f"{best.tokens_per_second_per_gpu:,.0f}", words="tokens per second and device"),
     ]
-    for name, value in totals(best, samples, machine, price).items():
-        tiles.append(Tile(value=grouped(value), words=TOTALS[name]))
-    return tiles
-
-
-def _layouts(found: Found) -> Section:
-    return Section(
-        title="The fastest layouts",
-        text=f"{LEGEND} {error_words(found)}",
-        code=found.predictions[0].plan.line(),
-        columns=[Cell("rank"), *(Cell(name) for name in COLUMNS)],
-        rows=[
-            ("strong" if rank == 1 else "", [Cell(str(rank)), *(Cell(word) for word in row(one))])
-            for rank, one in enumerate(found.predictions[:SHOWN], 1)
-        ],
+    whole = totals(best, asked.samples(), machine, asked.price)
+    tiles += [Tile(value=grouped(value), words=TOTALS[name]) for name, value in whole.items()]
+    return page(
+        f"{title(model)} on {gpus} {machine.name}",
+        f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "
+        f"tried, {found.too_large:,} do not fit.",
+        tiles,
+        sections,
+        "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
     )
 
 
@@ -108,27 +99,20 @@ def _label(rank: int, one: Prediction) -> str:
     return f"{rank}: {', '.join(words)}"
 
 
-def _time(found: Found) -> Section:
+def _stacked(
+    found: Found, title: str, text: str, figure: str, unit: str,
+    parts: Callable[[Prediction], Mapping[str, float]], *, words: Mapping[str, str], limit: float | None = None,
+) -> Section:  # fmt: skip
+    """A section with a bar for each of the fastest layouts."""
     stacks = [
-        Stack(label=_label(rank, one), parts=one.seconds)
+        Stack(label=_label(rank, one), parts=parts(one))
         for rank, one in enumerate(found.predictions[:SHOWN], 1)
     ]
-    figure = stacked_bars(stacks, title="Seconds of one step by part", unit="s", words=SECOND_WORDS)
-    return Section(title="Where the time goes", figures=[figure])
+    drawn = stacked_bars(stacks, title=figure, unit=unit, limit=limit, words=words)
+    return Section(title=title, text=text, figures=[drawn])
 
 
-def _memory(found: Found, machine: Machine) -> Section:
-    stacks = [
-        Stack(label=_label(rank, one), parts={name: size / GIB for name, size in one.memory.items()})
-        for rank, one in enumerate(found.predictions[:SHOWN], 1)
-    ]
-    limit = room(machine) / GIB if machine.memory_bytes else None
-    figure = stacked_bars(stacks, title="Memory by part", unit="GiB", limit=limit, words=MEMORY_WORDS)
-    text = "On the fullest device. The limit leaves room for the context, libraries and the allocator."
-    return Section(title="Where the memory goes", text=text, figures=[figure])
-
-
-def _front(
+def _devices(
     model: ModelConfig,
     machine: Machine,
     gpus: int,

@@ -1,22 +1,29 @@
-"""The columns of the table of `penstock plan` and the totals of a run, for terminal and page."""
+"""What terminal and page say alike about layouts: the table of the fastest, how sure it is, and the totals of a run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.config.machine import Machine
 from penstock.config.rules import problems
-
-if TYPE_CHECKING:
-    from penstock.planner.prediction import Prediction
-    from penstock.planner.search import Found
+from penstock.planner.prediction import Prediction
+from penstock.planner.search import Found
+from penstock.report.page import Cell, Section
 
 GIB = 2**30
+TOTALS = {
+    "days": "days",
+    "gpu_hours": "GPU hours",
+    "energy_megawatt_hours": "MWh at rated power",
+    "cost": "to pay",
+}
+LEGEND = (
+    "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
+    "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "
+    "GiB: on the fullest device. bubble: idle time over busy time."
+)
 
 
 def best_runnable(found: Found) -> Prediction | None:
-    """The fastest layout that can be trained today: by `train` for a vision model, by `build` for any
-    other."""
+    """The fastest layout that can be trained today: by `train` for a vision model, by `build` for any other."""
     return next((one for one in found.predictions if not problems(one.plan, run=True)), None)
 
 
@@ -33,12 +40,10 @@ def totals(one: Prediction, samples: float | None, machine: Machine, price: floa
     return found
 
 
-TOTALS = {
-    "days": "days",
-    "gpu_hours": "GPU hours",
-    "energy_megawatt_hours": "MWh at rated power",
-    "cost": "to pay",
-}
+def totals_line(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> str:
+    """The totals in one line; empty where the length of the run is not given."""
+    found = totals(one, samples, machine, price)
+    return ", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in found.items())
 
 
 def grouped(value: float) -> str:
@@ -46,30 +51,35 @@ def grouped(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-COLUMNS = (
-    "tp",
-    "pp",
-    "dp",
-    "micro",
-    "virtual",
-    "sharding",
-    "recompute",
-    "s/step",
-    "MFU",
-    "GiB",
-    "bubble",
-    "tokens/s/GPU",
-)
+def layouts(found: Found, top: int) -> Section:
+    """The fastest layouts, so many."""
+    heads = [Cell(name) for name in ("", "tp", "pp", "dp", "micro")]
+    heads += [Cell("virtual", minor=True), *map(Cell, ("sharding", "recompute", "s/step", "MFU", "GiB"))]
+    heads += [Cell("bubble", minor=True), Cell("tokens/s/GPU")]
+    rows = [
+        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(one))])
+        for rank, one in enumerate(found.predictions[:top], 1)
+    ]
+    return Section(
+        title="The fastest layouts",
+        text=f"{LEGEND}\n\n{_error_words(found)}".strip(),
+        code=found.predictions[0].plan.line(),
+        columns=heads,
+        rows=rows,
+    )
 
 
-LEGEND = (
-    "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
-    "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "
-    "GiB: on the fullest device. bubble: idle time over busy time."
-)
+def _row(one: Prediction) -> list[str]:
+    p = one.plan
+    extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
+    return [
+        f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
+        p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
+        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{one.tokens_per_second_per_gpu:,.0f}",
+    ]  # fmt: skip
 
 
-def error_words(found: Found) -> str:
+def _error_words(found: Found) -> str:
     """How right the times are, and how many of the best layouts that leaves equal."""
     best = found.predictions[0]
     if best.interval is None:
@@ -80,14 +90,3 @@ def error_words(found: Found) -> str:
     if equal == 1:
         return f"{words}No other layout is within {apart:.1%} of it, the error between layouts of one model."
     return f"{words}{equal:,} layouts are equal: within {apart:.1%}, the error between layouts of one model."
-
-
-def row(one: Prediction) -> list[str]:
-    """One layout as the cells of `COLUMNS`."""
-    p = one.plan
-    extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
-    return [
-        f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
-        p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
-        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{one.tokens_per_second_per_gpu:,.0f}",
-    ]  # fmt: skip

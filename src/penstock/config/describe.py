@@ -94,7 +94,8 @@ def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Fi
     own = arms[0] if default is None else type(default)
     words = tuple(family_of(arm) for arm in arms)
     seen = {f"{path}family"}
-    yield Field(f"{path}family", Literal[words], family_of(own), "The family of the model.")
+    all_of_them = words if default is None else ()
+    yield Field(f"{path}family", Literal[words], family_of(own), "The family of the model.", all_of_them)
     for arm in (own, *(arm for arm in arms if arm is not own)):
         for found in settings(arm, path, default if arm is own else None):
             if found.key in seen:

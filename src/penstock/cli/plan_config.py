@@ -1,0 +1,161 @@
+"""What `penstock plan` is told, and what of it contradicts itself: said before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from penstock.config.convert import Count, NotNegative, Positive, check_fields
+from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+
+_LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
+_RUN = frozenset({"tokens", "images", "epochs", "price"})
+_EXPLAIN = frozenset({"model", "machine", "gpus", "global_batch", "explain", "json"}) | _RUN
+_SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What to plan: a model on a cluster, or how large a model to train for some compute."""
+
+    model: ModelConfig | None = None
+    """Preset of any family, such as gpt-175b or vit-l16. `--model.NAME` changes a field of it, such as
+    `--model.sequence 8192`; docs/reference/settings.md lists them."""
+    machine: str = "h100"
+    """Name of a known machine, or a file that probe wrote."""
+    gpus: Count | None = None
+    """Number of devices; 8 if omitted."""
+    global_batch: Count | None = None
+    """Samples of one optimizer step, over all devices."""
+    tokens: Positive | None = None
+    """Tokens to train on: gives days and device hours."""
+    images: Positive | None = None
+    """Images to train a vision model on, per epoch."""
+    epochs: Positive = 1.0
+    """Passes over --tokens or --images."""
+    price: NotNegative | None = None
+    """Price of one device hour: gives the cost."""
+    base: str | None = None
+    """Fixed settings, as a Plan line; the rest is searched."""
+    explain: str | None = None
+    """Explain this Plan line instead of searching."""
+    sensitivity: bool = False
+    """Show what would help most."""
+    top: Count | None = None
+    """Number of layouts to show; 10 if omitted."""
+    json: bool = False
+    """Print everything as JSON."""
+    toml: str | None = None
+    """Write the best Plan to this file; for vision models, `train --config` reads it."""
+    html: str | None = None
+    """Write a page with figures to this file."""
+    compute: Positive | None = None
+    """FLOPs to spend: says how large a model to train, by scaling laws."""
+    budget_gpu_hours: Positive | None = None
+    """The same, in hours of --machine's devices."""
+    served_tokens: NotNegative = 0.0
+    """Tokens that the model will serve: favours smaller models."""
+
+    def __post_init__(self) -> None:
+        if problems := check_fields(self, ""):
+            raise ConfigError(problems)
+
+    def check(self) -> None:
+        """Raise ConfigError for options that contradict each other, or have no effect."""
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    @property
+    def laws(self) -> bool:
+        """Whether scaling laws are asked, and no model is planned."""
+        return self.compute is not None or self.budget_gpu_hours is not None
+
+    def _problems(self) -> Iterator[str]:
+        if self.laws:
+            name = "--compute" if self.compute is not None else "--budget-gpu-hours"
+            yield from self._unused(name, _LAWS)
+            if self.compute is not None and self.budget_gpu_hours is not None:
+                yield "--compute and --budget-gpu-hours were both given; a budget is one of them."
+            return
+        if self.model is None:
+            yield "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
+            return
+        yield from self._unused("A model", _EXPLAIN | _SEARCH)
+        if self.explain is not None:
+            yield from self._unused("--explain", _EXPLAIN)
+        if self.tokens is not None and self.images is not None:
+            yield "--tokens and --images were both given; a model is trained on one of them."
+        vision = isinstance(self.model, ViTConfig)
+        if self.images is not None and not vision:
+            yield "--images is for vision models; say with --tokens what a language model is trained on."
+        if self.tokens is None and self.images is None:
+            length = "--images or --tokens" if vision else "--tokens"
+            for name in ["--epochs"] * (self.epochs != 1.0) + ["--price"] * (self.price is not None):
+                yield f"{name} has no effect without {length}, which say how long the run is."
+
+    def _unused(self, option: str, used: frozenset[str]) -> Iterator[str]:
+        """A problem where options are given that have no effect together with `option`."""
+        names = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
+        given = ["a model" if name == "model" else f"--{name.replace('_', '-')}" for name in names]
+        if given:
+            yield f"{option} was given with {' and '.join(given)}, which it does not use; leave one out."
+
+    def samples(self) -> float | None:
+        """Samples of the whole run, or None if its length is not given.
+
+        A sample counts for as many tokens as in tokens per second: of an encoder–decoder the decoder's.
+        """
+        from penstock.planner.shapes import counted_tokens
+
+        if self.tokens is None or self.model is None:
+            return None if self.images is None else self.images * self.epochs
+        return self.tokens / counted_tokens(self.model) * self.epochs
+
+
+def check_line(line: Plan, gpus: int | None, global_batch: int | None) -> None:
+    """Raise ConfigError if --gpus or --global-batch contradict the Plan line of --explain, which determines both."""
+    for option, asked, said, degrees in (
+        ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
+        ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
+    ):
+        if asked is not None and asked != said:
+            raise ConfigError(
+                f"{option} is {asked}, but the Plan line of --explain has {said} by its {degrees}; change one of them."
+            )
+
+
+def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int | None) -> int | None:
+    """Samples of a step: `global_batch`, or where that is None, the product of the --base line if it fixes all factors.
+
+    Raises ConfigError if the settings that the line names allow no layout on `gpus` devices.
+    """
+    factors = ("micro_batch", "accumulate", "dp")
+    if global_batch is None and fixed.issuperset(factors):
+        global_batch = base.global_batch
+    problems = [*_contradiction(base, fixed, ("dp", "tp", "pp", "cp"), "--gpus", gpus)]
+    if global_batch is not None:
+        problems += _contradiction(base, fixed, factors, "--global-batch", global_batch)
+    if "shard" in fixed and base.shard > 1 and base.sharding != "hsdp":
+        problems.append(
+            f"--base has shard={base.shard}, which needs sharding=hsdp; add sharding=hsdp, or leave shard out."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return global_batch
+
+
+def _contradiction(
+    base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, asked: int
+) -> Iterator[str]:
+    """The problem if the fixed factors cannot multiply to the requested number."""
+    named = [name for name in factors if name in fixed]
+    product = math.prod(getattr(base, name) for name in named)
+    words = " ".join(f"{name}={getattr(base, name)}" for name in named)
+    if len(named) == len(factors):
+        if product != asked:
+            yield f"{option} is {asked}, but --base fixes {product} by {words}; change one of them."
+    elif asked % product:
+        yield f"{option} is {asked}, which {words} of --base ({product}) does not divide; change one of them."

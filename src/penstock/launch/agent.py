@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.errors import ExitCode
 from penstock.launch.life import Life
-from penstock.launch.nodes import Alone, Nodes
+from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import STOPS, Asked, Requests
@@ -97,7 +97,7 @@ def _when_asked(requests: Requests) -> int:
 
 def _nodes(settings: LaunchSettings) -> Nodes:
     if not settings.several:
-        return Alone(settings.procs)
+        return Nodes(settings.procs)
     # torch's store prints the C++ stack of every connection that ends, and the agent says what it means. torch reads
     # the level when it is imported.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -32,7 +31,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
-from penstock.launch.nodes import ReservedPort
+from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.verdict import Failure, Outcome
@@ -43,18 +42,17 @@ _GOODBYE = 10.0
 """Seconds for which the agent that serves the store stays, so that the others hear the end."""
 
 
-class Meeting:
+class Meeting(Nodes):
     """This node among the others."""
 
     def __init__(self, settings: LaunchSettings) -> None:
+        super().__init__(settings.procs)
         self._settings = settings
         self._handler: DynamicRendezvousHandler | None = None
         self._serves = False
         self._store: Store | None = None
-        self._port: ReservedPort | None = None
         self._members: list[dict[str, Any]] = []
         self._node = 0
-        self._round = -1
         self._looked = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
@@ -88,12 +86,9 @@ class Meeting:
             self._handler = create_handler(store, backend, parameters)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._port is not None:
-            self._port.close()
-        if self._goes_on or error is not None:
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._goes_on or error[0] is not None:
             return  # the others go on, and this node's silence tells them that it is gone
         # The end has been reported already; what fails here does not change it.
         with contextlib.suppress(DistError, RendezvousError, EnvironmentProblem):
@@ -102,21 +97,17 @@ class Meeting:
             self._say_goodbye()
 
     def meet(self, restarts: int) -> Assignment:
-        """Wait for the others. Raises EnvironmentProblem if too few come, or the run has ended elsewhere."""
+        """As for one node. Raises EnvironmentProblem if too few come, or the run has ended elsewhere."""
         assert self._handler is not None
         self._round += 1
         self._heard, self._waiting, self._goes_on, self._seen = None, False, False, {}
-        if self._port is not None:
-            self._port.close()
         with self._explained():
             info = self._handler.next_rendezvous()
             self._store = PrefixStore("penstock", info.store)
-            address = _address_towards(self._settings.endpoint()[0])
-            self._port = ReservedPort(address)
             mine = {
                 "place": self._settings.node_rank,
-                "procs": self._settings.procs,
-                "master": [address, self._port.number],
+                "procs": self._procs,
+                "master": self._reserve(_address_towards(self._settings.endpoint()[0])),
                 "round": self._round,
                 "restarts": restarts,
                 "host": socket.gethostname(),
@@ -128,7 +119,6 @@ class Meeting:
         return self._assignment(members, info.rank)
 
     def report(self, outcome: Outcome) -> None:
-        """Tell the others how this life ended here."""
         if self._store is None:
             return
         self._goes_on = not outcome.final
@@ -137,7 +127,6 @@ class Meeting:
             self._store.set(f"report/{number}", json.dumps({"node": self._node, **asdict(outcome)}))
 
     def heard(self) -> Outcome | None:
-        """The first report of another agent, or that one is lost."""
         if time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
             with self._explained():
@@ -147,7 +136,6 @@ class Meeting:
         return self._heard
 
     def waiting(self) -> bool:
-        """Whether a node wants to join."""
         return self._waiting or (self._heard is not None and self._heard.regroup)
 
     def _assignment(self, members: list[dict[str, Any]], rank: int) -> Assignment:

@@ -1,73 +1,55 @@
-"""What an agent asks of the other nodes' agents. `Alone` answers for one node, `meeting`, with torch, for several."""
+"""What an agent asks of the other nodes' agents. Here for one node; `meeting`, which imports torch, for several."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from penstock.launch.ranks import Assignment
 from penstock.launch.verdict import Outcome
 
 
-class Nodes(Protocol):
-    """The other nodes' agents, as this one sees them."""
+class Nodes:
+    """All nodes' agents, as this one sees them. This one is alone: there is nobody to ask."""
 
-    def __enter__(self) -> Self: ...
+    def __init__(self, procs: int) -> None:
+        self._procs = procs
+        self._round = -1
+        self._port: ReservedPort | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._port is not None:
+            self._port.close()
 
     def meet(self, restarts: int) -> Assignment:
         """Wait until the agents of the next life are there, and share the ranks out among them. `restarts` counts how
         often this agent has seen all ranks restarted after faults.
         """
+        self._round += 1
+        master = self._reserve("127.0.0.1")
+        return Assignment(0, 1, 0, self._procs, master, self._round, restarts)
 
     def report(self, outcome: Outcome) -> None:
         """Tell the others how this life ended here."""
 
     def heard(self) -> Outcome | None:
         """The first report of another agent on this life, or that one is lost. Cheap enough for every tick."""
+        return None
 
     def waiting(self) -> bool:
         """Whether another node wants to join."""
-
-
-class Alone:
-    """A single node: there is nobody to ask."""
-
-    def __init__(self, procs: int) -> None:
-        self._procs = procs
-        self._round = 0
-        self._port: ReservedPort | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._port is not None:
-            self._port.close()
-
-    def meet(self, restarts: int) -> Assignment:
-        if self._port is not None:
-            self._port.close()
-        self._port = ReservedPort("127.0.0.1")
-        self._round += 1
-        master = ("127.0.0.1", self._port.number)
-        return Assignment(0, 1, 0, self._procs, master, self._round - 1, restarts)
-
-    def report(self, outcome: Outcome) -> None:
-        return None
-
-    def heard(self) -> Outcome | None:
-        return None
-
-    def waiting(self) -> bool:
         return False
+
+    def _reserve(self, host: str) -> tuple[str, int]:
+        """Address and port for rank 0's store in the next life, in place of the last one's."""
+        if self._port is not None:
+            self._port.close()
+        self._port = ReservedPort(host)
+        return host, self._port.number
 
 
 class ReservedPort:

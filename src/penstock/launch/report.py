@@ -32,8 +32,6 @@ class Report:
 
     seconds: float
     """`time.time()` when it failed. Clocks of hosts are compared only where nothing else tells which rank was first."""
-    kind: str
-    """Name of the exception's type."""
     text: str
     """What to show: the message of an error that the user can fix, else the traceback."""
     consequence: bool
@@ -51,8 +49,7 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
         text = str(error)
     else:
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
-    kind = type(error).__name__
-    report = Report(time.time(), kind, text[-_LIMIT:], _is_consequence(error))
+    report = Report(time.time(), text[-_LIMIT:], _is_consequence(error))
     partial = Path(f"{path}.part")
     partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
     partial.replace(path)  # whole or not at all: the writer may be killed at any instant

@@ -18,15 +18,8 @@ from penstock.config.plan import Plan
 from penstock.errors import EnvironmentProblem
 from penstock.planner import predict
 from penstock.planner.describe import totals
-from penstock.train.metrics import (
-    Meter,
-    MetricsFile,
-    StepTimer,
-    TensorBoard,
-    peak_memory,
-    percentile,
-    read_metrics,
-)
+from penstock.train.metrics import Records, TensorBoard, read_metrics
+from penstock.train.speed import Speedometer, peak_memory
 
 MACHINE = Machine(
     name="desk",
@@ -39,68 +32,68 @@ MACHINE = Machine(
 )
 
 
+def speedometer(plan: Plan, device: str = "cpu") -> Speedometer:
+    prediction = predict(PRESETS["vit-digits"], MACHINE, plan)
+    return Speedometer(prediction, MACHINE, torch.device(device), lambda: 0.0)
+
+
 def test_utilisation_is_the_planners_flops_over_the_named_peak() -> None:
-    model = PRESETS["vit-digits"]
-    plan = Plan(micro_batch=4, accumulate=2)
-    meter = Meter.of(predict(model, MACHINE, plan), MACHINE)
+    meter = speedometer(Plan(micro_batch=4, accumulate=2))
     assert meter.peak == "desk fp32, measured"
     speed = meter.speed([0.1, 0.3, 0.2], wait_seconds=0.06)
     assert speed["samples_per_second"] == pytest.approx(3 * 8 / 0.6)
     assert speed["step_seconds_median"] == 0.2
     assert speed["step_seconds_p95"] == 0.3
     assert speed["data_wait_share"] == pytest.approx(0.1)
-    flops = 3 * 8 / 0.6 * totals(model).model_flops
+    flops = 3 * 8 / 0.6 * totals(PRESETS["vit-digits"]).model_flops
     assert speed["model_flops_per_second"] == pytest.approx(flops)
     assert speed["mfu"] == pytest.approx(flops / 2e11)
     assert speed["hfu"] >= speed["mfu"]
+    assert meter.speed(list(range(20, 0, -1)), 0.0)["step_seconds_p95"] == 19
 
 
 def test_half_precision_is_held_against_its_own_peak() -> None:
-    plan = Plan(precision="O1")
-    assert Meter.of(predict(PRESETS["vit-digits"], MACHINE, plan), MACHINE).peak_flops == 1e12
+    plain, half = (speedometer(Plan(precision=level)).speed([0.1], 0.0) for level in ("O0", "O1"))  # type: ignore[arg-type]
+    assert half["mfu"] == pytest.approx(plain["mfu"] * 2e11 / 1e12)
 
 
 def test_no_steps_give_no_numbers() -> None:
-    assert Meter.of(predict(PRESETS["vit-digits"], MACHINE, Plan()), MACHINE).speed([], 0.0) == {}
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 10), (0.95, 19), (1.0, 20), (0.0, 1)])
-def test_percentiles_are_of_the_nearest_rank(share: float, expected: int) -> None:
-    assert percentile(list(range(20, 0, -1)), share) == expected
+    meter = speedometer(Plan())
+    assert meter.speed([], 0.0) == meter.whole_run() == {}
 
 
 def test_time_between_windows_belongs_to_no_step() -> None:
-    timer = StepTimer(torch.device("cpu"))
-    timer.start()
+    meter = speedometer(Plan())
+    meter.start()
     for _ in range(3):
         time.sleep(0.01)
-        timer.lap()
-    steps = timer.read()
+        meter.lap()
+    assert meter.read()["step_seconds_median"] >= 0.01
     time.sleep(0.2)
-    timer.start()
-    timer.lap()
-    steps += timer.read()
-    assert len(steps) == 4
-    assert all(step >= 0.01 for step in steps[:3])
-    assert sum(steps) < 0.2
-    assert timer.read() == []
+    meter.start()
+    meter.lap()
+    meter.read()
+    assert len(meter.times) == 4
+    assert all(seconds >= 0.01 for seconds in meter.times[:3])
+    assert sum(meter.times) < 0.2
+    assert meter.read() == {}
 
 
 @pytest.mark.gpu
 def test_device_time_is_measured_by_events() -> None:
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
-    timer = StepTimer(device)
-    timer.start()
+    meter = speedometer(Plan(), "cuda")
+    meter.start()
     before = time.perf_counter()
     for _ in range(3):
         for _ in range(20):
             x @ x
-        timer.lap()
+        meter.lap()
     issued = time.perf_counter() - before
-    steps = timer.read()
-    assert len(steps) == 3
-    assert sum(steps) > issued / 2
+    meter.read()
+    assert len(meter.times) == 3
+    assert sum(meter.times) > issued / 2
     assert peak_memory(device) >= x.numel() * 4
 
 
@@ -118,18 +111,18 @@ def records(path: Path) -> list[tuple[str, int]]:
 
 def test_a_torn_line_and_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path)
-    metrics.write({"event": "start", "step": 0})
+    metrics = Records(tmp_path, None)
+    metrics.write("start", 0)
     for step in (10, 20, 30):
-        metrics.write({"event": "steps", "step": step})
-        metrics.write({"event": "checkpoint", "step": step})
+        metrics.write("steps", step)
+        metrics.write("checkpoint", step)
     metrics.close()
     with path.open("a") as file:
         file.write('{"event": "steps", "st')
     assert len(read_metrics(path)) == 7
     metrics.rewind(20)
-    metrics.write({"event": "resume", "step": 20})
-    metrics.write({"event": "steps", "step": 30})
+    metrics.write("resume", 20)
+    metrics.write("steps", 30)
     expected = [("start", 0), ("steps", 10), ("checkpoint", 10), ("steps", 20), ("checkpoint", 20)]
     assert records(path) == [*expected, ("resume", 20), ("steps", 30)]
     metrics.close()
@@ -140,17 +133,15 @@ def test_a_torn_line_and_steps_that_will_be_repeated_are_dropped(tmp_path: Path)
 
 
 def test_each_record_is_on_its_way_to_the_disk_at_once(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.write({"event": "steps", "step": 1})
+    metrics = Records(tmp_path, None)
+    metrics.write("steps", 1)
     assert records(tmp_path / "metrics.jsonl") == [("steps", 1)]
     metrics.close()
 
 
 def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.write(
-        {"event": "steps", "step": 1, "loss": math.nan, "losses": [1.0, math.inf], "more": {"x": -math.inf}}
-    )
+    metrics = Records(tmp_path, None)
+    metrics.write("steps", 1, loss=math.nan, losses=[1.0, math.inf], more={"x": -math.inf})
     metrics.close()
 
     def refuse(word: str) -> Any:

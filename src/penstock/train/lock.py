@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import EnvironmentProblem
@@ -63,9 +62,7 @@ class RunLock:
             os.utime(self._handle)
             self._touched = time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             _held.discard(self._path)
             os.ftruncate(self._handle, 0)  # never unlinked: a waiting run would hold a file that is gone

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import signal
 import statistics
 import time
@@ -30,9 +29,8 @@ from penstock.data import Loader, Source
 from penstock.errors import SavedRequeue
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
-from penstock.models.convert import load_weights, save_pretrained
 from penstock.optim import learning_rate, set_learning_rate
-from penstock.parallel import ParallelDims, joined, local_device, whole_state
+from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average, main_first
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
@@ -43,15 +41,15 @@ from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
 from penstock.train.loss_monitor import LossMonitor
 from penstock.train.memory import memory_advice
-from penstock.train.metrics import Meter, Speedometer, peak_memory, resident_memory, used_memory
+from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
 from penstock.train.random_state import own_random, seed_random
-from penstock.train.records import Records
-from penstock.train.resume import find_checkpoint, locked, set_aside
-from penstock.train.run_state import Progress, RunState
-from penstock.train.saves import Saves
+from penstock.train.resume import find_checkpoint, locked
+from penstock.train.run_state import RunState
+from penstock.train.saves import Saves, export
+from penstock.train.speed import Speedometer, peak_memory, resident_memory, used_memory
 
 _log = logging.getLogger(__name__)
 
@@ -168,28 +166,21 @@ class _Run:
             config.recipe, self.built.optimizer, device, average=shared, logs=dims.main
         )
         self.built.step.skips = self.monitor.skipper
-        self.progress = Progress()
-        self.state = RunState(
-            config=config,
-            device=device,
-            dims=dims,
-            built=self.built,
-            loader=self.loader,
-            monitor=self.monitor,
-            progress=self.progress,
-        )
+        self.state = RunState(config, dims, self.built, self.loader, self.monitor)
+        self.progress = self.state.progress
         if stored:
             self.state.restore(stored)
         elif config.init_from:
-            self._start_from(config.init_from)
+            self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step
 
         # What is noted of its steps.
         self.batches: list[Any] = []
         """Those of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
-        meter = Meter.of(self.prediction, self.machine)
-        self.speedometer = Speedometer(meter, device, lambda: self.loader.wait_seconds)
+        self.speedometer = Speedometer(
+            self.prediction, self.machine, device, lambda: self.loader.wait_seconds
+        )
         records.rewind(self.step if stored else -1, again=self._recorded_again())
         if tensorboard:
             records.open_tensorboard(resumed_at=self.resumed_at)
@@ -335,20 +326,8 @@ class _Run:
     def _finish(self) -> TrainResult:
         """Export what was evaluated, and set what was predicted beside what was measured."""
         assert self.progress.evaluation is not None  # the last step evaluates before it saves
-        export = self.output / "export"
-        partial = self.output / "export.tmp"
-
-        model: Any = self.built.model
         with self._final_weights():
-            weights = whole_state(model, self.dims)
-
-        def write() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            save_pretrained(model, partial, weights=weights)
-            set_aside(export)
-            partial.rename(export)
-
-        main_first(write, self.dims)
+            folder = export(self.built.model, self.output, self.dims)
         if speed := self.speedometer.whole_run():
             self._record(
                 "summary",
@@ -361,7 +340,7 @@ class _Run:
             loss=self.progress.loss,
             evaluation=self.progress.evaluation,
             output=self.output,
-            export=export,
+            export=folder,
             metrics=self.records.path,
         )
 
@@ -371,12 +350,6 @@ class _Run:
         averages = self.built.ema.swapped() if self.built.ema else nullcontext()
         with self.built.inference(), averages:
             yield
-
-    def _start_from(self, path: str) -> None:
-        loaded = load_weights(self.built.model, path, new_head=True)
-        if self.built.ema:
-            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
-        _log.warning("Starting from %s: %s", path, loaded)
 
     def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
         """This rank's batches of a split: endless for training, else one pass."""
@@ -408,7 +381,7 @@ class _Run:
             plan=self.config.plan.line(),
             machine=self.machine.name,
             device=str(self.device),
-            peak=self.speedometer.meter.peak,
+            peak=self.speedometer.peak,
             parameters=sum(parameter.numel() for parameter in self.built.model.parameters()),
             model=self.task.describe_model(self.config.model),
             unit=self.task.unit,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock import checkpoint
@@ -17,6 +17,7 @@ from penstock.config.load import to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import NumericError
+from penstock.models.convert import load_weights
 from penstock.optim.layout import local
 from penstock.parallel import ParallelDims
 from penstock.parallel.agree import together
@@ -24,6 +25,8 @@ from penstock.train.evaluate import Evaluation
 from penstock.train.loss_monitor import LossMonitor
 from penstock.train.pending import REMEDY
 from penstock.train.random_state import random_states, restore_random
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -49,17 +52,16 @@ class Progress:
         self.evaluation = Evaluation.of_record(found) if found else None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunState:
     """What is trained, on what, and how far it has come, as one rank holds it."""
 
     config: RunConfig
-    device: torch.device
     dims: ParallelDims
     built: Built
     loader: Loader
     monitor: LossMonitor
-    progress: Progress
+    progress: Progress = field(default_factory=Progress)
 
     def snapshot(self) -> Snapshot:
         """All of it as it is now, by reference: nothing is copied. All ranks must call it.
@@ -80,7 +82,7 @@ class RunState:
                 "scaler": built.scaler.state_dict() if built.scaler else None,
                 "watch": self.monitor.state_dict(),
                 "loader": self.loader.state_dict(),
-                "random": random_states(self.device, self.dims),
+                "random": random_states(self.built.device, self.dims),
                 "progress": self.progress.state_dict(),
             },
             config=to_dict(self.config),
@@ -108,8 +110,15 @@ class RunState:
         self.progress.load_state_dict(stored.step, found.state["progress"])
         # Last: building and loading may have drawn from them.
         restore_random(
-            found.state["random"], self.device, dims, seed=self.config.seed, step=self.progress.step
+            found.state["random"], built.device, dims, seed=self.config.seed, step=self.progress.step
         )
+
+    def start_from(self, path: str) -> None:
+        """Take the weights of `path`; what they do not fit is drawn anew, and that is said."""
+        loaded = load_weights(self.built.model, path, new_head=True)
+        if self.built.ema:
+            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
+        _log.warning("Starting from %s: %s", path, loaded)
 
 
 def require_finite(model: nn.Module, step: int) -> None:

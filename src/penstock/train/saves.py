@@ -1,14 +1,20 @@
-"""Where a run saves itself: at once, or in the background while training goes on."""
+"""Where a run saves itself, at once or in the background while training goes on, and what it leaves at its end."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
+from penstock.models.convert import save_pretrained
+from penstock.parallel import ParallelDims, whole_state
+from penstock.parallel.agree import main_first
+from penstock.train.resume import set_aside
 
 
 class Saves:
@@ -49,3 +55,18 @@ class Saves:
         if self._saver:
             with suppress(PenstockError, RuntimeError):
                 self._saver.close()
+
+
+def export(model: Any, output: Path, dims: ParallelDims) -> Path:
+    """Write the model as a Hugging Face folder; one of an earlier run is set aside. All ranks must call this."""
+    folder, partial = output / "export", output / "export.tmp"
+    weights = whole_state(model, dims)
+
+    def write() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_pretrained(model, partial, weights=weights)
+        set_aside(folder)
+        partial.rename(folder)
+
+    main_first(write, dims)
+    return folder

@@ -1,0 +1,130 @@
+"""How fast a run is and how much memory it takes, by its own measurement.
+
+Nothing here waits for the device within a step. On CUDA a pair of events brackets each step, and all are read together
+when the loop stops to log anyway. On a CPU operators are done when they return, so the clock is read.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.config.machine import Machine
+from penstock.planner import Prediction
+
+
+class Speedometer:
+    """The speed of the steps since the last log, and of all of them.
+
+    `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
+    (evaluation, saving) belongs to no step. `waited` gives the total seconds so far that the loop has waited for data.
+
+    FLOPs are those the planner counts, of which `prediction` tells: of one sample forward and backward, and with what
+    the hardware computes twice. Attention counts in full, for no model here is causal.
+    """
+
+    def __init__(
+        self, prediction: Prediction, machine: Machine, device: torch.device, waited: Callable[[], float]
+    ) -> None:
+        plan = prediction.plan
+        self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
+        """Which peak utilisation is of: machine, type, datasheet or measured."""
+        self.times: list[float] = []
+        """Seconds of every step that has been read."""
+        self._samples_per_step = plan.global_batch
+        self._model_flops = (
+            prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
+        )
+        self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu
+        self._peak_flops = prediction.peak_flops * plan.gpus
+        self._cuda = device.type == "cuda"
+        self._waited = waited
+        self._waited_before = 0.0
+        self._waits = 0.0
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """The first step after a log, or after an evaluation or a save, begins."""
+        self._waited_before = self._waited()
+        self._marks = [self._mark()]
+
+    def lap(self) -> None:
+        """A step ends. On CUDA this records an event and does not wait."""
+        self._marks.append(self._mark())
+
+    def read(self) -> dict[str, float]:
+        """As `speed`, of the steps since `start`. On CUDA this waits for the last one."""
+        marks, self._marks = self._marks, []
+        if self._cuda and marks:
+            marks[-1].synchronize()
+            times = [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(marks)]
+        else:
+            times = [later - earlier for earlier, later in pairwise(marks)]
+        waited = self._waited() - self._waited_before
+        self.times += times
+        self._waits += waited
+        return self.speed(times, waited)
+
+    def whole_run(self) -> dict[str, float]:
+        """As `speed`, of all steps but the first ones, which compile, allocate and choose kernels."""
+        if not self.times:
+            return {}
+        settled = self.times[min(5, len(self.times) // 2) :]
+        return self.speed(settled, self._waits * sum(settled) / sum(self.times))
+
+    def speed(self, times: Sequence[float], wait_seconds: float) -> dict[str, float]:
+        """What steps that took these times come to; times in seconds, rates per second, shares in [0, 1]."""
+        total = sum(times)
+        if total <= 0:
+            return {}
+        rate = len(times) * self._samples_per_step / total
+        return {
+            "samples_per_second": rate,
+            "step_seconds_median": statistics.median(times),
+            "step_seconds_p95": sorted(times)[math.ceil(0.95 * len(times)) - 1],
+            "data_wait_share": min(wait_seconds / total, 1.0),
+            "model_flops_per_second": rate * self._model_flops,
+            "mfu": rate * self._model_flops / self._peak_flops,
+            "hfu": rate * self._hardware_flops / self._peak_flops,
+        }
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event_type: Any = torch.cuda.Event  # untyped in torch
+        event = event_type(enable_timing=True)
+        event.record()
+        return event
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on a GPU, or that the whole process occupied."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_memory() -> int:
+    """Bytes that the process occupies now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+def used_memory(device: torch.device, *, before: int) -> dict[str, Any]:
+    """What training needed, to be held against a prediction: on a CPU the growth of the process over `before`."""
+    if device.type == "cuda":
+        return {"memory_bytes": peak_memory(device), "memory_kind": "allocated at most"}
+    return {"memory_bytes": max(peak_memory(device) - before, 0), "memory_kind": "growth of the process"}

@@ -105,7 +105,7 @@ def test_experts_are_divided_among_the_devices_once() -> None:
         ({"pp": 0}, "serving.pp is 0"),
         ({"ep": 0}, "serving.ep is 0"),
         ({"tp": 1.5}, "serving.tp is 1.5, but must be a whole number."),
-        ({"weight_bytes": 0.0}, "serving.weight_bytes is 0.0, but must be above 0 and finite"),
+        ({"weight_bytes": 0.0}, "serving.weight_bytes is 0.0, but must be above 0."),
         ({"weight_bytes": math.nan}, "serving.weight_bytes is nan"),
         ({"cache_bytes": -2.0}, "serving.cache_bytes is -2.0"),
         ({"cache_bytes": math.inf}, "serving.cache_bytes is inf"),

@@ -16,24 +16,24 @@ ROTARY_EAGER_BYTES = 8
 
 def list_block(to: Lister, block: Block) -> None:
     """One block, attention before the MLP."""
-    t = to.terms
-    rows = t.samples * block.tokens / t.cp
+    t, stack = to.terms, block.stack
+    rows, d = t.samples * block.tokens / t.cp, stack.width
     stream_rows = rows / (t.tp if t.sp else 1)
-    to.norm("norm1", stream_rows, block.width, rms=block.rms)
+    to.norm("norm1", stream_rows, d, rms=stack.norm == "rms")
     _attend(to, block, rows, t.cached + block.tokens, "attention", causal=block.causal and not t.cached)
     if block.cross:
         _branch(to, "branch1", block, stream_rows)
-        to.norm("cross_norm", stream_rows, block.width, rms=block.rms)
+        to.norm("cross_norm", stream_rows, d, rms=stack.norm == "rms")
         _attend(to, block, rows, block.cross, "attention.cross")
-    if not block.parallel:
+    if not stack.parallel:
         _branch(to, "branch2" if block.cross else "branch1", block, stream_rows)
-        to.norm("norm2", stream_rows, block.width, rms=block.rms)
-    before_split(to, rows, block.width)
-    if block.experts:
+        to.norm("norm2", stream_rows, d, rms=stack.norm == "rms")
+    before_split(to, rows, d)
+    if block.mixture:
         _mixture(to, block, rows)
     else:
-        _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=block.parallel)
-    _after_split(to, rows, block.width)
+        _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=stack.parallel)
+    _after_split(to, rows, d)
     _branch(to, "branch", block, stream_rows)
 
 
@@ -67,43 +67,43 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
 
 def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, causal: bool = False) -> None:
     """Attention of `rows` over `seen` tokens of each sample, with its projections."""
-    t, d, c = to.terms, block.width, to.terms.product
-    cross = name.endswith("cross")
-    heads, kv_heads = max(1, block.heads // t.tp), max(1, block.kv_heads // t.tp)
-    a, kv = heads * block.features, kv_heads * block.features
+    t, stack, c = to.terms, block.stack, to.terms.product
+    d, f, cross = stack.width, stack.head_width, name.endswith("cross")
+    heads, kv_heads = max(1, stack.heads // t.tp), max(1, stack.kv // t.tp)
+    a, kv = heads * f, kv_heads * f
     before_split(to, rows, d)
     if cross:
         others = max(1.0, t.samples * seen / t.cp)
-        to.gemm(f"{name}.q", rows, a, d, bias=block.qkv_bias, learned=(d + block.qkv_bias) * a)
+        to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself.
-        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=block.qkv_bias, kept=0.0)
+        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=0.0)
     else:
         others = rows + t.samples * t.cached
-        to.gemm(f"{name}.qkv", rows, a + 2 * kv, d, bias=block.qkv_bias)
+        to.gemm(f"{name}.qkv", rows, a + 2 * kv, d, bias=stack.qkv_bias)
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
     # The gradients of queries, keys and values become one of the packed projection.
     to.behind(
         Op(f"{name}.stack", "copy", False, read=(queries + 2 * keys) * c, written=(queries + 2 * keys) * c)
     )
-    if block.rotary and not cross:
+    if stack.positions == "rotary" and not cross:
         each = c if t.fused else ROTARY_EAGER_BYTES
         to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
     kept = (queries + 2 * keys) * c
-    if block.qk_norm:
+    if stack.qk_norm:
         normed = rows * (a + kv)
         to.move(
-            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=4 * block.features,
+            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=4 * f,
             tensors=4, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
     if t.cp > 1:
         ring = Op("ring", "ring", read=2.0 * keys * c * t.cp, axis="context")
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
+    window = 0 if cross or not stack.window or stack.window >= seen else stack.window
     core = Op(
-        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=block.features,
+        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
-        kept=kept + rows * heads * 4.0, group="attention", causal=causal,
-        window=block.window if block.window < seen and not cross else 0,
+        kept=kept + rows * heads * 4.0, group="attention", causal=causal, window=window,
     )  # fmt: skip
     if t.form == "fused":
         to.add(
@@ -115,9 +115,9 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
     else:
         # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
         # are fp32 in place.
-        values = keys * 4.0 if c != 4 or t.copies else 0.0 if block.qk_norm else own * c
+        values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
         _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values)
-    to.gemm(f"{name}.out", rows, d, a, bias=block.bias, group="attention")
+    to.gemm(f"{name}.out", rows, d, a, bias=stack.bias, group="attention")
     _after_split(to, rows, d)
 
 
@@ -144,10 +144,10 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         product("scores.left", tokens, f, seen, all_three, queries),
         product("scores.right", seen, f, tokens, all_three, keys),
     )
-    if block.linear_bias:
+    if block.stack.positions == "alibi":
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
     _softmax(to, name, scores, each, group, causal=core.causal)
-    if block.score_dropout:
+    if block.stack.dropout and not block.image:
         dropped = each + (c if t.host else 1.0)
         to.move(
             f"{name}.dropout", scores, (each, dropped), (dropped, each), kept=scores * dropped, group=group
@@ -182,12 +182,12 @@ def _mlp(
 ) -> None:
     """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. `again` says that another
     product keeps the same input already."""
-    t, d, c = to.terms, block.width, to.terms.product
-    gated = int(block.gated)
+    t, stack, c = to.terms, block.stack, to.terms.product
+    d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     to.gemm(
-        f"{name}.up", rows, wide, d, batch=batch, bias=block.bias and not gated, kept=0.0 if again else None,
-        learned=batch * wide * (d + block.bias), tensors=(1 + gated) * (1 + block.bias),
+        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias and not gated, kept=0.0 if again else None,
+        learned=batch * wide * (d + stack.bias), tensors=(1 + gated) * (1 + stack.bias),
     )  # fmt: skip
     activation = f"{name}.activation"
     if gated and t.fused:
@@ -199,23 +199,24 @@ def _mlp(
         to.move(activation, size, (c, c), (2 * c, c), kind="activation", kept=kept, group="mlp")
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
-    if block.hidden_dropout:
+    if stack.dropout and block.image:
         mask = c if t.host else 1.0
         to.move(f"{name}.dropout", size, (c, c + mask), (c + mask, c), kept=size * mask, group="masks")
-    to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=block.bias, group="mlp")
+    to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")
 
 
 def _mixture(to: Lister, block: Block, rows: float) -> None:
     """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
     2021)."""
-    t, d, c = to.terms, block.width, to.terms.product
-    to.gemm("router", rows, block.experts, d, fp8=False)
-    visits = rows * block.routed * block.capacity
+    t, stack, c = to.terms, block.stack, to.terms.product
+    d = stack.width
+    to.gemm("router", rows, stack.experts, d, fp8=False)
+    visits = rows * stack.experts_per_token * stack.capacity
     moved, hidden = visits * d * c, block.hidden // t.tp
     # In training each device brings its own tokens; in generation all of a group have the same.
-    met, brought, sent = block.experts, float(t.ep), moved / (t.tp if t.sp else 1)
+    met, brought, sent = stack.experts, float(t.ep), moved / (t.tp if t.sp else 1)
     if t.serving:
-        met, brought, sent = min(block.experts, int(visits)), 1.0, moved / t.tp
+        met, brought, sent = min(stack.experts, int(visits)), 1.0, moved / t.tp
         hidden = -(-block.hidden * t.ep // t.tp)
     exchange = Op("exchange", "exchange", read=sent, axis="expert")
     to.move("experts.sort", visits * d, (c, c), kind="copy")
@@ -227,16 +228,16 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     if t.ep > 1:
         to.add(exchange, exchange._replace(forward=False))
     to.move("experts.merge", visits * d, (c, c), kind="copy")
-    if block.shared:
-        _mlp(to, "shared", block, rows, max(1, block.hidden // t.tp) * block.shared, again=True)
+    if stack.shared_experts:
+        _mlp(to, "shared", block, rows, max(1, block.hidden // t.tp) * stack.shared_experts, again=True)
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
     """What happens to a branch before it is added to the residual stream, and the addition."""
-    t, d = to.terms, block.width
+    t, d = to.terms, block.stack.width
     e, c, size = t.stream, t.product, rows * d
     branch = e if block.layer_scale else c
-    if block.dropout:
+    if block.stack.dropout:
         mask = c if t.host else 1.0
         ahead = c, mask if t.fused else c + mask
         to.move(f"{name}.dropout", size, ahead, (c + mask, c), kept=size * mask, group="masks")

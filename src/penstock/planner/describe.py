@@ -15,7 +15,7 @@ from penstock.config.plan import Plan
 from penstock.planner.blocks import before_split, list_block
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import Op, Workload
-from penstock.planner.shapes import blocks_of, counted_tokens, output_of
+from penstock.planner.shapes import blocks_of, counted_tokens
 
 RELATIVE_BUCKETS = 32
 """Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
@@ -60,7 +60,7 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
         to = Lister(terms)
         list_block(to, block)
         rows = terms.samples * block.tokens / terms.cp / (terms.tp if terms.sp else 1)
-        parts.append(to.part("block", block, entering=rows * block.width * terms.stream))
+        parts.append(to.part("block", block, entering=rows * block.stack.width * terms.stream))
     to = Lister(terms)
     _exit(to, model)
     parts.append(to.part("exit"))
@@ -91,7 +91,7 @@ def totals(model: ModelConfig) -> Totals:
         forward += part.count * part.model_flops(part.forward)
         backward += part.count * part.model_flops(part.backward)
         block = part.block
-        met = block.routed / block.experts if block and block.experts else 1.0
+        met = block.stack.experts_per_token / block.stack.experts if block and block.mixture else 1.0
         active += part.count * (part.parameters + part.experts * met)
     return Totals(work.parameters, forward, forward + backward, round(active))
 
@@ -102,8 +102,8 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
         _stem(to, model)
         return 0
     t = to.terms
-    (block, *_) = blocks_of(model)
-    rows, d = t.samples * counted_tokens(model) / t.cp, block.width
+    first = stacks(model)[0]
+    rows, d = t.samples * counted_tokens(model) / t.cp, first.width
     table = model.vocabulary * d
     tables = [table]
     if isinstance(model, EncoderConfig) and model.token_types:
@@ -118,7 +118,7 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     if t.tp > 1:
         to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
     if model.embedding_norm:
-        to.norm("embedding_norm", rows, d, rms=block.rms, cast=False)
+        to.norm("embedding_norm", rows, d, rms=first.norm == "rms", cast=False)
     return -(-table // t.tp) if model.tied else 0
 
 
@@ -179,9 +179,8 @@ def _exit(to: Lister, model: ModelConfig) -> None:
     if isinstance(model, ViTConfig):
         _classifier(to, model)
         return
-    *_, block = blocks_of(model)
-    tokens, words = output_of(model)
-    rows, d = t.samples * tokens / t.cp, block.width
+    last = stacks(model)[-1]
+    rows, d = t.samples * counted_tokens(model) / t.cp, last.width
     masked = isinstance(model, EncoderConfig)
     if masked:
         # The head of masked language models: a dense layer, a norm, and a bias of the output.
@@ -190,9 +189,9 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         size = rows * d
         to.move("head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output")
     for _ in stacks(model):
-        to.norm("norm", rows, d, rms=block.rms)
+        to.norm("norm", rows, d, rms=last.norm == "rms")
     before_split(to, rows, d, hides=False)
-    columns = -(-words // t.tp)
+    columns = -(-model.vocabulary // t.tp)
     to.gemm(
         "head", rows, columns, d, fp8=False, group="output", learned=columns * (d * (not model.tied) + masked),
         tensors=(not model.tied) + masked,

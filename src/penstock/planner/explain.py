@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.config import rules
 from penstock.config.machine import Machine
@@ -60,28 +61,35 @@ def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
     ]
     if one.interval is not None:
         lines.append(f"It would take {one.interval.seconds(one.iteration_seconds)}.")
-    for name, seconds in sorted(one.seconds.items(), key=lambda item: -item[1]):
-        if seconds > 0.0005 * one.iteration_seconds:
-            share = seconds / one.iteration_seconds
-            lines.append(f"  {seconds:10.4g} s  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
+    for name, seconds, share in _largest(one.seconds):
+        lines.append(f"  {seconds:10.4g} s  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
     spare = room(machine) - one.memory_bytes
     words = f"{spare / GIB:.1f} GiB to spare" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much"
     if not machine.memory_bytes:
         words = "the machine's memory is unknown"
     lines.append(f"Memory {one.memory_bytes / GIB:.1f} GiB on the fullest device: {words}.")
-    for name, size in sorted(one.memory.items(), key=lambda item: -item[1]):
-        if size > 0.0005 * one.memory_bytes:
-            lines.append(
-                f"  {size / GIB:10.2f} GiB  {size / one.memory_bytes:6.1%}  {MEMORY_WORDS.get(name, name)}"
-            )
+    for name, size, share in _largest(one.memory):
+        lines.append(f"  {size / GIB:10.2f} GiB  {share:6.1%}  {MEMORY_WORDS.get(name, name)}")
     if one.activations:
-        kinds = sorted(one.activations.items(), key=lambda item: -item[1])
-        said = ", ".join(
-            f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for name, size in kinds if size > GIB / 200
-        )
+        kinds = [
+            f"{name.replace('_', ' ')} {size / GIB:.2f} GiB"
+            for name, size, _ in _largest(one.activations)
+            if size > GIB / 200
+        ]
+        said = ", ".join(kinds)
         held = f" of {one.micro_batches_held:.3g} micro-batches" if plan.pp > 1 else ""
         lines.append(f"Activations{held}: {said or 'less than 0.01 GiB'}.")
     return lines
+
+
+def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """Parts above a two-thousandth of all, with their shares, the largest first."""
+    whole = sum(parts.values())
+    return [
+        (name, part, part / whole)
+        for name, part in sorted(parts.items(), key=lambda item: -item[1])
+        if part > whole / 2000
+    ]
 
 
 def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Prediction) -> Iterator[str]:
@@ -101,11 +109,8 @@ def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Pr
                 continue
             named.add(one.plan)
             slower = one.iteration_seconds / best.iteration_seconds - 1
-            besides = [
-                f"{other}={getattr(one.plan, other)}"
-                for other in AXES
-                if other != axis and getattr(one.plan, other) != getattr(best.plan, other)
-            ]
+            differing = [name for name in AXES if getattr(one.plan, name) != getattr(best.plan, name)]
+            besides = [f"{name}={getattr(one.plan, name)}" for name in differing if name != axis]
             at = f" (at best with {', '.join(besides)})" if besides else ""
             equal = best.interval is not None and slower <= best.interval.apart
             words = "slower, which is equal within the error: " if equal else "slower, "
@@ -133,12 +138,8 @@ def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterat
     if plan.recompute != "none":
         neighbours.append(("recompute=none", vary(plan, recompute="none")))
     if plan.accumulate % 2 == 0:
-        neighbours.append(
-            (
-                f"micro_batch={2 * plan.micro_batch}",
-                vary(plan, micro_batch=2 * plan.micro_batch, accumulate=plan.accumulate // 2),
-            )
-        )
+        larger = vary(plan, micro_batch=2 * plan.micro_batch, accumulate=plan.accumulate // 2)
+        neighbours.append((f"micro_batch={larger.micro_batch}", larger))
     if plan.tp > 1:
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
@@ -168,30 +169,22 @@ def sensitivity(
 ) -> list[Lever]:
     """What would help most, searched anew under each change; the largest gain first."""
     batch = best.global_batch or default_batch(model, gpus)
-    changes: Sequence[tuple[str, Callable[[], tuple[Machine, int]]]] = (
-        ("twice the memory", lambda: (replace(machine, memory_bytes=2 * machine.memory_bytes), batch)),
-        (
-            "twice the memory bandwidth",
-            lambda: (replace(machine, memory_bytes_per_second=2 * machine.memory_bytes_per_second), batch),
-        ),
-        ("links inside a node twice as fast", lambda: (_links(machine, 2.0, 1.0), batch)),
-        ("links between nodes twice as fast", lambda: (_links(machine, 1.0, 2.0), batch)),
-        (
-            "matrix products a fifth faster",
-            lambda: (
-                replace(
-                    machine,
-                    peak_flops={k: 1.2 * v for k, v in machine.peak_flops.items()},
-                    achievable_flops={k: 1.2 * v for k, v in machine.achievable_flops.items()},
-                ),
-                batch,
-            ),
-        ),
-        ("twice the global batch", lambda: (machine, 2 * batch)),
-    )
+    link, node = machine.link_bytes_per_second, machine.node_bytes_per_second
+    faster = {
+        name: {kind: 1.2 * rate for kind, rate in getattr(machine, name).items()}
+        for name in ("peak_flops", "achievable_flops")
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "twice the memory": {"memory_bytes": 2 * machine.memory_bytes},
+        "twice the memory bandwidth": {"memory_bytes_per_second": 2 * machine.memory_bytes_per_second},
+        "links inside a node twice as fast": {"link_bytes_per_second": link and 2 * link},
+        "links between nodes twice as fast": {"node_bytes_per_second": node and 2 * node},
+        "matrix products a fifth faster": faster,
+        "twice the global batch": {},
+    }
     levers = []
-    for words, change in changes:
-        other, samples = change()
+    for words, change in changes.items():
+        other, samples = replace(machine, **change), batch if change else 2 * batch
         try:
             found = explore(model, other, gpus, global_batch=samples, base=base, fixed=fixed, keep=1)
         except PenstockError:
@@ -200,13 +193,3 @@ def sensitivity(
             first = found.predictions[0]
             levers.append(Lever(words, first.samples_per_second / best.samples_per_second - 1, first.plan))
     return sorted(levers, key=lambda lever: -lever.gain)
-
-
-def _links(machine: Machine, inside: float, between: float) -> Machine:
-    link = machine.link_bytes_per_second
-    node = machine.node_bytes_per_second
-    return replace(
-        machine,
-        link_bytes_per_second=None if link is None else link * inside,
-        node_bytes_per_second=None if node is None else node * between,
-    )

@@ -103,7 +103,7 @@ class Part:
     def model_flops(self, operators: Iterable[Op]) -> float:
         """Model FLOPs of some of its operators. Room that experts make for more tokens than come is no work of the
         model's."""
-        capacity = self.block.capacity if self.block else 1.0
+        capacity = self.block.stack.capacity if self.block else 1.0
         return sum(op.flops / (capacity if op.name.startswith("experts.") else 1.0) for op in operators)
 
 

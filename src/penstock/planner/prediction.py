@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.rules import problems
-from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
@@ -103,28 +102,23 @@ def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
 
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
-    refuse(model, machine, plan)
+    _refuse(model, machine, plan)
     work = describe(model, plan, machine.device)
     return predicted(work, machine, plan, rates_of(machine, plan), totals(model).parameters)
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
     """As `predict`, of operators that are known: those of `describe`, or those recorded of a model in fp32."""
-    rates_of(machine, plan)
-    found = problems(plan, machine=machine)
-    if found:
-        raise ConfigError(found)
+    _refuse(None, machine, plan)
     work = work if work.kept_bytes is None else as_planned(work, plan)
     return predicted(work, machine, plan, rates_of(machine, plan), work.parameters)
 
 
 @lru_cache(maxsize=4096)
-def refuse(model: ModelConfig, machine: Machine, plan: Plan) -> None:
+def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
     """Raise ConfigError with every reason why there is nothing to predict."""
     rates_of(machine, plan)
-    found = problems(plan, model, machine)
-    if found:
-        raise ConfigError(found)
+    rules.require(plan, model, machine)
 
 
 def predicted(

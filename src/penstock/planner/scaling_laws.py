@@ -52,13 +52,10 @@ class ParametricLaw:
     def at(self, compute_flops: float, parameters: float) -> Allocation:
         """A given size at so much compute."""
         tokens = compute_flops / 6 / parameters
+        loss = self.loss(parameters, tokens)
         return Allocation(
-            law=self.name,
-            compute_flops=compute_flops,
-            parameters=parameters,
-            tokens=tokens,
-            loss=self.loss(parameters, tokens),
-        )
+            law=self.name, compute_flops=compute_flops, parameters=parameters, tokens=tokens, loss=loss
+        )  # fmt: skip
 
     def smaller(self, best: Allocation, share: float) -> Allocation | None:
         """A model of `share` times the optimum's size that is trained until it reaches the same loss; none if it never
@@ -68,13 +65,7 @@ class ParametricLaw:
         if left <= 0:
             return None
         tokens = (self.b / left) ** (1 / self.beta)
-        return Allocation(
-            law=self.name,
-            compute_flops=6 * parameters * tokens,
-            parameters=parameters,
-            tokens=tokens,
-            loss=best.loss,
-        )
+        return self.at(6 * parameters * tokens, parameters)
 
     def with_inference(self, best: Allocation, served_tokens: float) -> Allocation:
         """The size that reaches the loss of `best` for the least training and inference together: 6ND + 2N times the
@@ -121,12 +112,9 @@ def kaplan(compute_flops: float) -> Allocation:
     days = compute_flops / _PF_DAY
     parameters = _KAPLAN_N * days**_KAPLAN_POWER
     return Allocation(
-        law="Kaplan 2020",
-        compute_flops=compute_flops,
-        parameters=parameters,
-        tokens=compute_flops / 6 / parameters,
+        law="Kaplan 2020", compute_flops=compute_flops, parameters=parameters, tokens=compute_flops / 6 / parameters,
         loss=(_C_C / days) ** _ALPHA_C,
-    )
+    )  # fmt: skip
 
 
 def optima(compute_flops: float) -> list[Allocation]:

@@ -7,6 +7,7 @@ them in common.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, title
+from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.constants import DEFAULT, Constants
@@ -23,7 +24,7 @@ from penstock.planner.describe import attention_form, describe, totals
 from penstock.planner.memory import memory
 from penstock.planner.prediction import Prediction, predicted, room
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import Block, blocks_of, counted_tokens
+from penstock.planner.shapes import counted_tokens
 
 LEAST_TOKENS = 8192
 MOST_CONTEXT = 16
@@ -99,16 +100,11 @@ def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
     """
     if machine.device == "cpu":
         return Plan(optimizer="fused")
-    if trainable and "bf16" in machine.peak_flops:
-        return Plan(precision="O1", optimizer="fused", attention="flash", compile="blocks")
-    dtype = "bf16" if "bf16" in machine.peak_flops else "fp16"
+    bf16 = "bf16" in machine.peak_flops
     return Plan(
-        precision="O2",
-        dtype="bf16" if dtype == "bf16" else "fp16",
-        optimizer="fused",
-        attention="flash" if dtype == "bf16" else "efficient",
-        compile="blocks",
-    )
+        precision="O1" if trainable and bf16 else "O2", dtype="bf16" if bf16 else "fp16", optimizer="fused",
+        attention="flash" if bf16 else "efficient", compile="blocks",
+    )  # fmt: skip
 
 
 def explore(
@@ -157,10 +153,9 @@ def explore(
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
     if not found.tried:
-        depth = _depth(blocks_of(model))
         raise ConfigError(
             f"No layout has {gpus} devices and {batch} samples a step{_as_fixed(base, fixed)}: tensor parallel degrees "
-            f"must divide the heads, stages must divide the {depth} blocks, and replicas the samples. "
+            f"must divide the heads, stages must divide the {_depth(model)} blocks, and replicas the samples. "
             "Try a number of devices that divides the batch, or another global batch."
         )
     found.predictions = [one for _, _, one in sorted(ranked)[:keep]]
@@ -203,30 +198,53 @@ def layouts(
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
     held = {name: getattr(base, name) for name in _SEARCHED if name in fixed}
     space = replace(space, **{name: (value,) for name, value in held.items() if name in _AXES})
-    blocks = blocks_of(model)
     if "selective" in space.recompute and attention_form(base, model.tokens, machine.device) == "fused":
         # Nothing keeps scores that could be computed again.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
-    for plan in _legal(blocks, machine, gpus, batch, base, space):
-        if all(getattr(plan, name) == value for name, value in held.items()):
-            yield plan
+    per_node, experts = machine.devices_per_node, max(stack.experts for stack in stacks(model))
+    degrees = itertools.product(
+        space.tp or _divisors(min(gpus, per_node)), space.pp or _stages(model, gpus),
+        space.cp or _context_degrees(model), space.ep or _divisors(max(1, experts)),
+    )  # fmt: skip
+    for tp, pp, cp, ep in degrees:
+        dp = gpus // (tp * pp * cp)
+        if dp * tp * pp * cp != gpus or batch % dp:
+            continue
+        corner = vary(
+            base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sharding="ddp", shard=1, sp=False, virtual=1, schedule="1f1b"
+        )  # fmt: skip
+        if not rules.problems(corner, model):
+            plain = base.schedule if base.schedule in ("gpipe", "zero_bubble") else "1f1b"
+            for plan in _within(model, corner, machine, batch // dp, space, plain):
+                if all(getattr(plan, name) == value for name, value in held.items()):
+                    yield plan
 
 
-def _legal(
-    blocks: Sequence[Block], machine: Machine, gpus: int, batch: int, base: Plan, space: Space
+def _within(
+    model: ModelConfig, corner: Plan, machine: Machine, samples: int, space: Space, plain: str
 ) -> Iterator[Plan]:
-    for tp in _tensor_degrees(blocks, machine, gpus, space.tp):
-        for pp in _stages(blocks, gpus // tp, space.pp):
-            for cp in _context_degrees(blocks, space.cp):
-                if gpus % (tp * pp * cp):
-                    continue
-                dp = gpus // (tp * pp * cp)
-                if batch % dp:
-                    continue
-                for ep in _expert_degrees(blocks, dp, space.ep):
-                    corner = vary(base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=False, shard=1)
-                    shardings = list(_shardings(corner, machine.devices_per_node // tp, space))
-                    yield from _within(blocks, corner, batch // dp, shardings, space)
+    """Micro-batches, chunks, sharding and recomputation at the degrees of `corner`; `plain` is the schedule of a stage
+    in one chunk."""
+
+    def legal(**changes: Any) -> bool:
+        return not rules.problems(vary(corner, **changes), model)
+
+    shardings = [
+        (kind, size)
+        for kind, size in _shardings(corner, machine.devices_per_node // corner.tp, space)
+        if legal(sharding=kind, shard=size)
+    ]
+    splits = sorted({sp and legal(sp=True) for sp in space.sp})
+    chunks = _chunks(model, corner.pp, space.virtual)
+    sizes = [size for size in space.micro_batch or _divisors(samples) if samples % size == 0]
+    for micro, virtual, (sharding, shard), kind, sp in itertools.product(
+        sizes, chunks, shardings, space.recompute, splits
+    ):
+        if virtual == 1 or samples // micro % corner.pp == 0:
+            yield vary(
+                corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
+                schedule="interleaved" if virtual > 1 else plain, sharding=sharding, shard=shard, recompute=kind, sp=sp,
+            )  # fmt: skip
 
 
 def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
@@ -237,38 +255,12 @@ def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str,
         only = space.sharding[0] if len(space.sharding) == 1 else "ddp"
         yield only if only != "hsdp" else "ddp", 1
         return
+    sizes = space.shard or [max(1, per_node) << i for i in range(6)]
     for kind in space.sharding:
         if kind != "hsdp":
             yield kind, 1
-            continue
-        sizes = space.shard or [max(1, per_node) << i for i in range(6)]
-        yield from (("hsdp", size) for size in sizes if 1 < size < replicas and replicas % size == 0)
-
-
-def _within(
-    blocks: Sequence[Block], corner: Plan, samples: int, shardings: Sequence[tuple[str, int]], space: Space
-) -> Iterator[Plan]:
-    """Micro-batches, chunks, sharding and recomputation at fixed degrees."""
-    chunks = _chunks(blocks, corner.pp, space.virtual)
-    plain = corner.schedule if corner.schedule in ("gpipe", "zero_bubble") else "1f1b"
-    even = all(block.tokens // corner.cp % corner.tp == 0 for block in blocks)
-    splits = sorted({sp and even for sp in space.sp}) if corner.tp > 1 else [False]
-    for micro in _micro_batches(samples, space.micro_batch):
-        for virtual in chunks:
-            schedule = "interleaved" if virtual > 1 else plain
-            if virtual > 1 and samples // micro % corner.pp:
-                continue
-            for sharding, shard in shardings:
-                for kind in space.recompute:
-                    for sp in splits:
-                        yield vary(
-                            corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
-                            schedule=schedule, sharding=sharding, shard=shard, recompute=kind, sp=sp,
-                        )  # fmt: skip
-
-
-def _depth(blocks: Sequence[Block]) -> int:
-    return sum(block.count for block in blocks)
+        else:
+            yield from ((kind, size) for size in sizes if 1 < size < replicas)
 
 
 def _divisors(number: int) -> list[int]:
@@ -276,63 +268,31 @@ def _divisors(number: int) -> list[int]:
     return small + [number // i for i in reversed(small) if i * i != number]
 
 
-def _tensor_degrees(blocks: Sequence[Block], machine: Machine, gpus: int, wanted: Sequence[int]) -> list[int]:
-    """Degrees that divide heads and hidden width, inside a node unless asked for."""
-    found = wanted or _divisors(min(gpus, machine.devices_per_node))
-    return [
-        tp
-        for tp in found
-        if gpus % tp == 0
-        and all(
-            block.heads % tp == 0 == block.hidden % tp
-            and (block.kv_heads % tp == 0 or tp % block.kv_heads == 0)
-            for block in blocks
-        )
-    ]
+def _depth(model: ModelConfig) -> int:
+    return sum(stack.depth for stack in stacks(model))
 
 
-def _stages(blocks: Sequence[Block], devices: int, wanted: Sequence[int]) -> list[int]:
+def _stages(model: ModelConfig, gpus: int) -> list[int]:
     """Numbers of stages that share the blocks out evenly, entrance and exit counted or not."""
-    n = _depth(blocks)
-    found = wanted or [p for p in range(1, min(n, devices) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
-    return [p for p in found if devices % p == 0]
+    n = _depth(model)
+    return [p for p in range(1, min(n, gpus) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
 
 
-def _context_degrees(blocks: Sequence[Block], wanted: Sequence[int]) -> list[int]:
-    tokens = min(block.tokens for block in blocks)
-    if wanted:
-        return [cp for cp in wanted if tokens % cp == 0]
-    degrees = [1]
-    while (
-        2 * degrees[-1] <= MOST_CONTEXT
-        and tokens % (2 * degrees[-1]) == 0
-        and tokens >= 2 * degrees[-1] * LEAST_TOKENS
-    ):
+def _context_degrees(model: ModelConfig) -> list[int]:
+    """Powers of two that leave each device enough of the tokens."""
+    tokens, degrees = min(sequences(model)), [1]
+    while 2 * degrees[-1] <= min(MOST_CONTEXT, tokens // LEAST_TOKENS):
         degrees.append(2 * degrees[-1])
     return degrees
 
 
-def _expert_degrees(blocks: Sequence[Block], dp: int, wanted: Sequence[int]) -> list[int]:
-    experts = max(block.experts for block in blocks)
-    if not experts:
-        return [1]
-    return [ep for ep in (wanted or _divisors(experts)) if experts % ep == 0 and dp % ep == 0]
-
-
-def _chunks(blocks: Sequence[Block], pp: int, wanted: Sequence[int]) -> list[int]:
+def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:
+    """Numbers of equal chunks of a stage. Embedding and head count as a block each where only so the stages come out
+    even."""
     if pp == 1:
         return [1]
-    # Embedding and head count as a block each where only so the stages come out even.
-    pieces = next((n for n in (_depth(blocks), _depth(blocks) + 2) if n % pp == 0), 0)
-    if not pieces:
-        return [1]
+    pieces = next((n for n in (_depth(model), _depth(model) + 2) if n % pp == 0), pp)
     return [v for v in (wanted or _divisors(pieces // pp)) if pieces % (pp * v) == 0]
-
-
-def _micro_batches(samples: int, wanted: Sequence[int]) -> list[int]:
-    if wanted:
-        return [size for size in wanted if samples % size == 0]
-    return _divisors(samples)
 
 
 def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.config.convert import check_fields
+from penstock.config.convert import Count, Positive, check_fields
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.plan import Plan
@@ -27,22 +26,22 @@ WORKSPACE_BYTES = 2**30
 class Serving:
     """How a model is served."""
 
-    batch: int = 1
+    batch: Count = 1
     """Sequences that are generated together."""
-    prompt: int = 512
+    prompt: Count = 512
     """Tokens of each sequence, read at once before the first is generated."""
-    generated: int = 128
+    generated: Count = 128
     """Tokens of each sequence after its prompt."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallel degree: devices that share each block."""
-    pp: int = 1
+    pp: Count = 1
     """Pipeline stages, which a token goes through one after the other."""
-    ep: int = 1
+    ep: Count = 1
     """Expert parallel degree: into how many parts the `tp` devices of a stage share out a mixture's experts. Each
     expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it lies on one whole."""
-    weight_bytes: float = 2.0
+    weight_bytes: Positive = 2.0
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
-    cache_bytes: float = 2.0
+    cache_bytes: Positive = 2.0
     """Per number of the key–value cache."""
 
     @property
@@ -77,14 +76,14 @@ def predict_inference(
 
     Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
     """
-    _check(model, serving)
+    problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
+    if problems:
+        raise ConfigError(problems)
     assert isinstance(model, DecoderConfig)
-    dtype = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else None
-    plan = (
-        Plan(precision="O3", dtype="fp16" if dtype == "fp16" else "bf16", attention="flash")
-        if dtype
-        else Plan()
-    )
+    plan = Plan()
+    for dtype in ("fp16", "bf16"):
+        if dtype in machine.peak_flops:
+            plan = Plan(precision="O3", dtype=dtype, attention="flash")
     rates = rates_of(machine, plan, constants)
     weights = totals(model).parameters * serving.weight_bytes / serving.gpus
     each = cache_bytes_per_token(model, serving)
@@ -113,24 +112,6 @@ def cache_bytes_per_token(model: DecoderConfig, serving: Serving) -> float:
     """
     heads = max(1.0, model.kv / serving.tp)
     return model.depth * 2 * heads * model.head_width * serving.cache_bytes / serving.pp
-
-
-def _check(model: ModelConfig, serving: Serving) -> None:
-    problems = check_fields(serving, "serving") or [*_sizes(serving)] or [*_degrees(model, serving)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _sizes(serving: Serving) -> Iterator[str]:
-    """Numbers that no model could be served with."""
-    for name in ("batch", "prompt", "generated", "tp", "pp", "ep"):
-        value = getattr(serving, name)
-        if value < 1:
-            yield f"serving.{name} is {value}, but must be at least 1."
-    for name in ("weight_bytes", "cache_bytes"):
-        value = getattr(serving, name)
-        if not 0 < value < math.inf:
-            yield f"serving.{name} is {value}, but must be above 0 and finite; half precision takes 2."
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:

@@ -136,7 +136,9 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
     """
     block = work.blocks[-1].block
     assert block is not None
-    moved = work.samples * work.tokens / plan.cp * block.width * BYTES[numerics_of(plan).residual] / plan.tp
+    moved = (
+        work.samples * work.tokens / plan.cp * block.stack.width * BYTES[numerics_of(plan).residual] / plan.tp
+    )
     one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
     if not plan.sp and plan.tp > 1:
         one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
@@ -162,7 +164,7 @@ def update_seconds(
             block = part.block
             assert block is not None
             dense = block.newton_schulz_flops(0)
-            experts = block.newton_schulz_flops(block.experts / plan.ep) - dense
+            experts = block.newton_schulz_flops(block.stack.experts / plan.ep) - dense
             flops = dense / hold.replicas + experts / hold.expert_replicas
             found += part.count / plan.pp * flops / plan.tp / rates.product_rate
     return found

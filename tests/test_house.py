@@ -27,6 +27,7 @@ BASE = {"config", "errors"}
 ASKED = {"planner", "report", "schedules"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "disk": set(),
     "config": {"errors"},
     "schedules": BASE,
     "report": BASE | {"schedules"},
@@ -34,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "host_memory": BASE,
     "probe": BASE | ASKED,
     "doctor": BASE | ASKED | {"probe"},
-    "data": BASE | ASKED,
+    "data": BASE | ASKED | {"disk"},
     "launch": BASE,
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": BASE | ASKED | {"kernels", "models", "optim", "precision"},
     "step": BASE | ASKED | {"host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "step", "tasks"},
-    "checkpoint": BASE | ASKED | {"kernels", "models"},
+    "checkpoint": BASE | ASKED | {"disk", "kernels", "models"},
 }
 _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}

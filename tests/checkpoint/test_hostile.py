@@ -17,8 +17,8 @@ import torch
 from helpers.checkpoints import Trainee, numbered
 from helpers.spawn import spawn
 from penstock import checkpoint
-from penstock.checkpoint.disk import Written
 from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
+from penstock.disk import Written
 from penstock.errors import CheckpointError
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint.disk import Written
 from penstock.checkpoint.tensorfile import Pending, TensorInfo, read_header, write_tensors
+from penstock.disk import Written
 from penstock.errors import CheckpointError
 
 

@@ -24,13 +24,12 @@ from helpers.checkpoints import numbered
 from helpers.images import encoded, smooth, write_folder
 from helpers.rows import record
 from penstock import checkpoint
-from penstock.checkpoint.disk import Written, digest_file
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from penstock.config.run import DataConfig
 from penstock.data import open_source
-from penstock.data.pack import sha256
 from penstock.data.packing import Packing, pack_source
 from penstock.data.tar import read_tar
+from penstock.disk import Written, digest_file
 from penstock.errors import CheckpointError, ConfigError, DataError, PenstockError
 from penstock.models.convert.files import read_state_dict
 
@@ -100,7 +99,7 @@ def pack_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:
         root = next(pack.rglob("index.npy")).parent
         (root / "index.npy").write_bytes(content)
         manifest = json.loads((root / "manifest.json").read_text())
-        manifest["index"].update(bytes=len(content), sha256=sha256(root / "index.npy"))
+        manifest["index"].update(bytes=len(content), sha256=digest_file(root / "index.npy"))
         (root / "manifest.json").write_text(json.dumps(manifest))
         config = DataConfig(source=f"pack:{pack}")
         cases.append(("pickle in a pack", lambda c=config: open_source(c, split="train"), DataError))  # type: ignore[misc]

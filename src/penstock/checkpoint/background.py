@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.checkpoint.commit import commit
 from penstock.checkpoint.coordinator import Coordinator, new_group
-from penstock.checkpoint.disk import SecondThread
 from penstock.checkpoint.snapshot import Parts, Piece, Snapshot, take_apart
+from penstock.disk import SecondThread
 
 _log = logging.getLogger(__name__)
 

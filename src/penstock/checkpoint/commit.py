@@ -17,7 +17,6 @@ Nothing is pickled: tensors are safetensors, everything else is JSON.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
@@ -25,11 +24,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import file_name, held, share_out, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.storage import INDEX, write_chunks, write_json
+from penstock.disk import Written, sync_folder, write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
 _log = logging.getLogger(__name__)
@@ -170,13 +169,13 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
 def write_manifest(temporary: Path, manifest: Manifest) -> None:
     """Step 2 of Note [The commit protocol]."""
     write_file(temporary / MANIFEST, [manifest_text(manifest)])
-    _sync_directory(temporary)
+    sync_folder(temporary)
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Steps 3 and 4 of Note [The commit protocol]."""
     temporary.rename(final)
-    _sync_directory(final.parent)
+    sync_folder(final.parent)
     _point_latest(final.parent, final.name)
 
 
@@ -204,7 +203,7 @@ def _point_latest(folder: Path, name: str) -> None:
     temporary = folder / f"{LATEST}.tmp"
     write_file(temporary, [f"{name}\n".encode()])
     temporary.replace(folder / LATEST)
-    _sync_directory(folder)
+    sync_folder(folder)
 
 
 def repair_latest(folder: Path, name: str) -> None:
@@ -239,11 +238,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

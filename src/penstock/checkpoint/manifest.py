@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.disk import Written, digest_file
+from penstock.disk import Written, digest_file
 from penstock.errors import CheckpointError
 
 FORMAT = 2

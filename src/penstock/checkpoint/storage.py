@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.disk import Written, write_file
 from penstock.checkpoint.index import Chunk, Index, file_name, key_of
 from penstock.checkpoint.snapshot import Piece
 from penstock.checkpoint.tensorfile import Pending, write_tensors
+from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError
 
 INDEX = "tensors.json"

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.disk import Written, write_file
+from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +75,13 @@ def list_classes(root: Path) -> Listing:
     labels: list[int] = []
     ignored = 0
     for label, name in enumerate(classes):
-        found, others = _images(root, name)
-        ignored += others
+        files = [
+            os.path.relpath(os.path.join(folder, file), root)
+            for folder, _, files in os.walk(root / name)
+            for file in files
+        ]
+        found = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
+        ignored += len(files) - len(found)
         paths += found
         labels += [label] * len(found)
     if ignored:
@@ -88,22 +92,6 @@ def list_classes(root: Path) -> Listing:
             f"{', '.join(EXTENSIONS)} files."
         )
     return Listing(root, classes, tuple(paths), tuple(labels))
-
-
-def _images(root: Path, name: str) -> tuple[list[str], int]:
-    found, others = [], 0
-    for file in _files(root / name):
-        if file.lower().endswith(EXTENSIONS):
-            found.append(os.path.relpath(file, root))
-        else:
-            others += 1
-    return sorted(found), others
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            yield os.path.join(directory, name)
 
 
 def _fifth(listing: Listing, split: Split) -> Listing:

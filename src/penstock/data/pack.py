@@ -10,7 +10,6 @@ record's CRC-32 when a process first reads it, and the SHA-256 of the shards by 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -18,16 +17,19 @@ import re
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.convert import Range
+from penstock.config.load import from_dict
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.header import Unreadable
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
-from penstock.errors import DataError
+from penstock.disk import digest_file
+from penstock.errors import ConfigError, DataError
 
 Records = Literal["raw", "jpeg"]
 
@@ -53,15 +55,19 @@ class Manifest:
     """The content of `manifest.json`."""
 
     records: Records
-    size: int
+    size: Annotated[int, Range(1, 1 << 14)]
     count: int
     classes: tuple[str, ...]
     index: File
     shards: tuple[File, ...]
     skipped: int
     """Bad images that were left out when the pack was made."""
-    made_by: dict[str, Any]
+    made_by: dict[str, str | int]
     """Version and settings of the packer, for information."""
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return (self.index, *self.shards)
 
     def to_json(self) -> str:
         return json.dumps({"layout": KIND, "version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -78,42 +84,25 @@ def read_manifest(root: Path) -> Manifest:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is broken: {error}. Pack the set again.") from error
-    if not isinstance(table, dict) or table.get("layout") != KIND:
+    if not isinstance(table, dict) or table.pop("layout", None) != KIND:
         raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
-    if table.get("version") != VERSION:
+    version = table.pop("version", None)
+    if version != VERSION:
         raise DataError(
-            f"{path} has format version {table.get('version')!r}, but this release reads {VERSION}. "
+            f"{path} has format version {version!r}, but this release reads {VERSION}. "
             "Pack the set again, or use the release that made it."
         )
     try:
-        manifest = Manifest(
-            records=table["records"],
-            size=int(table["size"]),
-            count=int(table["count"]),
-            classes=tuple(map(str, table["classes"])),
-            index=_file(table["index"]),
-            shards=tuple(map(_file, table["shards"])),
-            skipped=int(table["skipped"]),
-            made_by=dict(table["made_by"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is broken: {error!r}. Pack the set again.") from error
-    names = [manifest.index.name, *(shard.name for shard in manifest.shards)]
-    if (
-        manifest.records not in ("raw", "jpeg")
-        or not 1 <= manifest.size <= 1 << 14
-        or not all(re.fullmatch(r"index\.npy|shard-\d{5}\.bin", name) for name in names)
-    ):
-        raise DataError(f"{path} is broken: it names impossible records, sizes or files. Pack the set again.")
+        manifest = from_dict(Manifest, table, origin=str(path))
+    except ConfigError as error:
+        raise DataError(f"{error} Pack the set again.") from error
+    if not all(re.fullmatch(r"index\.npy|shard-\d{5}\.bin", file.name) for file in manifest.files):
+        raise DataError(f"{path} is broken: it names impossible files. Pack the set again.")
     return manifest
 
 
-def _file(table: dict[str, Any]) -> File:
-    return File(str(table["name"]), int(table["bytes"]), str(table["sha256"]))
-
-
 def _check_sizes(root: Path, manifest: Manifest) -> None:
-    for file in (manifest.index, *manifest.shards):
+    for file in manifest.files:
         try:
             found = (root / file.name).stat().st_size
         except OSError as error:
@@ -127,14 +116,8 @@ def _check_sizes(root: Path, manifest: Manifest) -> None:
             )
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file of any size, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_sum(root: Path, file: File) -> None:
-    if sha256(root / file.name) != file.sha256:
+    if digest_file(root / file.name) != file.sha256:
         raise DataError(
             f"The pack file {root / file.name} is not what was written: its SHA-256 differs from the manifest's. "
             "Copy the pack again, or pack the set again."
@@ -188,7 +171,7 @@ def verify(path: str | os.PathLike[str]) -> int:
         _read_index(root, manifest)
         for shard in manifest.shards:
             _check_sum(root, shard)
-        total += sum(file.bytes for file in (manifest.index, *manifest.shards))
+        total += sum(file.bytes for file in manifest.files)
     return total
 
 

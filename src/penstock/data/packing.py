@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
+import itertools
 import logging
 import os
 import shutil
@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from penstock import __version__
+from penstock.config.convert import Count, Natural, Range, check_fields
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.header import Unreadable
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
-from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records, sha256
+from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records
 from penstock.data.source import Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
+from penstock.disk import sync_folder, write_file
 from penstock.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -39,26 +41,18 @@ Progress = Callable[[int], None]
 class Packing:
     """How a set is packed."""
 
-    size: int = 256
+    size: Annotated[int, Range(1, 1 << 14)] = 256
+    """Of the stored images, in pixels."""
     records: Records = "jpeg"
-    quality: int = 90
+    quality: Annotated[int, Range(1, 100)] = 90
     """Of JPEG records."""
     bad_images: Literal["fail", "skip"] = "fail"
-    max_pixels: int = 100_000_000
-    threads: int = 0
+    max_pixels: Count = 100_000_000
+    threads: Natural = 0
     """Decoding threads; 0 takes one per core."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if not 1 <= self.size <= 1 << 14:
-            problems.append(
-                f"The size of packed images is {self.size}, but must be between 1 and 16384 pixels."
-            )
-        if self.records not in ("raw", "jpeg"):
-            problems.append(f"The format of packed images is {self.records!r}, but must be 'raw' or 'jpeg'.")
-        if not 1 <= self.quality <= 100:
-            problems.append(f"The JPEG quality is {self.quality}, but must be between 1 and 100.")
-        if problems:
+        if problems := check_fields(self, ""):
             raise ConfigError(problems)
 
 
@@ -108,11 +102,11 @@ def pack_source(
             manifests[split] = writer.write(samples, progress)
             classes = manifests[split].classes
         os.rename(part, target)
-        _sync(target.parent)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    total = sum(file.bytes for manifest in manifests.values() for file in (manifest.index, *manifest.shards))
+    total = sum(file.bytes for manifest in manifests.values() for file in manifest.files)
     return Packed(manifests, total)
 
 
@@ -123,14 +117,10 @@ def _streams(source: Path) -> _Streams:
     """For each split its classes, if they are known beforehand, and its samples. Train comes first."""
     if not source.exists():
         raise DataError(f"{source} does not exist, so there is nothing to pack.")
-    tars = shards_of(source)
-    if tars:
+    if tars := shards_of(source):
         return {"": (None, _from_tars(tars))}
     train, val = split_folders(source)
-    if val is None:
-        folders = {"": train}
-    else:
-        folders = {"train": train, "val": val}
+    folders = {"": train} if val is None else {"train": train, "val": val}
     if all(shards_of(folder) for folder in folders.values()):
         return {split: (None, _from_tars(shards_of(folder))) for split, folder in folders.items()}
     if val is None:
@@ -194,26 +184,26 @@ class _Writer:
         for name, column in zip(("offset", "length", "crc", "shard"), zip(*self._rows)):
             index[name] = column
         index["label"] = numbers
-        with (self._root / INDEX_FILE).open("wb") as file:
-            np.save(file, index, allow_pickle=False)
-            _flush(file)
-        path = self._root / INDEX_FILE
+        encoded = io.BytesIO()
+        np.save(encoded, index, allow_pickle=False)
         settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
         manifest = Manifest(
             records=self._packing.records,
             size=self._packing.size,
             count=len(self._rows),
             classes=classes,
-            index=File(INDEX_FILE, path.stat().st_size, sha256(path)),
+            index=self._file(INDEX_FILE, [encoded.getbuffer()]),
             shards=tuple(self._shards),
             skipped=self._skipped,
             made_by={"penstock": __version__, "decoder": backend(), **settings},
         )
-        with (self._root / MANIFEST).open("w", encoding="utf-8") as text:
-            text.write(manifest.to_json())
-            _flush(text)
-        _sync(self._root)
+        self._file(MANIFEST, [manifest.to_json().encode()])
+        sync_folder(self._root)
         return manifest
+
+    def _file(self, name: str, chunks: Iterable[bytes | memoryview]) -> File:
+        written = write_file(self._root / name, chunks)
+        return File(name, written.bytes, written.sha256)
 
     def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[_Record]:
         """The images that can be packed, in order; others are treated as the policy says."""
@@ -239,20 +229,21 @@ class _Writer:
             )
 
     def _write_shards(self, records: Iterator[_Record]) -> None:
-        item = next(records, None)
-        while item is not None:
+        for first in records:
             name = f"shard-{len(self._shards):05d}.bin"
-            digest, offset = hashlib.sha256(), 0
-            with (self._root / name).open("wb") as file:
-                while item is not None and offset < SHARD_BYTES:
-                    file.write(item.record)
-                    digest.update(item.record)
-                    self._rows.append((offset, len(item.record), zlib.crc32(item.record), len(self._shards)))
-                    self._labels.append(item.label)
-                    offset += len(item.record)
-                    item = next(records, None)
-                _flush(file)
-            self._shards.append(File(name, offset, digest.hexdigest()))
+            self._shards.append(self._file(name, self._shard(itertools.chain([first], records))))
+
+    def _shard(self, records: Iterator[_Record]) -> Iterator[bytes]:
+        """The content of the next shard; notes what is where in it."""
+        offset = 0
+        for item in records:
+            length = len(item.record)
+            self._rows.append((offset, length, zlib.crc32(item.record), len(self._shards)))
+            self._labels.append(item.label)
+            yield item.record
+            offset += length
+            if offset >= SHARD_BYTES:
+                return
 
 
 def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[_Record | _Refused]:
@@ -295,17 +286,3 @@ def _number(labels: list[int | str], classes: tuple[str, ...] | None) -> tuple[t
     if unknown:
         raise DataError(f"The val set has classes that the train set lacks: {', '.join(unknown[:5])}.")
     return names, [number[word] for word in words]
-
-
-def _flush(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

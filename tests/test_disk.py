@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint import disk
+from penstock import disk
 
 
 @pytest.fixture

@@ -144,6 +144,15 @@ class SecondThread:
             self._thread.join()
 
 
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     for chunk in chunks:
         if len(chunk) <= PIECE_BYTES:

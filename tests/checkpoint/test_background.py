@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import numbered, same_snapshot
-from penstock import checkpoint
+from penstock import checkpoint, disk
 from penstock.checkpoint import BackgroundSaver, Snapshot, background
 from penstock.errors import EnvironmentProblem
 
@@ -61,7 +61,7 @@ def test_a_failure_is_raised_once_by_the_next_save_and_the_saver_goes_on(
     saver.start(numbered(1))
     saver.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.commit.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space")))
+        patch.setattr(disk.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space")))
         saver.start(numbered(2))
         while saver.busy:
             time.sleep(0.01)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import checkpoint
+from penstock import checkpoint, disk
 from penstock.checkpoint import Snapshot, commit, index, manifest, storage
 from penstock.checkpoint.manifest import sealed
 from penstock.errors import CheckpointError, EnvironmentProblem
@@ -185,7 +185,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    wrap(commit.os, "fsync")
+    wrap(disk.os, "fsync")
     for name in ("rename", "replace", "mkdir", "unlink"):
         wrap(Path, name)
     wrap(shutil, "rmtree")
@@ -249,7 +249,7 @@ def test_a_disk_that_fills_up_half_way_leaves_the_older_checkpoint_and_no_rubbis
         if calls == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commit.os, "fsync", full)
+    monkeypatch.setattr(disk.os, "fsync", full)
     with pytest.raises(EnvironmentProblem, match="No space left"):
         checkpoint.save(tmp_path, snapshot(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-1"]

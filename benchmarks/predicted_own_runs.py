@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --output benchmarks/results/predicted_own_runs_cpu.json
 
-Each case of each round is a process of its own, like a real run. It probes the machine, takes steps and
-probes again. Predictions use the mean of both probes, which corrects for drift of the machine's speed. Errors
-are medians over the rounds. On one CPU thread, time is processor time, which other processes do not lengthen;
-elsewhere it is wall-clock time. Memory is the peak of all tensors within a step, counted one by one.
+Each case of each round is a process of its own, like a real run, or one process for each of the Plan's replicas. It
+probes the machine, takes steps and probes again. Predictions use the mean of both probes, which corrects for drift of
+the machine's speed. Errors are medians over the rounds. On one CPU thread, time is processor time, which other
+processes do not lengthen; elsewhere, and where processes wait for each other, it is wall-clock time. Memory is the peak
+of all tensors within a step of one process, as the ladder counts them, without the batch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
@@ -32,7 +33,9 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_trainable
-from penstock.ladder.tensor_memory import TensorMemory
+from penstock.data.loader import tensors_in
+from penstock.ladder.measure import Contender, peak_memory
+from penstock.ladder.rung import Setting
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device
@@ -49,17 +52,33 @@ CASES = (
     ("vit-b16", "micro_batch=2 optimizer=fused host_memory=keep"),
     ("vit-l16", "micro_batch=1 optimizer=fused host_memory=keep"),
     ("vit-h14", "micro_batch=1 optimizer=fused host_memory=keep"),
+    ("vit-s16", "micro_batch=2 optimizer=fused matmul=medium host_memory=keep"),
+    ("vit-s16", "micro_batch=2 optimizer=fused precision=O1 host_memory=keep"),
+    ("vit-s16", "micro_batch=2 optimizer=fused precision=O2 attention=plain host_memory=keep"),
+    ("vit-ti16", "micro_batch=4 optimizer=fused precision=O3 attention=plain host_memory=keep"),
     ("gpt2, 4 blocks", "micro_batch=2 optimizer=fused"),
     ("gpt2, 4 blocks", "micro_batch=8 optimizer=fused host_memory=keep"),
     ("gpt2, 12 blocks", "micro_batch=1 optimizer=fused host_memory=keep"),
+    ("bert, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("bert, 12 blocks", "micro_batch=1 optimizer=fused host_memory=keep"),
+    ("t5, 2 x 3 blocks", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("t5, 2 x 6 blocks", "micro_batch=2 optimizer=fused host_memory=keep"),
+    ("vit-s16", "micro_batch=2 optimizer=fused host_memory=keep dp=2"),
+    ("vit-s16", "micro_batch=2 optimizer=fused host_memory=keep dp=2 sharding=fsdp"),
+    ("gpt2, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
+    ("bert, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
 )
 LARGE = ("vit-l16", "vit-h14")
 """Cases measured only in the first rounds, because a step takes seconds."""
 LARGE_ROUNDS = 2
-DECODERS = {
+SIZES = {
     # width, blocks, heads, words
     "gpt2, 4 blocks": (256, 4, 4, 4096),
     "gpt2, 12 blocks": (768, 12, 12, 50257),
+    "bert, 4 blocks": (256, 4, 4, 4096),
+    "bert, 12 blocks": (768, 12, 12, 30522),
+    "t5, 2 x 3 blocks": (256, 3, 4, 4096),
+    "t5, 2 x 6 blocks": (512, 6, 8, 32128),
 }
 TOKENS = 256
 WARM_UP = 3
@@ -76,23 +95,36 @@ class Case:
     plan: Plan
 
 
-def gpt(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
-    """A decoder of transformers, as a user would give it to `penstock ladder`, and its loss."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def foreign(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
+    """A model of transformers, as a user would give it to `penstock ladder`, and its loss."""
+    import transformers as t
 
     torch.manual_seed(0)
-    width, depth, heads, words = DECODERS[name]
-    shape = GPT2Config(
-        n_embd=width, n_layer=depth, n_head=heads, n_positions=TOKENS, vocab_size=words, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+    width, depth, heads, words = SIZES[name]
+    model: nn.Module
+    if name.startswith("gpt2"):
+        model = t.GPT2LMHeadModel(t.GPT2Config(
+            n_embd=width, n_layer=depth, n_head=heads, n_positions=TOKENS, vocab_size=words, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        ))  # fmt: skip
+    elif name.startswith("bert"):
+        model = t.BertForMaskedLM(t.BertConfig(
+            hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads, intermediate_size=4 * width,
+            vocab_size=words, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        ))  # fmt: skip
+    else:
+        model = t.T5ForConditionalGeneration(t.T5Config(
+            d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=depth, num_heads=heads, vocab_size=words,
+            dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
+        ))  # fmt: skip
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         tokens, targets = batch
-        logits = model(tokens).logits
+        inputs = {"decoder_input_ids": targets} if name.startswith("t5") else {}
+        logits = model(tokens, **inputs).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return GPT2LMHeadModel(shape).to(device), loss
+    return model.to(device), loss
 
 
 def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Machine], Prediction]]:
@@ -105,27 +137,11 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
         images = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
         targets = torch.randint(0, config.classes, (batch,), device=device)
         return built, (images, targets), lambda machine: predict(config, machine, plan)
-    module, loss = gpt(case.model, device)
-    tokens = torch.randint(0, DECODERS[case.model][-1], (batch, TOKENS), device=device)
+    module, loss = foreign(case.model, device)
+    tokens = torch.randint(0, SIZES[case.model][-1], (batch, TOKENS), device=device)
     work = trace(module, (tokens, tokens), loss, batch)
     built = build(module, plan, device=device, recipe=recipe, loss=loss)
     return built, (tokens, tokens), lambda machine: predict_workload(work, machine, plan)
-
-
-def tensor_bytes(built: Built, batches: Sequence[Any]) -> int:
-    """Peak memory of the tensors in a step, without the batch."""
-    state = [value for values in built.optimizer.state.values() for value in values.values()]
-    held = [
-        *built.model.parameters(),
-        *built.model.buffers(),
-        *(one for one in state if isinstance(one, Tensor)),
-    ]
-    held += [one.grad for one in built.model.parameters() if one.grad is not None]
-    counter = TensorMemory(held, batches[0])
-    del held, state
-    with counter:
-        built.step(batches)
-    return counter.peak
 
 
 def wait(device: torch.device) -> None:
@@ -133,19 +149,26 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_seconds(built: Built, batches: Sequence[Any], device: torch.device) -> float:
+def step_seconds(built: Built, batches: list[Any], device: torch.device) -> float:
     """Seconds of one step, after some to warm up."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not distributed.is_initialized()
     clock = time.process_time if alone else time.perf_counter
     for _ in range(WARM_UP):
         built.step(batches)
     wait(device)
-    start, steps = clock(), 0
-    while steps == 0 or clock() - start < STEPS_SECONDS:
+    # Processes that wait for each other must agree on the number of steps.
+    steps = torch.zeros((), dtype=torch.int64)
+    start = clock()
+    built.step(batches)
+    wait(device)
+    steps += max(1, round(STEPS_SECONDS / (clock() - start)))
+    if distributed.is_initialized():
+        distributed.broadcast(steps, 0)
+    start = clock()
+    for _ in range(int(steps)):
         built.step(batches)
-        steps += 1
         wait(device)
-    return (clock() - start) / steps
+    return (clock() - start) / int(steps)
 
 
 def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any]:
@@ -154,8 +177,12 @@ def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any
     built, batch, prediction = prepared(case, device)
     batches = [batch] * case.plan.accumulate
     took = step_seconds(built, batches, device)
-    held = tensor_bytes(built, batches)
-    del built, batch, batches
+    step = Contender(
+        setting=Setting(model=None, plan=case.plan), device=device, built=built, micro_batches=batches,
+        step_seconds=took, compile_seconds=None,
+    )  # fmt: skip
+    held = peak_memory(step) - sum(one.nbytes for one in tensors_in(batch))
+    del built, batch, batches, step
     gc.collect()
     machines.append(probe(device, quick=not precise))
     said = [prediction(machine) for machine in machines]
@@ -172,10 +199,15 @@ def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any
 
 def measured_apart(index: int, options: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a process of its own, whose allocator and caches no other case has touched."""
-    command = [sys.executable, __file__, "--device", options.device, "--case", str(index)]
+    processes = Plan.parse(CASES[index][1]).dp
+    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(together if processes > 1 else ()), __file__]
+    command += ["--device", options.device, "--case", str(index)]
     command += ["--precise"] if options.precise else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    )
     return found
 
 
@@ -221,7 +253,13 @@ def main() -> None:
         case = cases[options.case]
         if device.type == "cuda":
             case = replace(case, plan=replace(case.plan, host_memory="release"))
-        print(json.dumps(measure(case, device, precise=options.precise)))
+        if case.plan.dp > 1:
+            distributed.init_process_group("gloo")
+        found = measure(case, device, precise=options.precise)
+        if case.plan.dp == 1 or distributed.get_rank() == 0:
+            print(json.dumps(found))
+        if case.plan.dp > 1:
+            distributed.destroy_process_group()
         return
     rounds: dict[int, list[dict[str, Any]]] = {
         index: [] for index, case in enumerate(cases) if (options.only or "") in case.model
@@ -237,8 +275,8 @@ def main() -> None:
                 f"{one['predicted'] / one['measured'] - 1:+.1%}",
                 flush=True,
             )
-    found = [summary(cases[index], seen) for index, seen in rounds.items()]
-    for one in found:
+    done = [summary(cases[index], seen) for index, seen in rounds.items()]
+    for one in done:
         took, said = one["step_seconds"]["measured"], one["step_seconds"]["predicted"]
         print(
             f"{one['model']:<16}{one['plan']:<52}{1e3 * took:9.1f} ms, predicted {1e3 * said:9.1f} "
@@ -256,7 +294,7 @@ def main() -> None:
             "probe": "precise" if options.precise else "quick",
             "rounds": options.rounds,
             "threads": first["threads"],
-            "cases": found,
+            "cases": done,
             "environment": environment(),
         }
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,13 @@ from torch import Tensor
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels import attention as kernels
-from penstock.kernels.attention import attend, attention, plain_attention, resolve, split_heads
+from penstock.kernels.attention import (
+    attention,
+    chosen_backend,
+    plain_attention,
+    split_heads,
+    token_attention,
+)
 
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "flash", "math", "auto")
 
@@ -59,12 +65,12 @@ def test_the_packed_form_in_both_orders(backend: AttentionBackend) -> None:
     gradient = torch.randn_like(expected)
     (wanted,) = torch.autograd.grad(expected, packed, gradient)
 
-    first = attend(*split_heads(packed, width), backend, sequence_first=False)
+    first = token_attention(*split_heads(packed, width), backend, sequence_first=False)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(torch.autograd.grad(first, packed, gradient)[0], wanted)
 
     turned = packed.detach().transpose(0, 1).contiguous().requires_grad_()
-    second = attend(*split_heads(turned, width), backend, sequence_first=True)
+    second = token_attention(*split_heads(turned, width), backend, sequence_first=True)
     torch.testing.assert_close(second, expected.transpose(0, 1))
     (got,) = torch.autograd.grad(second, turned, gradient.transpose(0, 1))
     torch.testing.assert_close(got, wanted.transpose(0, 1))
@@ -88,13 +94,13 @@ def test_autocast_keeps_the_scores_narrow() -> None:
 def test_auto_is_plain_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     monkeypatch.setattr(kernels, "_native_bf16", lambda: True)
-    assert resolve("auto", cpu, bf16, 197) == "plain"
-    assert resolve("auto", cpu, bf16, 4096) == "sdpa"
-    assert resolve("auto", cpu, torch.float32, 197) == "sdpa"
-    assert resolve("auto", torch.device("cuda"), bf16, 197) == "sdpa"
+    assert chosen_backend("auto", cpu, bf16, 197) == "plain"
+    assert chosen_backend("auto", cpu, bf16, 4096) == "sdpa"
+    assert chosen_backend("auto", cpu, torch.float32, 197) == "sdpa"
+    assert chosen_backend("auto", torch.device("cuda"), bf16, 197) == "sdpa"
     monkeypatch.setattr(kernels, "_native_bf16", lambda: False)
-    assert resolve("auto", cpu, bf16, 197) == "sdpa"
-    assert resolve("flash", cpu, bf16, 197) == "flash"
+    assert chosen_backend("auto", cpu, bf16, 197) == "sdpa"
+    assert chosen_backend("flash", cpu, bf16, 197) == "flash"
 
 
 def test_a_backend_without_kernel_is_said() -> None:

@@ -41,7 +41,7 @@ _NO_KERNEL = ("No available kernel", "No viable backend")
 _CPU_PLAIN_UP_TO = 512
 
 
-def resolve(
+def chosen_backend(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int
 ) -> AttentionBackend:
     """The backend that `auto` stands for here; any other is returned as it is.
@@ -70,12 +70,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa
     """Attend over all tokens. q, k, v: (B, H, N, K), of any strides; returns (B, H, N, K).
 
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
-    own choice of kernel, `auto` ours (see `resolve`), and `flash`, `efficient`, `cudnn` and `math` pin one of
+    own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
     torch's.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
-    backend = resolve(backend, q.device, q.dtype, q.shape[-2])
+    backend = chosen_backend(backend, q.device, q.dtype, q.shape[-2])
     if backend == "plain":
         return plain_attention(q, k, v)
     if backend == "sdpa":
@@ -119,7 +119,9 @@ def split_heads(qkv: Tensor, head_width: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequence_first: bool) -> Tensor:
+def token_attention(
+    q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequence_first: bool
+) -> Tensor:
     """Attention over heads still in token order: q, k, v (B, N, H, K), or (N, B, H, K) sequence first.
 
     Returns (B, N, D), or (N, B, D). Sequence first, nothing is transposed: all samples' heads are taken for

@@ -17,7 +17,7 @@ def create(
 ) -> ViT:
     """The module that a configuration describes, initialised from torch's global generator.
 
-    On the meta device nothing is computed; `to_empty(device=…)` and then `init_weights()` bring the module to
-    life. Raises ConfigError for a family that can be planned but not built yet.
+    On the meta device nothing is allocated or computed; call `to_empty(device=…)` and `init_weights()` afterwards.
+    Raises ConfigError for a family that can be planned but not built yet.
     """
     return ViT(require_trainable(config), device=device, dtype=dtype)

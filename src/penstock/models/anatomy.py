@@ -110,9 +110,9 @@ def _nearest(table: dict[str, T], parameter: str) -> T | None:
 class Family:
     """How one family of models is treated: its anatomy, and how it switches attention and layout, if it can."""
 
-    anatomy: Callable[[nn.Module], Anatomy]
-    set_attention: Callable[[nn.Module, AttentionBackend], None] | None = None
-    set_layout: Callable[[nn.Module, Layout], None] | None = None
+    anatomy: Callable[[Any], Anatomy]
+    set_attention: Callable[[Any, AttentionBackend], None] | None = None
+    set_layout: Callable[[Any, Layout], None] | None = None
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -141,7 +141,7 @@ def set_layout(model: nn.Module, layout: Layout) -> None:
         family.set_layout(model, layout)
     elif layout != "batch_first":
         raise ConfigError(
-            f"{_path(model)} has no layout but batch_first, so plan.layout {layout!r} cannot be applied to it; "
+            f"{_path(type(model))} has no layout but batch_first, so plan.layout {layout!r} cannot be applied to it; "
             f"leave plan.layout at batch_first, or use Penstock's own model of this family."
         )
 
@@ -153,10 +153,10 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     if family is not None and family.set_attention is not None:
         family.set_attention(model, backend)
     elif backend != "sdpa":
+        path = _path(type(model))
         raise ConfigError(
-            f"Penstock does not know how {_path(model)} computes attention, so plan.attention {backend!r} cannot be "
-            f"applied to it; leave plan.attention at sdpa, which changes nothing. "
-            f"{_how_to_enrol(_path(model), 'set_attention=…')}"
+            f"Penstock does not know how {path} computes attention, so plan.attention {backend!r} cannot be applied to "
+            f"it; leave plan.attention at sdpa, which changes nothing. {_how_to_enrol(path, 'set_attention=…')}"
         )
 
 
@@ -166,11 +166,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _path(model: nn.Module) -> str:
-    return _path_of(type(model))
-
-
-def _path_of(cls: type) -> str:
+def _path(cls: type) -> str:
+    """The class path that `enrol` takes."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -184,7 +181,7 @@ def _how_to_enrol(path: str, more: str = "") -> str:
 
 
 def _family_of(model: nn.Module) -> Family | None:
-    paths = (_path_of(cls) for cls in type(model).__mro__)
+    paths = (_path(cls) for cls in type(model).__mro__)
     return next((_FAMILIES[path] for path in paths if path in _FAMILIES), None)
 
 
@@ -196,7 +193,7 @@ def _search(model: nn.Module) -> Anatomy:
             held = sum(p.numel() for p in module.parameters())
             if held > most:
                 best, most = name, held
-    path = _path(model)
+    path = _path(type(model))
     if not most:
         raise ConfigError(
             f"No repeated blocks were found in {path}: it has no ModuleList or Sequential of two or more modules of "

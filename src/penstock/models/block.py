@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import Mlp, Stack
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import attend, split_heads
+from penstock.kernels.attention import split_heads, token_attention
 
 _RATE_UNIT = 2.0**-24
 
@@ -44,7 +44,7 @@ def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention; `backend` and `sequence_first` change how it is computed and never its result.
 
-    There are as many heads as the projection returns. `where` is the device and the type of the weights.
+    There are as many heads as the projection returns. `where` are the device and the type of the weights.
     """
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
@@ -67,7 +67,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast widens norms to fp32, but attention runs in the type of v.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        return self.out(attend(q, k, v, self.backend, sequence_first=self.sequence_first))  # type: ignore[no-any-return]
+        mixed = token_attention(q, k, v, self.backend, sequence_first=self.sequence_first)
+        return self.out(mixed)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

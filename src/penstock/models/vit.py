@@ -20,7 +20,7 @@ from penstock.models.block import Attention, Block, Branch
 
 
 class _Undrawn(TorchFunctionMode):
-    """Within it torch's modules leave their weights as allocated, instead of drawing what is drawn again later."""
+    """Inside, torch's modules leave their weights as allocated: `ViT.init_weights` draws them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,8 +87,8 @@ class ConvStem(nn.Module):
 class ViT(nn.Module):
     """Images (B, C, S, S) to logits (B, classes); weights are drawn from torch's global generator.
 
-    `device="meta"` builds without memory or computation. After `to_empty(device=…)` call `init_weights()`,
-    which also restores what is not in a state dict.
+    With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`, which
+    also sets what no state dict has.
     """
 
     def __init__(

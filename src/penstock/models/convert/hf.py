@@ -6,20 +6,34 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.model import ViTConfig
+from penstock.config.model import Mlp, ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.vit import require_representable
 
 log = logging.getLogger(__name__)
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-# Other names that transformers has for the same functions.
-_ACTIVATIONS_READ = {
+_NAMES = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "num_channels": "channels",
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "intermediate_size": "mlp_width",
+    "hidden_dropout_prob": "dropout",
+    "layer_norm_eps": "norm_eps",
+    "qkv_bias": "qkv_bias",
+}
+"""Fields that both have, by transformers' name."""
+_DEFAULTS = {"norm_eps": 1e-12, "classes": 2}
+"""Defaults of transformers that are not ours."""
+_ACTIVATIONS: dict[str, Mlp] = {
     "gelu": "gelu",
-    "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
 }
+"""Functions by transformers' names, of which the first is written."""
 
 
 def hf_config(config: ViTConfig) -> dict[str, Any]:
@@ -31,18 +45,9 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
     return {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "num_channels": config.channels,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": _ACTIVATIONS[config.mlp],
-        "hidden_dropout_prob": config.dropout,
+        **{theirs: getattr(config, ours) for theirs, ours in _NAMES.items()},
+        "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.mlp),
         "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": config.norm_eps,
-        "qkv_bias": config.qkv_bias,
         "initializer_range": 0.02,
         "encoder_stride": config.patch_size,
         "id2label": {str(i): label for i, label in labels.items()},
@@ -60,11 +65,9 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     problems = []
     if values.get("model_type", "vit") != "vit":
         problems.append(f"config.json is of model_type {values['model_type']!r}; only 'vit' can be read.")
-    activation = _ACTIVATIONS_READ.get(values.get("hidden_act", "gelu"))
-    if activation is None:
-        problems.append(
-            f"config.json has hidden_act {values['hidden_act']!r}; known are {', '.join(_ACTIVATIONS_READ)}."
-        )
+    activation = values.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        problems.append(f"config.json has hidden_act {activation!r}; known are {', '.join(_ACTIVATIONS)}.")
     if problems:
         raise ConfigError(problems)
     if values.get("attention_probs_dropout_prob", 0.0):
@@ -72,26 +75,17 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
             "attention_probs_dropout_prob %s is not applied: Penstock drops after the dense layers only.",
             values["attention_probs_dropout_prob"],
         )
-    return ViTConfig(
-        image_size=_side(values, "image_size", 224),
-        patch_size=_side(values, "patch_size", 16),
-        channels=values.get("num_channels", 3),
-        width=values.get("hidden_size", 768),
-        depth=values.get("num_hidden_layers", 12),
-        heads=values.get("num_attention_heads", 12),
-        mlp_width=values.get("intermediate_size", 3072),
-        classes=len(values["id2label"]) if "id2label" in values else values.get("num_labels", 2),
-        mlp="gelu_tanh" if activation == "gelu_tanh" else "gelu",
-        qkv_bias=values.get("qkv_bias", True),
-        drop_path=values.get("penstock", {}).get("drop_path", 0.0),
-        dropout=values.get("hidden_dropout_prob", 0.0),
-        norm_eps=values.get("layer_norm_eps", 1e-12),
-    )
+    found = {ours: values[theirs] for theirs, ours in _NAMES.items() if theirs in values}
+    found |= {name: _side(values, name) for name in ("image_size", "patch_size") if name in values}
+    if "id2label" in values or "num_labels" in values:
+        found["classes"] = len(values["id2label"]) if "id2label" in values else values["num_labels"]
+    drop_path = values.get("penstock", {}).get("drop_path", 0.0)
+    return ViTConfig(**{**_DEFAULTS, **found}, mlp=_ACTIVATIONS[activation], drop_path=drop_path)
 
 
-def _side(values: Mapping[str, Any], key: str, default: int) -> int:
+def _side(values: Mapping[str, Any], key: str) -> int:
     """A size that may be given as one number or as two, which must then be equal."""
-    value = values.get(key, default)
+    value = values[key]
     if isinstance(value, int):
         return value
     if isinstance(value, list | tuple) and len(set(value)) == 1 and isinstance(value[0], int):

@@ -61,8 +61,9 @@ def load_weights(
         _check(model.state_dict(), state, ())
         model.load_state_dict(state)
         return Loaded(names="penstock")
-    names = names_of(state)
-    state = _in_our_names(state, names, model.config)
+    names = _names_of(state)
+    if names != "penstock":
+        state = (from_hf if names == "hf" else from_timm)(state, model.config)
     ignored = tuple(name for name in state if name.startswith(_IGNORED))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
     if ignored:
@@ -81,7 +82,7 @@ def load_weights(
     return Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
 
 
-def names_of(state: Mapping[str, Tensor]) -> Names:
+def _names_of(state: Mapping[str, Tensor]) -> Names:
     """Whose names a ViT's state dict carries. Raises ConfigError if they are of no known library."""
     if "patch_embed.proj.weight" in state:
         return "timm"
@@ -94,12 +95,6 @@ def names_of(state: Mapping[str, Tensor]) -> Names:
         f"The names of these weights are of no known Vision Transformer (the first are: {first}); use weights of "
         f"Penstock, of transformers' ViT or of timm's VisionTransformer."
     )
-
-
-def _in_our_names(state: Mapping[str, Tensor], names: Names, config: ViTConfig) -> dict[str, Tensor]:
-    if names == "hf":
-        return from_hf(state, config)
-    return from_timm(state, config) if names == "timm" else dict(state)
 
 
 def _resized(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.config.load import from_dict, to_dict
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.files import WEIGHTS, read_json, replace_file
@@ -37,7 +37,7 @@ def save_pretrained(model: ViT, folder: str | Path, *, weights: Mapping[str, Ten
         values: dict[str, Any] = {
             "model_type": OWN_TYPE,
             "architectures": ["ViT"],
-            "penstock": asdict(config),
+            "penstock": to_dict(config),
         }
     else:
         values, state = hf_config(config), to_hf(state, config)
@@ -63,18 +63,11 @@ def from_pretrained(
             f"{folder} holds timm's {values['architecture']}, whose config.json does not give its shape; "
             f"create the model from a preset and call load_weights(model, {str(folder)!r})."
         )
-    config = _own_config(values) if values.get("model_type") == OWN_TYPE else config_from_hf(values)
+    if values.get("model_type") == OWN_TYPE:
+        origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
+        config = from_dict(ViTConfig, values.get("penstock", {}), origin=origin)
+    else:
+        config = config_from_hf(values)
     model = ViT(config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model
-
-
-def _own_config(values: Mapping[str, Any]) -> ViTConfig:
-    own = {ViTConfig.RENAMED.get(name, name): value for name, value in values.get("penstock", {}).items()}
-    unknown = sorted(set(own) - {field.name for field in fields(ViTConfig)})
-    if unknown:
-        raise ConfigError(
-            f"config.json has fields that this version of Penstock does not know: {', '.join(unknown)}; "
-            f"install the version that wrote it."
-        )
-    return ViTConfig(**own)

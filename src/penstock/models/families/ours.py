@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from penstock.config.model import ViTConfig
-from penstock.config.plan import AttentionBackend, Layout
 from penstock.models.anatomy import Anatomy, Family, enrol, stack
 from penstock.models.roles import (
     Attention,
@@ -58,24 +55,11 @@ def _branch(config: ViTConfig, name: str) -> tuple[Role, ...]:
     return (*scale, Dropout(name)) if config.dropout or config.drop_path else scale
 
 
-def _vit(model: nn.Module) -> ViT:
-    assert isinstance(model, ViT)
-    return model
-
-
-def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    _vit(model).set_attention(backend)
-
-
-def _set_layout(model: nn.Module, layout: Layout) -> None:
-    _vit(model).set_layout(layout)
-
-
 enrol(
     "penstock.models.vit.ViT",
     Family(
-        anatomy=lambda model: vit_anatomy(_vit(model).config),
-        set_attention=_set_attention,
-        set_layout=_set_layout,
+        anatomy=lambda model: vit_anatomy(model.config),
+        set_attention=ViT.set_attention,
+        set_layout=ViT.set_layout,
     ),
 )

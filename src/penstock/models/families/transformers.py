@@ -6,7 +6,7 @@ A base class is enrolled with each, so that all models of the family are known.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,31 +36,39 @@ from penstock.models.roles import (
 Stacks = tuple[Stack, ...]
 
 
-def _separate(*names: str) -> tuple[Linear, ...]:
-    """Queries, keys and values as linears of their own."""
-    return tuple(Linear(name, "column") for name in names)
+def _attention(
+    name: str, inner: Sequence[str], out: str, heads: int, *, kv_heads: int | None = None, **more: Any
+) -> Attention:
+    """Attention whose queries, keys and values are linears of their own. `more` are other fields of the role."""
+    projections = tuple(Linear(each, "column") for each in inner)
+    kv_heads = heads if kv_heads is None else kv_heads
+    return Attention(
+        name, projections=projections, out=Linear(out, "row"), heads=heads, kv_heads=kv_heads, **more
+    )
+
+
+def _perceptron(name: str, up: str, down: str, gate: str | None = None) -> Perceptron:
+    gated = None if gate is None else Linear(gate, "column")
+    return Perceptron(name, up=Linear(up, "column"), down=Linear(down, "row"), gate=gated)
+
+
+_BERT_PERCEPTRON = _perceptron("", "intermediate.dense", "output.dense")
 
 
 def vit_stacks(names: Collection[str], heads: int) -> Stacks:
     """All that a ViTModel with the blocks among `names` may have, in the names of transformers 5, or in those of
     version 4, which its files still carry.
     """
-    blocks = numbered(names, r"layers\.(\d+)")
-    inner, out = ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"
-    perceptron = Perceptron("mlp", up=Linear("mlp.fc1", "column"), down=Linear("mlp.fc2", "row"))
-    if not blocks:
+    if blocks := numbered(names, r"layers\.(\d+)"):
+        inner, out = ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"
+        perceptron = _perceptron("mlp", "mlp.fc1", "mlp.fc2")
+    else:
         blocks = numbered(names, r"encoder\.layer\.(\d+)")
         inner = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
         out, perceptron = "attention.output.dense", _BERT_PERCEPTRON
     parts = (
         Norm("layernorm_before"),
-        Attention(
-            "attention",
-            projections=_separate(*inner),
-            out=Linear(out, "row"),
-            heads=heads,
-            kv_heads=heads,
-        ),
+        _attention("attention", inner, out, heads),
         Dropout("attention.output.dropout"),
         Norm("layernorm_after"),
         perceptron,
@@ -77,17 +85,12 @@ def vit_stacks(names: Collection[str], heads: int) -> Stacks:
     return (stack(blocks, parts, before=before, after=(Norm("layernorm"), Pooler("pooler"))),)
 
 
-_BERT_PERCEPTRON = Perceptron(
-    "", up=Linear("intermediate.dense", "column"), down=Linear("output.dense", "row")
-)
-
-
 def _gpt2(names: Collection[str], config: Any) -> Stacks:
     def linear(name: str, split: Split, fused: tuple[int, ...] = (1,)) -> Linear:
         return Linear(name, split, fused=fused, transposed=True, counts=("nf",))
 
-    def attend(name: str, *projections: Linear) -> Attention:
-        return Attention(
+    def attention(name: str, *projections: Linear) -> tuple[Role, ...]:
+        role = Attention(
             name,
             projections=projections,
             out=linear(f"{name}.c_proj", "row"),
@@ -96,20 +99,17 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
             cross=len(projections) == 2,
             counts=("num_heads", "split_size"),
         )
+        return (role, Dropout(f"{name}.attn_dropout"), Dropout(f"{name}.resid_dropout"))
 
+    cross = (
+        linear("crossattention.q_attn", "column"),
+        linear("crossattention.c_attn", "column", (1, 1)),
+    )
     parts = (
         Norm("ln_1"),
-        attend("attn", linear("attn.c_attn", "column", (1, 1, 1))),
-        Dropout("attn.attn_dropout"),
-        Dropout("attn.resid_dropout"),
+        *attention("attn", linear("attn.c_attn", "column", (1, 1, 1))),
         Norm("ln_cross_attn"),
-        attend(
-            "crossattention",
-            linear("crossattention.q_attn", "column"),
-            linear("crossattention.c_attn", "column", (1, 1)),
-        ),
-        Dropout("crossattention.attn_dropout"),
-        Dropout("crossattention.resid_dropout"),
+        *attention("crossattention", *cross),
         Norm("ln_2"),
         Perceptron("mlp", up=linear("mlp.c_fc", "column"), down=linear("mlp.c_proj", "row")),
         Dropout("mlp.dropout"),
@@ -120,22 +120,18 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
 
 def _llama(names: Collection[str], config: Any) -> Stacks:
     """Also Mixtral, whose blocks have experts in place of a perceptron."""
+    inner = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     parts: tuple[Role, ...] = (
         Norm("input_layernorm"),
-        Attention(
+        _attention(
             "self_attn",
-            projections=_separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            out=Linear("self_attn.o_proj", "row"),
-            heads=config.num_attention_heads,
+            inner,
+            "self_attn.o_proj",
+            config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
         ),
         Norm("post_attention_layernorm"),
-        Perceptron(
-            "mlp",
-            up=Linear("mlp.up_proj", "column"),
-            gate=Linear("mlp.gate_proj", "column"),
-            down=Linear("mlp.down_proj", "row"),
-        ),
+        _perceptron("mlp", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"),
         Experts(
             "mlp",
             router=Linear("mlp.gate"),
@@ -150,22 +146,21 @@ def _llama(names: Collection[str], config: Any) -> Stacks:
 
 
 def _bert(names: Collection[str], config: Any) -> Stacks:
-    def attend(name: str) -> tuple[Role, ...]:
-        attention = Attention(
+    def attention(name: str, *, cross: bool = False) -> tuple[Role, ...]:
+        role = _attention(
             f"{name}.self",
-            projections=_separate(f"{name}.self.query", f"{name}.self.key", f"{name}.self.value"),
-            out=Linear(f"{name}.output.dense", "row"),
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads,
-            cross=name == "crossattention",
+            (f"{name}.self.query", f"{name}.self.key", f"{name}.self.value"),
+            f"{name}.output.dense",
+            config.num_attention_heads,
+            cross=cross,
             counts=("num_attention_heads", "all_head_size"),
         )
         dropouts = (Dropout(f"{name}.self.dropout"), Dropout(f"{name}.output.dropout"))
-        return (attention, *dropouts, Norm(f"{name}.output.LayerNorm"))
+        return (role, *dropouts, Norm(f"{name}.output.LayerNorm"))
 
     parts = (
-        *attend("attention"),
-        *attend("crossattention"),
+        *attention("attention"),
+        *attention("crossattention", cross=True),
         _BERT_PERCEPTRON,
         Dropout("output.dropout"),
         Norm("output.LayerNorm"),
@@ -182,27 +177,23 @@ def _bert(names: Collection[str], config: Any) -> Stacks:
 
 
 def _t5(names: Collection[str], config: Any) -> Stacks:
-    def attend(name: str, *, cross: bool = False) -> tuple[Role, ...]:
-        layer, _, _ = name.rpartition(".")
-        attention = Attention(
+    def attention(layer: str, name: str, *, cross: bool = False) -> tuple[Role, ...]:
+        name = f"{layer}.{name}"
+        role = _attention(
             name,
-            projections=_separate(f"{name}.q", f"{name}.k", f"{name}.v"),
-            out=Linear(f"{name}.o", "row"),
-            heads=config.num_heads,
-            kv_heads=config.num_heads,
+            (f"{name}.q", f"{name}.k", f"{name}.v"),
+            f"{name}.o",
+            config.num_heads,
             relative=Embedding(f"{name}.relative_attention_bias", "relative"),
             cross=cross,
             counts=("n_heads", "inner_dim"),
         )
-        return (Norm(f"{layer}.layer_norm"), attention, Dropout(f"{layer}.dropout"))
+        return (Norm(f"{layer}.layer_norm"), role, Dropout(f"{layer}.dropout"))
 
     def perceptron(layer: str) -> tuple[Role, ...]:
         name = f"{layer}.DenseReluDense"
-        down = Linear(f"{name}.wo", "row")
-        gated = Perceptron(
-            name, up=Linear(f"{name}.wi_1", "column"), gate=Linear(f"{name}.wi_0", "column"), down=down
-        )
-        plain = Perceptron(name, up=Linear(f"{name}.wi", "column"), down=down)
+        gated = _perceptron(name, f"{name}.wi_1", f"{name}.wo", f"{name}.wi_0")
+        plain = _perceptron(name, f"{name}.wi", f"{name}.wo")
         dropouts = (Dropout(f"{name}.dropout"), Dropout(f"{layer}.dropout"))
         return (Norm(f"{layer}.layer_norm"), gated, plain, *dropouts)
 
@@ -214,8 +205,8 @@ def _t5(names: Collection[str], config: Any) -> Stacks:
             after=(Norm(f"{name}.final_layer_norm"), *after),
         )
 
-    first = attend("layer.0.SelfAttention")
-    cross = attend("layer.1.EncDecAttention", cross=True)
+    first = attention("layer.0", "SelfAttention")
+    cross = attention("layer.1", "EncDecAttention", cross=True)
     encoder = side("encoder", (*first, *perceptron("layer.1")), (Embedding("shared", "token"),), ())
     decoder = side("decoder", (*first, *cross, *perceptron("layer.2")), (), (Head("lm_head"),))
     return (encoder, decoder) if decoder.blocks else (encoder,)
@@ -223,14 +214,8 @@ def _t5(names: Collection[str], config: Any) -> Stacks:
 
 # Linears of a task whose outputs are the model's.
 _HEADS = (
-    "lm_head",
-    "classifier",
-    "score",
-    "qa_outputs",
-    "predictions.decoder",
-    "seq_relationship",
-    "out_proj",
-)
+    "lm_head", "classifier", "score", "qa_outputs", "predictions.decoder", "seq_relationship", "out_proj",
+)  # fmt: skip
 
 
 def _anatomy(family: str, stacks: Callable[[Collection[str], Any], Stacks], model: Any) -> Anatomy:

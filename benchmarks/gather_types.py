@@ -29,7 +29,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_trainable
-from penstock.optim.layout import local
+from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
 from penstock.report.record import environment
 

@@ -133,7 +133,7 @@ def run(device: torch.device, rounds: int) -> dict[str, Any]:
     """Medians, quartiles, ratios and bytes per parameter of all forms."""
     shapes = [parameter for group in fp32_groups(device) for parameter in group["params"]]
     gradients = [torch.randn_like(parameter).bfloat16() * 1e-3 for parameter in shapes]
-    forms = ["fused", "loop"] + (["triton"] if device.type == "cuda" and have_triton() else [])
+    forms = ["fused"] + (["triton"] if device.type == "cuda" and have_triton() else [])
     copies = [copied(gradients, device, keep=keep) for keep in (False, True)]
     everyone = [*copies, *(completed(form, gradients, device) for form in forms)]
     assert all(map(torch.equal, everyone[0].exact(), everyone[2].exact())), (

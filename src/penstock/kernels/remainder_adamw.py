@@ -14,15 +14,13 @@ bits: a tie that went down would leave +32768.
   nearest; the pair still joins to the finite x.
 - A NaN becomes the one NaN 0x7FC00000, since the payload of others would round to infinity or to zero.
 
-Forms of the update, all over the same state:
+Forms of the update, over the same state:
 
-    loop     torch operators one by one, the reference. Counts steps on the host and cannot skip one by itself.
-    fused    torch's fused AdamW, over pieces that are joined before and split after it while they are in cache.
+    fused    torch's fused AdamW, over pieces that are joined before it and split after it while they are in cache.
     triton   one pass of one kernel over all tensors (CUDA); see kernels/triton/remainder_adamw.py.
 
-`loop` and `fused` give bit for bit what torch.optim.AdamW in that form gives on fp32 weights. `triton` rounds after
-every single operation, on every machine alike; the others contract some products and sums, so that it differs from
-them in last places.
+The reference is torch's fused AdamW over fp32 weights: `fused` gives the same bits. `triton` rounds after every single
+operation, on every machine alike; torch contracts some products and sums, so that the last places differ.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-Form = Literal["auto", "loop", "fused", "triton"]
+Form = Literal["auto", "fused", "triton"]
 FORMS: tuple[Form, ...] = get_args(Form)
 _HAVE_FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
 # On a CPU two fp32 pieces should stay in the last cache; on a GPU a launch should be worth its while.
@@ -51,8 +49,7 @@ _PIECE_ELSEWHERE = 1 << 22
 _HALF = 1 << 15  # half of bf16's last place, in the bits of an fp32
 
 
-@dataclass(frozen=True)
-class Hyper:
+class Hyper(NamedTuple):
     """What one group's update is made of, as numbers on the host."""
 
     lr: float
@@ -68,7 +65,7 @@ class Batch:
     """Tensors of one group on one device, all dense, flat (N_i) and of the same order, updated together.
 
     `remainders` is None where the weights are fp32 themselves. `exp_avgs` and `exp_avg_sqs` are fp32, `gradients` of
-    any floating type, `steps` 0-d fp32: on the device, but for `loop` on the host.
+    any floating type, `steps` 0-d fp32.
     """
 
     weights: list[Tensor]
@@ -124,30 +121,31 @@ def _say_once(message: str) -> None:
     _log.warning(message)
 
 
-def resolve(form: Form, device: torch.device) -> Form:
-    """What `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel, else the loop.
+def form_on(form: Form, device: torch.device) -> Form:
+    """What `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel.
 
     Any other form is returned as it is, and raises ConfigError where it cannot run.
     """
     if form not in FORMS:
         raise ConfigError(f"There is no form {form!r} of RemainderAdamW; choose one of {', '.join(FORMS)}.")
     can_triton = have_triton() and (device.type == "cuda" or interpreting())
-    if form == "auto":
-        if device.type == "cuda" and can_triton:
-            return "triton"
-        if device.type == "cuda":
-            _say_once(
-                "Triton is not installed, so RemainderAdamW takes torch's fused kernel, which reads more memory."
-            )
-        return "fused" if device.type in _HAVE_FUSED else "loop"
     if form == "triton" and not can_triton:
         why = "Triton is not installed" if not have_triton() else f"the weights are on {device.type}"
         raise ConfigError(
             f"RemainderAdamW's form 'triton' needs Triton and a CUDA device, and {why}; use 'auto'."
         )
-    if form == "fused" and device.type not in _HAVE_FUSED:
-        raise ConfigError(f"torch has no fused AdamW on {device.type}; use form 'loop' or 'auto'.")
-    return form
+    if form == "auto" and device.type == "cuda":
+        if can_triton:
+            return "triton"
+        _say_once(
+            "Triton is not installed, so RemainderAdamW takes torch's fused kernel, which reads more memory."
+        )
+    if form != "triton" and device.type not in _HAVE_FUSED:
+        raise ConfigError(
+            f"torch has no fused AdamW on {device.type}, which RemainderAdamW needs; use an fp32 copy as master "
+            "weights."
+        )
+    return "fused" if form == "auto" else form
 
 
 @torch.no_grad()
@@ -162,80 +160,36 @@ def adamw_(
     """One AdamW step (Loshchilov and Hutter, ICLR 2019, algorithm 2) on a batch, in place.
 
     Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, counters included; both are 0-d
-    fp32 tensors that the kernels read on the device. Raises ConfigError for either with `loop`.
+    fp32 tensors that the kernels read on the device.
     """
-    form = resolve(form, batch.weights[0].device)
-    if form == "loop":
-        if grad_scale is not None or found_inf is not None:
-            raise ConfigError(
-                "RemainderAdamW's form 'loop' cannot divide by a loss scale or skip an overflowed step on the device; "
-                "use form 'fused' or 'auto', or train in bf16 without loss scaling."
-            )
-        _loop(batch, hyper)
-    elif form == "triton" and batch.remainders is not None:
+    torch._foreach_add_(batch.steps, 1)
+    if form_on(form, batch.weights[0].device) == "triton" and batch.remainders is not None:
         from penstock.kernels.triton.remainder_adamw import launch
 
-        torch._foreach_add_(batch.steps, 1)
-        launch(batch, hyper, grad_scale, found_inf)
-        if found_inf is not None:
-            torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
+        arrays = zip(batch.weights, batch.remainders, batch.exp_avgs, batch.exp_avg_sqs, batch.steps)
+        launch(list(arrays), batch.gradients, grad_scale, found_inf, **hyper._asdict())
     else:
         _fused(batch, hyper, grad_scale, found_inf)
-
-
-# -- the reference
-
-
-def _loop(batch: Batch, hyper: Hyper) -> None:
-    piece = _piece(batch)
-    for index, step in enumerate(batch.steps):
-        step += 1
-        count = step.item()  # on the host already
-        for span in _spans(batch.weights[index].numel(), piece):
-            weight = batch.weights[index][span]
-            value = weight if batch.remainders is None else join(weight, batch.remainders[index][span])
-            gradient = batch.gradients[index][span].float()
-            moments = batch.exp_avgs[index][span], batch.exp_avg_sqs[index][span]
-            plain_step_(value, gradient, *moments, count, hyper)
-            if batch.remainders is not None:
-                half, remainder = split(value)
-                weight.copy_(half)
-                batch.remainders[index][span].copy_(remainder)
-
-
-def plain_step_(
-    value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, hyper: Hyper
-) -> None:
-    """The update of fp32 numbers with torch's operators in the order in which torch.optim.AdamW's loop has them."""
-    if hyper.maximize:
-        gradient = -gradient
-    if hyper.weight_decay != 0:
-        value.mul_(1 - hyper.lr * hyper.weight_decay)
-    exp_avg.lerp_(gradient, 1 - hyper.beta1)
-    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    step_size = hyper.lr / (1 - hyper.beta1**step)
-    root = (1 - hyper.beta2**step) ** 0.5
-    denominator = (exp_avg_sq.sqrt() / root).add_(hyper.eps)
-    value.addcdiv_(exp_avg, denominator, value=-step_size)
+    if found_inf is not None:
+        torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
 
 
 # -- torch's fused kernel between a join and a split
 
 
 def _fused(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    torch._foreach_add_(batch.steps, 1)
     if batch.remainders is None:
         gradients = [gradient.float() for gradient in batch.gradients]
         moments = batch.exp_avgs, batch.exp_avg_sqs
         _torch_fused(batch.weights, gradients, *moments, batch.steps, hyper, grad_scale, found_inf)
-    else:
-        piece = min(_piece(batch), sum(weight.numel() for weight in batch.weights))
-        values = torch.empty(piece, dtype=torch.float32, device=batch.weights[0].device)
-        gradients_ = torch.empty_like(values)
-        for members in _packs([weight.numel() for weight in batch.weights], piece):
-            _fused_pack(batch, members, (values, gradients_), hyper, grad_scale, found_inf)
-    if found_inf is not None:
-        torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
+        return
+    device = batch.weights[0].device
+    sizes = [weight.numel() for weight in batch.weights]
+    piece = min(_PIECE.get(device.type, _PIECE_ELSEWHERE), sum(sizes))
+    values = torch.empty(piece, dtype=torch.float32, device=device)
+    second = torch.empty_like(values)
+    for members in _packs(sizes, piece):
+        _fused_pack(batch, members, (values, second), hyper, grad_scale, found_inf)
 
 
 def _fused_pack(
@@ -287,26 +241,9 @@ def _torch_fused(
     found_inf: Tensor | None,
 ) -> None:
     torch._fused_adamw_(
-        values,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        amsgrad=False,
-        maximize=hyper.maximize,
-        grad_scale=grad_scale,
+        values, gradients, exp_avgs, exp_avg_sqs, [], steps, **hyper._asdict(), amsgrad=False, grad_scale=grad_scale,
         found_inf=found_inf,
-    )
-
-
-def _piece(batch: Batch) -> int:
-    return _PIECE.get(batch.weights[0].device.type, _PIECE_ELSEWHERE)
+    )  # fmt: skip
 
 
 def _spans(size: int, piece: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from penstock.data.loader import tensors_in
 from penstock.host_memory import settle
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
-from penstock.optim.layout import local
+from penstock.optim.tensors import local
 from penstock.parallel.agree import average, slowest
 
 WARM_UP_STEPS = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +12,25 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import folded, folds
-from penstock.optim.layout import local
 from penstock.optim.remainder import RemainderAdamW
-from penstock.optim.shards import sharing, whole_norm
-
-if TYPE_CHECKING:
-    from penstock.precision.scaler import LossScaler
+from penstock.optim.tensors import local, sharing, whole_norm
 
 Refuse = Callable[[Tensor | None], Tensor]
 """Given the norm of the gradients (None where a loss scaler judges it): 0-d fp32, 1 where the step is to be skipped."""
+
+
+class Scaler(Protocol):
+    """What a step asks of a loss scaler, such as `penstock.precision.LossScaler`."""
+
+    scale: Tensor
+
+    def judge(self, norm: Tensor) -> Tensor:
+        """1 where the norm of scaled gradients is not finite, on all ranks alike."""
+
+    def update(self, found_inf: Tensor) -> None:
+        """Let the scale follow what `judge` found."""
+
+
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _ROW = 1024
@@ -121,7 +131,7 @@ def clipped_step(
     optimizer: Optimizer,
     *,
     max_norm: float | None = None,
-    scaler: LossScaler | None = None,
+    scaler: Scaler | None = None,
     refuse: Refuse | None = None,
 ) -> Tensor | None:
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.

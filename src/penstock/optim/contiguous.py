@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.flat import Bucket, Segment, buckets_of
 from penstock.optim.fold import folded
-from penstock.optim.layout import local, whole
-from penstock.optim.shards import flat_like
+from penstock.optim.tensors import flat_like, local, whole
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ _REASONS = {
 _FUSED: frozenset[type[Optimizer]] = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State that torch keeps once per parameter whatever its shape; a 0-d parameter would make these ambiguous."""
-EXECUTION = ("foreach", "fused", "capturable", "differentiable")
+_EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 """Group entries that say how a step runs, not what it computes."""
 
 
@@ -147,10 +146,6 @@ class Contiguous(Optimizer):
             if s.leaf.grad is not None
         ]
 
-    def flat_values(self) -> list[Tensor]:
-        """The flat parameter buffers, one per group, dtype and device."""
-        return [bucket.values for bucket in self._all_buckets()]
-
     def buckets(self) -> list[Bucket]:
         """The buffers with the parameters in them; valid until `generation` changes."""
         return list(self._all_buckets())
@@ -184,10 +179,7 @@ class Contiguous(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this or of the wrapped class, in any of its forms; the form here is kept."""
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for mine, theirs in zip(self.param_groups, groups):
-            theirs.update({flag: mine[flag] for flag in EXECUTION if flag in mine})
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        super().load_state_dict(in_own_form(self, state_dict))
         self._lay_out()
 
     # -- buffers
@@ -229,7 +221,7 @@ class Contiguous(Optimizer):
 
     def _collect(self) -> None:
         """Bring the leaves up to date: values that lie in the buffer, gradients there too, unused parts left out."""
-        strayed = sum(1 for bucket in self._all_buckets() for _ in bucket.strayed())
+        strayed = sum(bucket.strayed() for bucket in self._all_buckets())
         if strayed:
             _log.warning(
                 "%d parameters no longer lie in the flat buffers of the contiguous optimizer: something replaced their "
@@ -319,10 +311,18 @@ class Contiguous(Optimizer):
                             self.state[parameter][key] = value
 
 
+def in_own_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict that does not change how the optimizer runs its steps when it is loaded."""
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for mine, theirs in zip(optimizer.param_groups, groups):
+        theirs.update({flag: mine[flag] for flag in _EXECUTION if flag in mine})
+    return {**state_dict, "param_groups": groups}
+
+
 def _laid_out(buckets: Iterable[Bucket], parameters: list[Parameter]) -> bool:
     """Whether the buffers hold these parameters, whole, and where they put them."""
     held = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-    return held == {id(p) for p in parameters} and all(bucket.intact() for bucket in buckets)
+    return held == {id(p) for p in parameters} and not any(bucket.strayed() for bucket in buckets)
 
 
 def _own(value: Any) -> Any:

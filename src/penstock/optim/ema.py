@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.optim import layout
-from penstock.optim.contiguous import Contiguous
+from penstock.optim import tensors
 from penstock.optim.remainder import RemainderAdamW
 
 _CHUNK = 1 << 20
@@ -21,10 +20,9 @@ class EMA:
     """shadow ← decay · shadow + (1 − decay) · weight, after every optimizer step (Polyak and Juditsky, 1992).
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
-    averaged; buffers are the model's own. With a contiguous optimizer an update is one launch per flat buffer; with
-    RemainderAdamW the exact fp32 weights are averaged, not the bf16 ones.
-
-    With master weights, give them by name as `weights`, and as `publish` what rounds them into the model.
+    averaged; buffers are the model's own. With RemainderAdamW as `optimizer` the exact fp32 weights are averaged, not
+    the bf16 ones. With master weights, give them by name as `weights`, and as `publish` what rounds them into the
+    model.
     """
 
     def __init__(
@@ -43,67 +41,38 @@ class EMA:
         self.decay = decay
         self._parameters: dict[str, Tensor] = dict(model.named_parameters() if weights is None else weights)
         self._publish = publish
-        self._optimizer = optimizer if isinstance(optimizer, Contiguous) else None
-        self._exact = optimizer if isinstance(optimizer, RemainderAdamW) else None
-        self._completed = {
-            name for name, p in self._parameters.items() if self._exact and self._exact.completes(p)
-        }
-        """Parameters whose weights the optimizer knows more exactly than the model."""
-        self._generation = self._optimizer.generation if self._optimizer else 0
-        self._flats: list[Tensor] = []
+        self._remainders = optimizer if isinstance(optimizer, RemainderAdamW) else None
         self._scratch: Tensor | None = None
-        self._shadows = self._laid_out()
-
-    def _laid_out(self) -> dict[str, Tensor]:
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        shadows: dict[str, Tensor] = {}
         with torch.no_grad():
-            for bucket in self._optimizer.buckets() if self._optimizer else ():
-                flat = bucket.values.to(torch.float32, copy=True)
-                self._flats.append(flat)
-                for parameter, view in zip(bucket.parameters, bucket.views(flat, 0, len(bucket.parameters))):
-                    shadows[names.pop(id(parameter))] = layout.whole(parameter, view)
-            for name in names.values():  # those that no flat buffer holds
-                loose = self._parameters[name]
-                if self._exact and name in self._completed:
-                    shadows[name] = self._exact.fp32_weight(loose)
-                else:
-                    shadows[name] = loose.detach().to(torch.float32, copy=True)
-        self._loose = list(names.values())
-        return {name: shadows[name] for name in self._parameters}
+            self._shadows = {name: self._fp32(p) for name, p in self._parameters.items()}
+
+    def _fp32(self, parameter: Tensor) -> Tensor:
+        """A copy of a weight, as exact as the optimizer knows it."""
+        if self._remainders is not None and self._remainders.completes(parameter):
+            return self._remainders.fp32_weight(parameter)
+        return parameter.detach().to(torch.float32, copy=True)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move every average towards the present weights."""
-        names = self._loose
-        if self._optimizer and self._optimizer.generation != self._generation:
-            names = list(
-                self._parameters
-            )  # the buffers moved; what is right parameter by parameter stays right
-        elif self._optimizer:
-            for shadow, value in zip(self._flats, self._optimizer.flat_values()):
-                self._lerp(shadow, value)
-        alike: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for name in names:
-            shadow = layout.local(self._shadows[name])
-            value = layout.local(self._parameters[name].detach())
-            if self._exact and name in self._completed:
-                whole = layout.flat(layout.local(shadow))
-                pieces = self._exact.fp32_chunks(self._parameters[name], _CHUNK)
-                for mine, theirs in zip(torch.split(whole, _CHUNK), pieces):
+        averages: list[Tensor] = []
+        weights: list[Tensor] = []
+        for name, parameter in self._parameters.items():
+            average, weight = tensors.local(self._shadows[name]), tensors.local(parameter.detach())
+            if self._remainders is not None and self._remainders.completes(parameter):
+                pieces = self._remainders.fp32_chunks(parameter, _CHUNK)
+                for mine, theirs in zip(torch.split(tensors.flat(average), _CHUNK), pieces):
                     mine.lerp_(theirs, 1.0 - self.decay)
-            elif value.dtype == shadow.dtype and value.device == shadow.device:
-                alike[0].append(shadow)
-                alike[1].append(value)
+            elif weight.dtype == average.dtype and weight.device == average.device:
+                averages.append(average)
+                weights.append(weight)
             else:
-                self._lerp(shadow, value)
-        if alike[0]:
-            torch._foreach_lerp_(alike[0], alike[1], 1.0 - self.decay)
+                self._lerp(average, weight)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     def _lerp(self, shadow: Tensor, value: Tensor) -> None:
-        if value.dtype == shadow.dtype:
-            shadow.lerp_(value, 1.0 - self.decay)
-            return
+        """Move an average towards a weight of another type or on another device."""
         if not (shadow.device.type == "cpu" and shadow.is_contiguous() and value.is_contiguous()):
             shadow.lerp_(value.to(shadow), 1.0 - self.decay)
             return
@@ -135,7 +104,7 @@ class EMA:
                 f"they were made with."
             )
         for name, shadow in self._shadows.items():
-            shadow.copy_(layout.alike(shadow, state_dict[name]))
+            shadow.copy_(tensors.alike(shadow, state_dict[name]))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

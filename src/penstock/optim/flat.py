@@ -9,7 +9,7 @@ optimizer sees in their place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from penstock.optim.layout import local, whole
-from penstock.optim.shards import place, room, sharing
+from penstock.optim.tensors import dense, local, place, room, sharing, whole
 
 _ALIGN_BYTES = 256
 """Each parameter starts on such a boundary, which is what vector loads and GEMM kernels want. Gaps stay zero: a zero
@@ -72,9 +71,8 @@ class Bucket:
         the first accumulation after `zero_grad(set_to_none=True)` is moved, while it is still in cache; no pass for
         zeroing is needed, and a parameter that took no part keeps None.
         """
-        me = weakref.ref(
-            self
-        )  # a hook may outlive its optimizer, and must then neither act nor keep the buffer
+        # A hook may outlive its optimizer, and must then neither act nor keep the buffer.
+        me = weakref.ref(self)
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
@@ -114,15 +112,9 @@ class Bucket:
         low, high = self.offsets[start], self.offsets[stop]
         return Segment(start, stop, Parameter(self.values[low:high]), self.gradients[low:high])
 
-    def intact(self) -> bool:
-        """Whether every parameter still lies in the flat buffer."""
-        return all(local(p).data_ptr() == address for p, address in zip(self.parameters, self.addresses))
-
-    def strayed(self) -> Iterator[int]:
-        """Indices of the parameters that something moved out of the flat buffer."""
-        for index, (parameter, address) in enumerate(zip(self.parameters, self.addresses)):
-            if local(parameter).data_ptr() != address:
-                yield index
+    def strayed(self) -> int:
+        """How many parameters something has moved out of the flat buffer."""
+        return sum(local(p).data_ptr() != address for p, address in zip(self.parameters, self.addresses))
 
 
 def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
@@ -137,13 +129,7 @@ def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """Strides that fill exactly `numel` elements: the parameter's own (channels_last is kept) where they do."""
-    extent = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride()), key=lambda pair: pair[1]):
-        if size > 1:
-            if stride != extent:
-                return tuple(torch.empty(parameter.shape, device="meta").stride())
-            extent *= size
-    return tuple(parameter.stride())
+    return (parameter if dense(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 
 def buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from penstock.config.plan import OptimizerForm
 from penstock.errors import ConfigError
-from penstock.optim.contiguous import EXECUTION, contiguous
+from penstock.optim.contiguous import contiguous, in_own_form
 
 _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
@@ -63,14 +63,13 @@ def keep_form(optimizer: Optimizer) -> None:
     """Let `load_state_dict` take over hyperparameters and state, but not how the step is executed."""
 
     def pre_hook(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        states = dict(state_dict["state"])
-        for mine, theirs in zip(optimizer.param_groups, groups):
-            theirs.update({flag: mine[flag] for flag in EXECUTION if flag in mine})
-            if not mine["fused"]:  # these forms read the counter on the host at every step
-                for index in theirs["params"]:
+        kept = in_own_form(optimizer, state_dict)
+        states = kept["state"] = dict(state_dict["state"])
+        for group in kept["param_groups"]:
+            if not group["fused"]:  # these forms read the counter on the host at every step
+                for index in group["params"]:
                     if isinstance(states.get(index, {}).get("step"), torch.Tensor):
                         states[index] = {**states[index], "step": states[index]["step"].cpu()}
-        return {**state_dict, "state": states, "param_groups": groups}
+        return kept
 
     optimizer.register_load_state_dict_pre_hook(pre_hook)

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, join, resolve, split
-from penstock.optim import layout
+from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, form_on, join, split
+from penstock.optim import tensors
 from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter, stored
 
 __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
@@ -28,14 +28,14 @@ class RemainderAdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, ICLR 2019) whose bf16 Parameters stand for exact fp32 weights.
 
     A bf16 Parameter holds the fp32 weight rounded to nearest; `state[p]["remainder"]` (int16, the Parameter's shape)
-    holds what rounding left out, zero for a Parameter that had only been bf16. Steps are taken on the fp32 weights,
-    bit for bit as `torch.optim.AdamW` takes them in the same form: `loop`, `fused`, `triton` (one pass of its own,
-    CUDA), or `auto`, the best of these where the weights are (see `penstock.kernels.remainder_adamw`). fp32 Parameters
-    among them, such as norms, are updated as they are. DTensors are updated shard by shard.
+    holds what rounding left out, zero for a Parameter that had only been bf16. Steps are taken on the fp32 weights:
+    `fused` bit for bit as torch's fused AdamW takes them, `triton` in one pass of its own (CUDA), `auto` by the best of
+    these where the weights are (see `penstock.kernels.remainder_adamw`). fp32 Parameters among them, such as norms, are
+    updated as they are. DTensors are updated shard by shard.
 
     Gradients may be bf16, fp16 or fp32 (`p.grad_dtype`). Those of bf16 Parameters are only read: unlike torch's fused
-    kernels this one does not write back what it divided by the loss scale or by clipping. All forms but `loop` take
-    `grad_scale` and `found_inf` from GradScaler or `clipped_step`, and skip an overflowed step on the device.
+    kernels this one does not write back what it divided by the loss scale or by clipping. It takes `grad_scale` and
+    `found_inf` from GradScaler or `clipped_step`, and skips an overflowed step on the device.
 
     A Parameter written from outside (`p.copy_(…)`) keeps its old remainder; write through `set_fp32_weight` instead.
     `state_dict()` has the remainders, the model's has the weights: both together are exact. Raises ConfigError for
@@ -73,7 +73,7 @@ class RemainderAdamW(Optimizer):
             "amsgrad": amsgrad,
         }
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling = form != "loop"
+        self._step_supports_amp_scaling = True
 
     # -- what the user of an optimizer calls
 
@@ -85,7 +85,7 @@ class RemainderAdamW(Optimizer):
             check_group(param_group)
             for parameter in param_group["params"]:
                 check_parameter(parameter)
-                resolve(self.form, parameter.device)
+                form_on(self.form, parameter.device)
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -99,12 +99,12 @@ class RemainderAdamW(Optimizer):
                 loss = closure()
         with torch.no_grad():
             for group in self.param_groups:
-                for batch, form in self._batches(group):
+                for batch in self._batches(group):
                     device = batch.weights[0].device
                     adamw_(
                         batch,
                         _hyper(group),
-                        form=form,
+                        form=self.form,
                         grad_scale=self._scalar("grad_scale", device),
                         found_inf=self._scalar("found_inf", device),
                     )
@@ -162,7 +162,7 @@ class RemainderAdamW(Optimizer):
         """The exact fp32 weight of one Parameter, new and of its shape. Raises ConfigError for a strange one."""
         local, remainder = self._halves(parameter)
         whole = local.to(torch.float32, copy=True) if remainder is None else join(local, remainder)
-        return layout.whole(parameter, whole)
+        return tensors.whole(parameter, whole)
 
     @torch.no_grad()
     def fp32_chunks(self, parameter: Tensor, size: int = 1 << 20) -> Iterator[Tensor]:
@@ -170,10 +170,10 @@ class RemainderAdamW(Optimizer):
         made. To be read only; an fp32 Parameter's are its own memory. Of a DTensor, this device's shard.
         """
         local, remainder = self._halves(parameter)
-        weights = torch.split(layout.flat(local), size)
+        weights = torch.split(tensors.flat(local), size)
         if remainder is None:
             return (weight.float() for weight in weights)
-        return map(join, weights, torch.split(layout.flat(remainder), size))
+        return map(join, weights, torch.split(tensors.flat(remainder), size))
 
     @torch.no_grad()
     def set_fp32_weight(self, parameter: Parameter, value: Tensor) -> None:
@@ -191,46 +191,27 @@ class RemainderAdamW(Optimizer):
                 f"A weight of shape {tuple(parameter.shape)} was given {value.dtype} values of shape "
                 f"{tuple(value.shape)}; pass fp32 values of the same shape."
             )
-        local = layout.local(parameter)
-        given = layout.local(layout.alike(parameter, value)).to(device=local.device, dtype=torch.float32)
+        local = tensors.local(parameter)
+        given = tensors.local(tensors.alike(parameter, value)).to(device=local.device, dtype=torch.float32)
         if parameter.dtype == torch.float32:
             local.copy_(given)
             return
         weight, remainder = split(given)
         local.copy_(weight)
-        layout.local(self._state_of(parameter)["remainder"]).copy_(remainder)
-
-    @torch.no_grad()
-    def memory(self) -> dict[str, int]:
-        """Bytes on this device now: `weights`, `remainders`, `moments`. Moments and remainders come with the first
-        gradient, or with `set_fp32_weight`.
-        """
-        counted = {"weights": 0, "remainders": 0, "moments": 0}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state.get(parameter, {})
-                counted["weights"] += layout.local(parameter).nbytes
-                counted["remainders"] += (
-                    layout.local(state["remainder"]).nbytes if "remainder" in state else 0
-                )
-                counted["moments"] += sum(
-                    layout.local(state[k]).nbytes for k in ("exp_avg", "exp_avg_sq") if k in state
-                )
-        return counted
+        tensors.local(self._state_of(parameter)["remainder"]).copy_(remainder)
 
     # -- inside
 
     def _scalar(self, name: str, device: torch.device) -> Tensor | None:
-        value: Tensor | None = getattr(
-            self, name, None
-        )  # set by GradScaler and clipped_step, during the step only
+        """What GradScaler and clipped_step set during a step."""
+        value: Tensor | None = getattr(self, name, None)
         if value is None:
             return None
         return value.to(device=device, dtype=torch.float32, non_blocking=True).view(())
 
-    def _batches(self, group: dict[str, Any]) -> list[tuple[Batch, Form]]:
+    def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, by device and type."""
-        found: dict[tuple[torch.device, torch.dtype], tuple[Batch, Form]] = {}
+        found: dict[tuple[torch.device, torch.dtype], Batch] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -238,41 +219,34 @@ class RemainderAdamW(Optimizer):
                 raise ConfigError(
                     "RemainderAdamW takes dense gradients; build the embedding with sparse=False."
                 )
-            local = layout.local(parameter)
+            local = tensors.local(parameter)
             if local.numel() == 0:  # a shard may be empty
                 continue
             key = (local.device, parameter.dtype)
             if key not in found:
                 remainders: list[Tensor] | None = [] if parameter.dtype == torch.bfloat16 else None
-                found[key] = Batch([], remainders, [], [], [], []), resolve(self.form, local.device)
-            batch, form = found[key]
+                found[key] = Batch([], remainders, [], [], [], [])
+            batch = found[key]
             state = self._state_of(parameter)
-            home = torch.device("cpu") if form == "loop" else local.device
-            if state["step"].device != home:
-                state["step"] = state["step"].to(home)
-            batch.weights.append(layout.flat(local))
-            batch.gradients.append(layout.flat(layout.ordered(layout.local(parameter.grad), local)))
-            batch.exp_avgs.append(layout.flat(layout.local(state["exp_avg"])))
-            batch.exp_avg_sqs.append(layout.flat(layout.local(state["exp_avg_sq"])))
+            batch.weights.append(tensors.flat(local))
+            batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
+            batch.exp_avgs.append(tensors.flat(tensors.local(state["exp_avg"])))
+            batch.exp_avg_sqs.append(tensors.flat(tensors.local(state["exp_avg_sq"])))
             batch.steps.append(state["step"])
             if batch.remainders is not None:
-                batch.remainders.append(layout.flat(layout.local(state["remainder"])))
+                batch.remainders.append(tensors.flat(tensors.local(state["remainder"])))
         return list(found.values())
 
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self._home(parameter))
+            device = tensors.local(parameter).device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
             if parameter.dtype == torch.bfloat16:
                 state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
         return state
-
-    def _home(self, parameter: Tensor) -> torch.device:
-        """Where step counters are: the loop reads them on the host, kernels on the device."""
-        device = layout.local(parameter).device
-        return torch.device("cpu") if resolve(self.form, device) == "loop" else device
 
     def _mine(self, parameter: Tensor) -> bool:
         if parameter in self.state:  # found by identity, at once
@@ -287,7 +261,7 @@ class RemainderAdamW(Optimizer):
                 "Parameters that it was built with."
             )
         remainder = self.state[parameter].get("remainder") if parameter in self.state else None
-        return layout.local(parameter), None if remainder is None else layout.local(remainder)
+        return tensors.local(parameter), None if remainder is None else tensors.local(remainder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "form": self.form}
@@ -301,7 +275,7 @@ class RemainderAdamW(Optimizer):
             elif isinstance(value, _Kept):
                 given[key] = value.value
         super().__setstate__(state)
-        self._step_supports_amp_scaling = self.form != "loop"
+        self._step_supports_amp_scaling = True
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
@@ -318,7 +292,7 @@ class RemainderAdamW(Optimizer):
             )
         state: dict[str, Any] = {}
         step = torch.as_tensor(given["step"], dtype=torch.float32)
-        state["step"] = step.detach().to(self._home(parameter), copy=True)
+        state["step"] = step.detach().to(tensors.local(parameter).device, copy=True)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = stored(parameter, name, given[name], torch.float32)
         if parameter.dtype == torch.bfloat16:
@@ -359,7 +333,7 @@ def from_adamw(
     check_convertible(optimizer)
     resolved = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in resolved:
-        resolve(form, parameter.device)
+        form_on(form, parameter.device)
     kept = {id(parameter) for parameter in keep_fp32}
     old = dict(optimizer.state)
     optimizer.state.clear()
@@ -374,7 +348,7 @@ def from_adamw(
         state = converted.state[parameter]
         if old.get(parameter):
             state.update(old[parameter])
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(converted._home(parameter))
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
             if parameter in remainders:
                 state["remainder"] = remainders[parameter]
         elif parameter in remainders:

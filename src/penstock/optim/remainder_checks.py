@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.optim import layout
+from penstock.optim import tensors
 
 
 def check_convertible(optimizer: Optimizer) -> None:
@@ -67,7 +67,7 @@ def check_parameter(parameter: Tensor) -> None:
             "(and fp32 ones as they are). fp16 has fewer exponents than fp32, so sixteen bits more do not complete "
             "it: use dtype=bf16, or an fp32 copy as master weights."
         )
-    if not layout.dense(layout.local(parameter)):
+    if not tensors.dense(tensors.local(parameter)):
         raise ConfigError(
             f"A Parameter of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} has gaps or "
             "overlaps in memory; make it contiguous before building the optimizer."
@@ -88,5 +88,5 @@ def stored(parameter: Tensor, name: str, value: Any, dtype: torch.dtype) -> Tens
             "so its bits are lost; something cast it on the way. Load the state that was saved."
         )
     made = torch.zeros_like(parameter.detach(), dtype=dtype)
-    layout.local(made).copy_(layout.local(layout.alike(parameter, value)))
+    tensors.local(made).copy_(tensors.local(tensors.alike(parameter, value)))
     return made

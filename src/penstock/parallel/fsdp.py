@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
-from penstock.optim.layout import local, whole
-from penstock.optim.shards import MOVED
+from penstock.optim.tensors import MOVED, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.dims import DATA, ParallelDims
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.layout import alike
+from penstock.optim.tensors import alike
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import NumericError
 from penstock.models.convert import load_weights
-from penstock.optim.layout import local
+from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims
 from penstock.parallel.agree import together
 from penstock.train.evaluate import Evaluation

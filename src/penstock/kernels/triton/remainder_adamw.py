@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,9 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.kernels.remainder_adamw import Batch, Hyper
 
 BLOCK = 2048
 WARPS = 4
@@ -127,41 +124,50 @@ def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
         tl.store(exp_avg_sqs + at, exp_avg_sq, within)
 
 
-def launch(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """One launch per type and alignment of gradients, normally one in all; `batch.steps` count this step already.
+Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Weight, remainder, both moments and the step of one parameter; the first four flat and dense (N)."""
 
-    Nothing waits for the device: tables of addresses are built on the host and sent ahead, those of gradients anew
-    when autograd gave them new places.
+
+def launch(
+    arrays: Sequence[Arrays],
+    gradients: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    *,
+    maximize: bool,
+    **numbers: float,
+) -> None:
+    """One launch per type and alignment of gradients, normally one in all; the steps count this one already.
+
+    `numbers` are lr, beta1, beta2, eps and weight_decay. Nothing waits for the device: tables of addresses are built on
+    the host and sent ahead, those of gradients anew when autograd gave them new places.
     """
-    assert batch.remainders is not None
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, gradient in enumerate(batch.gradients):
+    for index, gradient in enumerate(gradients):
         if gradient.dtype not in _WIDTH:
             raise ConfigError(
                 f"RemainderAdamW takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
             )
-        arrays = (gradient, batch.weights[index], batch.remainders[index])
-        moments = (batch.exp_avgs[index], batch.exp_avg_sqs[index])
         aligned = gradient.numel() % ALIGNMENT == 0 and all(
-            array.data_ptr() % ALIGNMENT == 0 for array in (*arrays, *moments)
+            array.data_ptr() % ALIGNMENT == 0 for array in (gradient, *arrays[index][:4])
         )
         kinds.setdefault((gradient.dtype, aligned), []).append(index)
-    device = batch.weights[0].device
+    device = gradients[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for (dtype, aligned), members in kinds.items():
-            blocks, table = _tables(batch, members, device)
-            addresses = _on_device(tuple(batch.gradients[i].data_ptr() for i in members), torch.int64, device)
+            blocks, table = _tables([arrays[i] for i in members], device)
+            addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), torch.int64, device)
             remainder_adamw_kernel[(len(blocks),)](
                 table,
                 addresses,
                 blocks,
                 grad_scale if grad_scale is not None else table,
                 found_inf if found_inf is not None else table,
-                *_numbers(hyper),
+                *_numbers(**numbers),
                 GRADIENT=_WIDTH[dtype],
                 HAS_SCALE=grad_scale is not None,
                 HAS_FOUND=found_inf is not None,
-                MAXIMIZE=hyper.maximize,
+                MAXIMIZE=maximize,
                 ALIGNED=aligned,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
@@ -169,38 +175,24 @@ def launch(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Ten
             )
 
 
-def _numbers(hyper: Hyper) -> tuple[float, ...]:
+def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
     # β = 0 forgets at once: any power of it is 0, and so is 2^-2000 in fp64.
-    logarithms = [math.log2(beta) if beta > 0 else -2000.0 for beta in (hyper.beta1, hyper.beta2)]
+    logarithms = [math.log2(beta) if beta > 0 else -2000.0 for beta in (beta1, beta2)]
     exact: list[float] = []
-    for number in (hyper.lr, *logarithms):
+    for number in (lr, *logarithms):
         high = torch.tensor(number, dtype=torch.float32).item()
         exact += [high, number - high]
-    return (
-        1 - hyper.lr * hyper.weight_decay,
-        1 - hyper.beta1,
-        hyper.beta2,
-        1 - hyper.beta2,
-        hyper.eps,
-        *exact,
-    )
+    return (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, *exact)
 
 
-def _tables(batch: Batch, members: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`blocks` and `table` of the kernel for some tensors of a batch."""
-    assert batch.remainders is not None
-    rows: list[int] = []
-    sizes: list[int] = []
-    for i in members:
-        arrays = (
-            batch.weights[i],
-            batch.remainders[i],
-            batch.exp_avgs[i],
-            batch.exp_avg_sqs[i],
-            batch.steps[i],
-        )
-        sizes.append(batch.weights[i].numel())
-        rows += [*(array.data_ptr() for array in arrays), sizes[-1]]
+def _tables(arrays: Sequence[Arrays], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`blocks` and `table` of the kernel."""
+    sizes = [weight.numel() for weight, *_ in arrays]
+    rows = [
+        number
+        for each, size in zip(arrays, sizes)
+        for number in (*(array.data_ptr() for array in each), size)
+    ]
     key = (tuple(sizes), device)
     blocks = _BLOCKS.pop(key, None)
     if blocks is None:

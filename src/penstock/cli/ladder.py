@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,6 @@ from penstock.ladder.settings import LadderConfig
 
 if TYPE_CHECKING:
     from penstock.ladder.result import RungResult
-
-PLAIN_WIDTH = 132
-"""Columns of the table where it goes to a file or a pipe."""
 
 
 def factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
@@ -45,33 +43,23 @@ def ladder(config: LadderConfig) -> int:
     """
     # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from rich.console import Console
-
     from penstock.ladder.climb import ladder as climb
     from penstock.ladder.show import remarks, table, write
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
-    messages = Console(stderr=True)
+    from penstock.report.page import plain_console
 
     def show(result: RungResult) -> None:
         ratio = f"{result.to_previous.median:.2f}×" if result.to_previous else ""
         reason = f" ({result.reason})" if result.reason else ""
-        messages.print(
-            f"{result.title:<24} {ratio:>7}  {result.status}{reason}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        print(f"{result.title:<24} {ratio:>7}  {result.status}{reason}", file=sys.stderr)
 
     report = climb(config=config, on_result=show)
     html, data = write(report, config.output)
-    console.print(table(report))
+    console = plain_console()
+    console.print(table(report, console.width))
     for remark in remarks(report):
-        console.print(remark, highlight=False, markup=False)
-    console.print(f"\nWritten: {html} and {data}\n", highlight=False, markup=False)
-    console.print(f"{report.speedup:.2f}× the baseline's speed, with", highlight=False)
-    # Not wrapped and not styled, because this line is there to be copied.
-    console.print(report.train_command, soft_wrap=True, highlight=False, markup=False)
+        console.print(remark)
+    console.print(f"\nWritten: {html} and {data}\n\n{report.speedup:.2f}× the baseline's speed, with")
+    console.print(
+        report.train_command, soft_wrap=True
+    )  # not wrapped, because this line is there to be copied
     return int(ExitCode.DONE)

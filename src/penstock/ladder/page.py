@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.ladder import cells
-from penstock.ladder.cells import MIB, titles
-from penstock.ladder.result import LadderReport, RungResult
+from penstock.ladder.result import Equality, LadderReport, RungResult
 from penstock.report.chart import number, signed
 from penstock.report.figures import (
     Bar,
@@ -22,6 +20,7 @@ from penstock.report.figures import (
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.record import facts
 
+MIB = 2.0**20
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
 
@@ -41,7 +40,7 @@ def to_html(report: LadderReport) -> str:
     sections = [
         Section(title="The best Plan", text=_plan_words(report), code=report.train_command),
         Section(title="What each optimisation gains", text=_gain_words(report), figures=[_waterfall(report)]),
-        _table(report),
+        figures(report, report.rungs),
         Section(title="Memory", text=_MEMORY_WORDS, figures=[_memory(report)]),
         *_losses(report),
         *_several(report),
@@ -79,7 +78,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
         tiles.append(Tile(value=f"{number(now.median)}/s", words=f"{report.unit}, from {number(before)}"))
     flops = best.model_flops_per_second
     if flops and before and first.model_flops_per_second and first.samples_per_second:
-        scale, unit = cells.flop_unit(report)
+        scale, unit = _flop_unit(report)
         each = first.model_flops_per_second.median / first.samples_per_second.median
         words = f"{unit} of the model, from {number(before * each / scale)}"
         tiles.append(Tile(value=number(flops.median / scale), words=words))
@@ -202,28 +201,19 @@ def _several(report: LadderReport) -> list[Section]:
         Cell("rung", words=True), Cell(f"{report.unit}/s", "all processes"), Cell("to one process", "predicted"),
         Cell("MiB per process", "predicted"), Cell("against one process", words=True),
     ]  # fmt: skip
-    return [
-        Section(
-            title="Several processes",
-            text=text,
-            columns=columns,
-            rows=[(_LOOKS.get(rung.status, "faint"), _several_row(report, rung)) for rung in rungs],
-        )
-    ]
-
-
-def _several_row(report: LadderReport, rung: RungResult) -> list[Cell]:
-    forecast = rung.forecast
-    return [
-        Cell(rung.title, rung.plan, words=True),
-        Cell(cells.speeds(report, rung)[0]),
-        Cell(cells.of_baseline(rung), f"{forecast.to_baseline:.2f}×" if forecast else ""),
-        Cell(
-            " · ".join(number(size / MIB) for size in rung.memory_by_rank),
-            number(forecast.memory_bytes / MIB) if forecast else "",
-        ),
-        Cell(cells.equality_words(rung) or "not checked: it builds on one that was", words=True),
-    ]
+    rows = []
+    for rung in rungs:
+        forecast, speed, ratio = rung.forecast, rung.samples_per_second, rung.to_baseline
+        equal = equality_words(rung.equality) if rung.equality else "not checked: it builds on one that was"
+        cells = [
+            Cell(rung.title, rung.plan, words=True),
+            Cell(number(speed.median) if speed else ""),
+            Cell(f"{ratio.median:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
+            Cell(" · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast and forecast.memory_bytes)),
+            Cell(equal, words=True),
+        ]
+        rows.append((_LOOKS.get(rung.status, "faint"), cells))
+    return [Section(title="Several processes", text=text, columns=columns, rows=rows)]
 
 
 def _curves(report: LadderReport) -> list[Curve]:
@@ -242,15 +232,17 @@ def _curves(report: LadderReport) -> list[Curve]:
     return [Curve(label=titles(g), values=g[0].losses, bold=g[0].status == "baseline") for g in groups]
 
 
-def _table(report: LadderReport) -> Section:
+def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
+    """What was measured of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
     against = "to baseline" if report.alone else "to rung before"
     columns = [
-        Cell("rung", words=True), Cell("predicted", against), Cell("measured", against), Cell("in all", "to baseline"),
-        Cell(f"{report.unit}/s", "quartiles"), Cell(cells.flop_unit(report)[1]), Cell("peak MiB", "predicted"),
-        Cell("compile", "seconds"), Cell("loss", "less baseline's"), Cell("verdict", words=True),
+        Cell("rung", words=True), Cell("predicted", against, minor=True), Cell("measured", against),
+        Cell("in all", "to baseline"), Cell(f"{report.unit}/s", "quartiles"), Cell(_flop_unit(report)[1], minor=True),
+        Cell("MiB", "predicted"), Cell("compile s", minor=True), Cell("loss change", "loss"),
+        Cell("verdict", words=True),
     ]  # fmt: skip
     rows = []
-    for rung in report.rungs:
+    for rung in rungs:
         first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
         verdict = Cell(rung.status, _shortened(rung.reason), words=True)
         rows.append((_LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
@@ -258,24 +250,51 @@ def _table(report: LadderReport) -> Section:
 
 
 def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
-    forecast = rung.forecast
-    if not rung.measured:
-        return [Cell(cells.predicted(rung)), *[Cell("")] * 7]
-    spread, before = rung.samples_per_second, rung.to_previous
-    samples, flops = cells.speeds(report, rung)
+    forecast, before, first = rung.forecast, rung.to_previous, rung.status == "baseline"
+    predicted = Cell(f"{forecast.to_previous:.2f}×" if forecast and not first else "")
+    samples, flops = rung.samples_per_second, rung.model_flops_per_second
+    if not rung.measured or not (before and rung.to_baseline and samples and flops):
+        return [predicted, *[Cell("")] * 7]
+    ratio = f"{before.median:.2f}×{'' if rung.interleaved else ' *'}"
+    compiled, loss, change = rung.compile_seconds, rung.loss, rung.loss_difference
     return [
-        Cell(cells.predicted(rung)),
-        Cell(
-            cells.ratio(rung),
-            f"{before.low:.2f} – {before.high:.2f}" if before and rung.status != "baseline" else "",
-        ),
-        Cell(cells.of_baseline(rung)),
-        Cell(samples, f"{number(spread.low)} – {number(spread.high)}" if spread else ""),
-        Cell(flops),
-        Cell(cells.memory(rung), number(forecast.memory_bytes / MIB) if forecast else ""),
-        Cell(cells.compiling(rung)),
-        Cell(f"{rung.loss:.4f}" if rung.loss is not None else "", cells.loss(rung)),
+        predicted,
+        Cell("") if first else Cell(ratio, f"{before.low:.2f} – {before.high:.2f}"),
+        Cell(f"{rung.to_baseline.median:.2f}×"),
+        Cell(number(samples.median), f"{number(samples.low)} – {number(samples.high)}"),
+        Cell(number(flops.median / _flop_unit(report)[0])),
+        Cell(_mib(rung.memory_bytes), _mib(forecast and forecast.memory_bytes)),
+        Cell("" if compiled is None else f"{compiled:.1f}"),
+        Cell("" if change is None or first else signed(change, 4), "" if loss is None else f"{loss:.4f}"),
     ]
+
+
+def _mib(size: float | None) -> str:
+    return "" if size is None else number(size / MIB)
+
+
+def _flop_unit(report: LadderReport) -> tuple[float, str]:
+    """A unit of FLOP/s that gives readable numbers for this report, and its name."""
+    first = report.baseline.model_flops_per_second
+    return (1e12, "TFLOP/s") if first and first.median >= 0.1e12 else (1e9, "GFLOP/s")
+
+
+def titles(rungs: Sequence[RungResult]) -> str:
+    """Rungs by name, in a sentence."""
+    return ", ".join(rung.title for rung in rungs)
+
+
+def equality_words(found: Equality) -> str:
+    """How far the losses of several processes are from one's, with what is allowed."""
+    norms = (
+        ""
+        if found.norm is None
+        else f", gradient norms within {found.norm:.1e} (of {10 * found.tolerance:.1e})"
+    )
+    return (
+        f"{'equal' if found.holds else 'NOT equal'} to one process on the same samples: losses of {found.steps} steps "
+        f"within {found.loss:.1e} (of {found.tolerance:.1e}){norms}, relatively"
+    )
 
 
 def _facts(report: LadderReport) -> dict[str, str]:

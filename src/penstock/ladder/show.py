@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.ladder import cells
-from penstock.ladder.page import heading, to_html
+from penstock.ladder.page import equality_words, figures, heading, titles, to_html
 from penstock.ladder.result import LadderReport
+from penstock.report.page import PLAIN_WIDTH, terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,41 +24,10 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
     return html, data
 
 
-def table(report: LadderReport) -> Table:
-    """A row for each rung, for a terminal; `remarks` has the reasons in full."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(
-        title=heading(report), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    made.add_column("rung", no_wrap=True)
-    _, flops = cells.flop_unit(report)
-    # Columns that would be empty are left out: a terminal is narrow.
-    some = {
-        "compile s": cells.compiling
-        if any(rung.compile_seconds is not None for rung in report.rungs)
-        else None,
-        "loss": cells.loss,
-        "≠ 1 proc": cells.equality if any(rung.equality for rung in report.rungs) else None,
-    }
-    last = {name: cell for name, cell in some.items() if cell is not None}
-    for name in ("predicted", "measured", "in all", f"{report.unit}/s", flops, "MiB", *last):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("verdict", no_wrap=True)
-    styles = {"baseline": "bold", "kept": "green", "not kept": "dim", "reported": "dim"}
-    for rung in report.rungs:
-        row = [""] * (5 + len(last))
-        if rung.measured:
-            row = [
-                cells.ratio(rung),
-                cells.of_baseline(rung),
-                *cells.speeds(report, rung),
-                cells.memory(rung),
-            ]
-            row += [cell(rung) for cell in last.values()]
-        style = styles.get(rung.status, "yellow")
-        made.add_row(rung.title, cells.predicted(rung), *row, rung.status, style=style)
+def table(report: LadderReport, width: int = PLAIN_WIDTH) -> Table:
+    """A row for each rung that was measured, for a terminal of so many columns; `remarks` has the others."""
+    made = terminal_table(figures(report, [rung for rung in report.rungs if rung.measured]), width)
+    made.title, made.title_justify, made.title_style = heading(report), "left", "bold"
     return made
 
 
@@ -71,13 +40,13 @@ def remarks(report: LadderReport) -> list[str]:
     said = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     if any(not rung.interleaved for rung in report.rungs):
         said.append("* timed after the others and not in turn with them, because memory did not hold both.")
-    said += [f"{rung.title}: {cells.equality_words(rung)}." for rung in report.rungs if rung.equality]
+    said += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
         said.append("The MiB of several processes are those of the fullest one.")
     outside = report.outside_noise()
     if outside:
         said.append(
             f"With these the loss differs from the baseline's by more than two standard deviations over seeds: "
-            f"{cells.titles(outside)}."
+            f"{titles(outside)}."
         )
     return [*said, *report.notes]

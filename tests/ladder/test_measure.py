@@ -102,10 +102,11 @@ def test_a_pooled_model_starts_from_the_weights_it_shares(subject: Configured) -
 
 def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> None:
     before = torch.get_float32_matmul_precision()
-    pair = [measure.contend(subject, _with(subject, line), 0) for line in ("matmul=medium", "")]
+    bench = measure.Bench(subject)
+    pair = [measure.Contender(bench, _with(subject, line), 0) for line in ("matmul=medium", "")]
     seen: list[tuple[int, str]] = []
     for index, contender in enumerate(pair):
-        model = contender.built.model
+        model = bench._warm[contender.setting].built.model
         model.register_forward_hook(
             lambda module, args, out, index=index: seen.append((index, torch.get_float32_matmul_precision()))
         )

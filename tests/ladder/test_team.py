@@ -19,10 +19,11 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory
 from penstock.ladder import LadderReport, RungResult, ladder
 from penstock.ladder.factory import drawn_anew, path_of
+from penstock.ladder.measure import Contender
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
-from penstock.ladder.team import Team, as_error
+from penstock.ladder.team import Answer, Team, as_error
 
 pytestmark = pytest.mark.alone
 
@@ -166,7 +167,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
     team = Team(subject, config)
     setting = Setting(model=model, plan=Plan(micro_batch=2, dp=2))
     try:
-        first = team.contend(setting, 0)
+        first = Contender(team, setting, 0)
         assert first.timed(1) > 0
         pids = [member._process.pid for member in team._members]
         os.kill(pids[1], signal.SIGKILL)
@@ -176,7 +177,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-        assert team.contend(setting, 0).timed(1) > 0
+        assert Contender(team, setting, 0).timed(1) > 0
     finally:
         team.end()
     assert team._members == []
@@ -184,7 +185,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
 
 def test_errors_of_ranks_keep_their_kind() -> None:
     def told(name: str, message: str) -> Exception:
-        return as_error({"error": name, "message": message, "trace": "Traceback …"}, 1, "said")
+        return as_error(Answer(failed=(name, message, "Traceback …", 0.0)), 1, "said")
 
     assert isinstance(told("OutOfMemoryError", "CUDA out of memory."), OutOfMemory)
     assert isinstance(told("ConfigError", "This cannot be."), ConfigError)

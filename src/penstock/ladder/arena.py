@@ -10,8 +10,7 @@ import torch
 
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder import measure
-from penstock.ladder.forecast import Link
-from penstock.ladder.measure import LossRun, Timed
+from penstock.ladder.measure import Bench, Contender, Crew, LossRun
 from penstock.ladder.result import Status
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
@@ -45,31 +44,24 @@ class Arena:
 
     def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team) -> None:
         self.subject = subject
-        self.team = team
+        self.bench, self.team = Bench(subject), team
         self.seed = seed
         self.round_seconds = round_seconds
         self.baseline = subject.first
         self.best = subject.first
-        self._built: dict[Setting, Timed] = {}
+        self._built: dict[Setting, Contender] = {}
         self._step_seconds: dict[Setting, float] = {}
 
-    def contender(self, setting: Setting) -> Timed:
+    def contender(self, setting: Setting) -> Contender:
         """The contender of a setting; built now if it is not there."""
         found = self._built.get(setting)
         if found is None or not found.alive:
-            several = setting.plan.gpus > 1
-            found = (
-                self.team.contend(setting, self.seed)
-                if several
-                else measure.contend(self.subject, setting, self.seed)
-            )
-            self._built[setting] = found
+            found = self._built[setting] = Contender(self._crew(setting), setting, self.seed)
             self._step_seconds[setting] = found.step_seconds
         return found
 
-    def link(self) -> Link:
-        """The link between processes, which are started for it."""
-        return Link(**self.team.link())
+    def _crew(self, setting: Setting) -> Crew:
+        return self.team if setting.plan.gpus > 1 else self.bench
 
     def close(self) -> None:
         """End the processes, if there are any."""
@@ -85,10 +77,8 @@ class Arena:
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
         """The loss run of a setting, beside the built contenders if memory allows."""
-        if setting.plan.gpus > 1:
-            return self._with_room(lambda: self.team.trained(setting, seed, steps))[0]
-        run = self._with_room(lambda: measure.trained(self.subject, setting, seed, steps))[0]
-        measure.release(self.subject.device, compiled=False)
+        crew = self._crew(setting)
+        run: LossRun = self._with_room(lambda: crew.ask("trained", setting, seed, steps)[0])[0]
         return run
 
     def time(self, setting: Setting, reference: Setting, rounds: int, *, together: bool) -> Timing:
@@ -110,17 +100,12 @@ class Arena:
         )
 
     def retire(self, setting: Setting) -> None:
-        """Let go of a setting that is neither baseline nor best, and give its memory back.
-
-        Compiled code is forgotten too, unless someone who stays would have to compile again.
-        """
+        """Let go of a setting that is neither baseline nor best, and give its memory back."""
         if setting in (self.baseline, self.best):
             return
         gone = self._built.pop(setting, None)
         if gone is not None:
             gone.close()
-        stays = any(other.plan.compile != "none" for other in self._built)
-        measure.release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
 
     def accept(self, setting: Setting) -> None:
         """Make a setting the best; the former best makes room."""
@@ -138,7 +123,6 @@ class Arena:
         for contender in self._built.values():
             contender.close()
         self._built.clear()
-        measure.release(self.subject.device, compiled=False)
         return work(), False
 
     def _rounds(self, settings: list[Setting], rounds: int) -> dict[Setting, list[float]]:

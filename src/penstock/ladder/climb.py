@@ -251,7 +251,7 @@ class _Climb:
     def _predict(self, setting: Setting) -> Prediction:
         work, machine = self.subject.workload(setting), self.subject.machine
         if setting.plan.gpus > 1:
-            machine = rank_machine(machine, setting.plan.gpus, self.arena.link())
+            machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
         return predict_workload(work, machine, setting.plan)
 
     def _noise(self) -> Noise | None:

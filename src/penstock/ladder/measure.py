@@ -1,8 +1,8 @@
 """Timing, memory and losses of contenders that live side by side in one process.
 
 A contender is a model built under one Setting with batches to step on. Rounds go round all contenders (A B C, B C A,
-…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round. What takes
-several processes is one contender too: see `team`. These functions then run on each of its ranks.
+…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round. Each process
+has a `Bench` that holds its models. A contender of several processes is one on the bench of each: see `team`.
 """
 
 from __future__ import annotations
@@ -37,34 +37,6 @@ RECOMPILE_LIMIT = 256
 """Contenders share the code of their blocks, so each adds its own compiled form to it."""
 
 
-class Timed(Protocol):
-    """A contender, of this process or of several others."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be asked."""
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """What the first steps took longer, where something was compiled."""
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds per step as last measured."""
-
-    @step_seconds.setter
-    def step_seconds(self, seconds: float) -> None: ...
-
-    def timed(self, steps: int) -> float:
-        """Seconds per step over so many steps."""
-
-    def memory(self) -> list[int]:
-        """Peak bytes of one step, by rank."""
-
-    def close(self) -> None:
-        """Let go of what it holds."""
-
-
 @dataclass(frozen=True, slots=True)
 class LossRun:
     """What some steps of training gave: losses over all ranks, and gradient norms where they were taken."""
@@ -74,52 +46,109 @@ class LossRun:
 
 
 @dataclass(slots=True)
-class Contender:
-    """One setting, built and warm."""
+class Warm:
+    """One setting, built and warm in this process."""
 
     setting: Setting
     device: torch.device
     built: Built
     micro_batches: list[Any]
-    step_seconds: float
+    step_seconds: float = 0.0
     """A first estimate."""
-    compile_seconds: float | None
+    compile_seconds: float | None = None
+    """What the first steps took longer, where something was compiled."""
 
     def step(self) -> None:
         """One optimizer step; on a GPU it may still be running when this returns."""
         self.built.step(self.micro_batches)
 
+
+class Crew(Protocol):
+    """One process that measures, or several."""
+
+    life: int
+    """Changes when the processes end, and all that they held with them."""
+
+    def ask(self, do: str, *arguments: Any) -> list[Any]:
+        """What the `Bench` of each process answers, by rank."""
+
+
+class Bench:
+    """What one process can be asked: it builds settings, keeps them, and measures them."""
+
+    life = 0
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._warm: dict[Setting, Warm] = {}
+
+    def ask(self, do: str, *arguments: Any) -> list[Any]:
+        """As `Crew`, of this process alone."""
+        return [getattr(self, do)(*arguments)]
+
+    def contend(self, setting: Setting, seed: int) -> tuple[float, float | None]:
+        """Build, warm up and keep a setting. Seconds of a step, and of compiling."""
+        warm = self._warm[setting] = contend(self.subject, setting, seed)
+        return warm.step_seconds, warm.compile_seconds
+
+    def timed(self, setting: Setting, steps: int) -> float:
+        """Seconds per step over so many steps."""
+        return timed(self._warm[setting], steps)
+
+    def memory(self, setting: Setting) -> int:
+        """Peak bytes of one step."""
+        return peak_memory(self._warm[setting])
+
+    def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
+        """Losses and gradient norms of a model of its own, which is let go afterwards."""
+        run = trained(self.subject, setting, seed, steps)
+        release(self.subject.device, compiled=False)
+        return run
+
+    def drop(self, setting: Setting) -> None:
+        """Let a setting go; its compiled code too, unless what stays would have to be compiled again."""
+        self._warm.pop(setting, None)
+        stays = any(other.plan.compile != "none" for other in self._warm)
+        release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
+
+
+class Contender:
+    """One setting, built and warm in each process of a crew."""
+
+    def __init__(self, crew: Crew, setting: Setting, seed: int) -> None:
+        self._crew, self.setting = crew, setting
+        answers = crew.ask("contend", setting, seed)
+        self._life = crew.life
+        self.step_seconds: float = max(step for step, _ in answers)
+        """As last measured, of the slowest."""
+        self.compile_seconds = max((taken for _, taken in answers if taken is not None), default=None)
+
     @property
     def alive(self) -> bool:
-        """Always: it is here."""
-        return True
+        """Whether the processes that hold it are still there."""
+        return self._crew.life == self._life
 
     def timed(self, steps: int) -> float:
-        """As the function of this name."""
-        return timed(self, steps)
+        """Seconds per step over so many steps, of the slowest."""
+        return float(max(self._crew.ask("timed", self.setting, steps)))
 
     def memory(self) -> list[int]:
-        """As `peak_memory`, of this one rank."""
-        return [peak_memory(self)]
+        """Peak bytes of one step, by rank."""
+        return self._crew.ask("memory", self.setting)
 
     def close(self) -> None:
-        """Nothing: it goes when nobody refers to it."""
+        """Have all let go of it."""
+        if self.alive:
+            self._crew.ask("drop", self.setting)
 
 
-def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
+def contend(subject: Subject, setting: Setting, seed: int) -> Warm:
     """Build and warm up. What compiling costs is what the first steps take longer than later ones."""
     built = subject.build(setting, seed)
     batches = subject.batches(setting, seed)
     micro_batches = [next(batches) for _ in range(setting.plan.accumulate)]
     _close(batches)
-    contender = Contender(
-        setting=setting,
-        device=subject.device,
-        built=built,
-        micro_batches=micro_batches,
-        step_seconds=0.0,
-        compile_seconds=None,
-    )
+    contender = Warm(setting, subject.device, built, micro_batches)
     compiled = setting.plan.compile != "none"
     # Now, and not with a step that is not timed, which would be the one that compiles.
     settle(keep=setting.plan.host_memory == "keep")
@@ -132,7 +161,7 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Contender:
     return contender
 
 
-def timed(contender: Contender, steps: int) -> float:
+def timed(contender: Warm, steps: int) -> float:
     """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
     device, dims = contender.device, contender.built.dims
     if settle(keep=contender.setting.plan.host_memory == "keep"):
@@ -146,7 +175,7 @@ def timed(contender: Contender, steps: int) -> float:
     return slowest((time.perf_counter() - start) / steps, dims)
 
 
-def interleaved(contenders: Sequence[Timed], rounds: int, least_seconds: float) -> list[list[float]]:
+def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: float) -> list[list[float]]:
     """Seconds per step, by contender and round. Each round starts with another contender."""
     steps = [max(1, math.ceil(least_seconds / max(c.step_seconds, 1e-9))) for c in contenders]
     seconds: list[list[float]] = [[] for _ in contenders]
@@ -159,7 +188,7 @@ def interleaved(contenders: Sequence[Timed], rounds: int, least_seconds: float) 
     return seconds
 
 
-def peak_memory(contender: Contender) -> int:
+def peak_memory(contender: Warm) -> int:
     """Bytes of tensors at the worst moment of one step, with weights and optimizer state.
 
     A GPU's allocator keeps that count. On a CPU the resident size of the process says little, so one step is run
@@ -176,7 +205,7 @@ def peak_memory(contender: Contender) -> int:
     return resident + _allocated_by(contender)
 
 
-def _between_steps(contender: Contender) -> int:
+def _between_steps(contender: Warm) -> int:
     """Bytes that are there when a step starts: weights, buffers, optimizer state, batch; each storage once.
 
     Gradients of the last step are let go first, as they would be within the step, where neither count would see it.
@@ -234,7 +263,7 @@ def side_by_side() -> Iterator[None]:
         yield
 
 
-def _allocated_by(contender: Contender) -> int:
+def _allocated_by(contender: Warm) -> int:
     """The highest sum of what one step allocates less what it frees."""
     # The profiler's own messages would go to stderr; it reads this when it first starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

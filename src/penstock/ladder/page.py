@@ -209,7 +209,7 @@ def _several(report: LadderReport) -> list[Section]:
             Cell(rung.title, rung.plan, words=True),
             Cell(number(speed.median) if speed else ""),
             Cell(f"{ratio.median:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
-            Cell(" · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast and forecast.memory_bytes)),
+            Cell(" · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast.memory_bytes if forecast else None)),
             Cell(equal, words=True),
         ]
         rows.append((_LOOKS.get(rung.status, "faint"), cells))
@@ -263,7 +263,7 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
         Cell(f"{rung.to_baseline.median:.2f}×"),
         Cell(number(samples.median), f"{number(samples.low)} – {number(samples.high)}"),
         Cell(number(flops.median / _flop_unit(report)[0])),
-        Cell(_mib(rung.memory_bytes), _mib(forecast and forecast.memory_bytes)),
+        Cell(_mib(rung.memory_bytes), _mib(forecast.memory_bytes if forecast else None)),
         Cell("" if compiled is None else f"{compiled:.1f}"),
         Cell("" if change is None or first else signed(change, 4), "" if loss is None else f"{loss:.4f}"),
     ]

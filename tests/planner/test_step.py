@@ -38,7 +38,7 @@ def test_nothing_waits_between_steps_unless_it_is_said() -> None:
     work, rates = describe(preset("vit-b16"), plan), rates_of(load_machine("h100"), plan)
     alone = replace(plan, dp=1)
     waiting, free = (step(work, rates, plan, waits=waits).total for waits in (True, False))
-    assert waiting - free == pytest.approx(rates.host_wait_seconds, rel=0.01)
+    assert waiting - free == pytest.approx(rates.constants.host_wait_seconds, rel=0.01)
     assert free == pytest.approx(step(describe(preset("vit-b16"), alone), rates, alone).total, rel=0.02)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.config.machine import GemmSample, KernelSample, Machine, load_machine
 from penstock.config.model import ViTConfig, preset
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner import predict
@@ -20,7 +21,7 @@ from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Workload
 from penstock.planner.prediction import predict_workload
 from penstock.planner.price import seconds as price
-from penstock.planner.rates import compute_type, rates_of
+from penstock.planner.rates import product_type, rates_of
 from penstock.planner.states import update_bytes, update_launches
 from penstock.planner.step import MAPPED_ALONE_BYTES, RETURNED_SHARE, faulted_pages, step
 from penstock.planner.traced import as_planned, recorded
@@ -240,9 +241,9 @@ def test_tokens_that_fill_no_line_slow_no_gradient_of_a_weight() -> None:
         ("precision=O3 dtype=fp16", "fp16", "fp16"),
     ],
 )
-def test_compute_type(line: str, cpu: str, cuda: str) -> None:
-    assert compute_type(Plan.parse(line), CPU) == cpu
-    assert compute_type(Plan.parse(line), load_machine("a100-80g")) == cuda
+def test_products_run_in_the_type_of_the_plan(line: str, cpu: str, cuda: str) -> None:
+    for machine, expected in ((CPU, cpu), (load_machine("a100-80g"), cuda)):
+        assert product_type(numerics_of(Plan.parse(line)), machine) == expected
 
 
 def test_optimizer_forms_move_and_launch_what_they_say() -> None:

@@ -8,14 +8,13 @@ run beside it, so its ring has as many parts of them as it has members in a node
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from penstock.planner.rates import Rates
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Devices that communicate: `size` of them, `inside` in each node, over `bandwidth` bytes per second."""
 
     size: int
@@ -28,36 +27,22 @@ class Group:
     """Latency of one level of a tree."""
     tree: float
     """Latency of a tree up and down, and of the ring inside each node."""
-    ramp_seconds: float
-    ramp_bytes: float
-    call: float = 0.0
-    """What each call costs besides."""
+    rates: Rates
 
 
 @lru_cache(maxsize=1 << 14)
 def group_of(rates: Rates, size: int, stride: int) -> Group:
     """The group of `size` devices that are `stride` apart."""
-    per_node = rates.per_node
+    per_node = rates.machine.devices_per_node
+    link_step, node_step = rates.constants.link_step_seconds, rates.constants.node_step_seconds
     inside = min(size, max(1, per_node // stride))
+    levels = 4 * (size - 1).bit_length()
     if inside >= size:
-        step = rates.link_step
-        tree = 4 * (size - 1).bit_length() * step
-        return Group(
-            size,
-            inside,
-            rates.link,
-            step,
-            step,
-            tree,
-            rates.ramp_seconds,
-            rates.ramp_bytes,
-            rates.call_seconds,
-        )
+        return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates)
     bandwidth = min(rates.link, rates.node * inside / per_node)
     nodes = -(-size // inside)
-    step = (nodes * rates.node_step + (size - nodes) * rates.link_step) / size
-    tree = 4 * (size - 1).bit_length() * rates.node_step + inside * step
-    return Group(size, inside, bandwidth, step, rates.node_step, tree, rates.ramp_seconds, rates.ramp_bytes)
+    step = (nodes * node_step + (size - nodes) * link_step) / size
+    return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, rates)
 
 
 def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
@@ -68,7 +53,7 @@ def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
-    called = calls * group.call
+    called = calls * group.rates.call_seconds
     return (n - 1) / n * moved / group.bandwidth + (n - 1) * group.step + _ramp(group, moved) / 2 + called
 
 
@@ -77,7 +62,7 @@ def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
-    called = calls * group.call
+    called = calls * group.rates.call_seconds
     return (
         2 * (n - 1) / n * moved / group.bandwidth
         + _latency(group, 2 * (n - 1))
@@ -97,9 +82,10 @@ def exchange_seconds(group: Group, moved: float) -> float:
 
 def send_seconds(rates: Rates, stride: int, moved: float) -> float:
     """`moved` bytes from one device to another that is `stride` away; all devices of a node send at once."""
-    across = stride >= rates.per_node
-    bandwidth = min(rates.link, rates.node / rates.per_node) if across else rates.link
-    return moved / bandwidth + (rates.node_step if across else rates.link_step)
+    constants, per_node = rates.constants, rates.machine.devices_per_node
+    across = stride >= per_node
+    bandwidth = min(rates.link, rates.node / per_node) if across else rates.link
+    return moved / bandwidth + (constants.node_step_seconds if across else constants.link_step_seconds)
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
@@ -114,6 +100,5 @@ def _latency(group: Group, steps: int) -> float:
 
 
 def _ramp(group: Group, moved: float) -> float:
-    if moved >= group.ramp_bytes:
-        return group.ramp_seconds
-    return group.ramp_seconds * float((moved / group.ramp_bytes) ** 0.5)
+    constants = group.rates.constants
+    return constants.ramp_seconds * float(min(1.0, moved / constants.ramp_bytes) ** 0.5)

@@ -34,7 +34,7 @@ def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda") -> Terms:
     product = BYTES[numerics.compute]
     return Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
-        BYTES[numerics.gradients], numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none",
+        numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none",
         attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
         plan.layout == "batch_first", device == "cpu",
     )  # fmt: skip

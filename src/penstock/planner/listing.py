@@ -30,8 +30,6 @@ class Terms(NamedTuple):
     """Bytes of a number of the residual stream."""
     product: float = 4.0
     """Of a number that goes into a matrix product."""
-    gradient: float = 4.0
-    """Of a weight's gradient as the backward pass leaves it."""
     casts: bool = False
     """Whether autocast makes a copy of each weight in the type of products."""
     fp8: bool = False

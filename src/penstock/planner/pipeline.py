@@ -1,17 +1,10 @@
-"""How blocks fall on the stages of a pipeline, and the bubble of one whose backward pass is split in two, from the room
-that plays schedules through."""
+"""How blocks fall on the stages of a pipeline, and the bubble of one whose backward pass is split in two."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from penstock.schedules import Costs, generate, simulate
-from penstock.schedules.closed_form import closed_form
-
-STEPS = 64
-"""Costs of a schedule without a closed form are rounded to so many parts of a forward pass, so that a search, which
-meets the same schedule with nearly the same costs again and again, plays it through once."""
 StageTimes = tuple[float, float, float]
 """Of one micro-batch on one stage: forward, gradients of inputs, gradients of weights."""
 
@@ -45,23 +38,13 @@ def blocks_by_stage(depth: int, stages: int) -> list[tuple[int, int]]:
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
     """Idle time of the slowest stage under ZB-H1, in the unit of their times; `runs` are so many equal stages in a row.
 
-    For equal stages as `zero_bubble_share` has it. Else each stage waits for the first forward pass to come, for the
-    first gradient after its own warm-up, and at the end for what the gradients of weights that it put off do not fill;
-    the last of them to end decides. The simulator's makespan lies within 2.5 % of that.
+    Each stage waits for the first forward pass to come, for the first gradient after its own warm-up, and at the end
+    for what the gradients of weights that it put off do not fill; the last of them to end decides. The simulator's
+    makespan lies within 2.5 % of that.
     """
-    ranks = 0
-    whole = slowest = 0.0
-    equal = True
-    for count, stage in runs:
-        f, i, w = stage
-        ranks += count
-        whole += count * (f + i)
-        if count:
-            slowest = max(slowest, f + i + w)
-            equal = equal and stage == runs[0][1]
-    if equal:
-        forward, into, weight = runs[0][1]
-        return zero_bubble_share(ranks, micro_batches, forward, into, weight) * (ranks - 1) * slowest
+    ranks = sum(count for count, _ in runs)
+    whole = sum(count * (f + i) for count, (f, i, _) in runs)
+    slowest = max(f + i + w for count, (f, i, w) in runs if count)
     first, before, returned, makespan = 0, 0.0, 0.0, 0.0
     for count, (f, i, w) in runs:
         # What a stage waits for is convex in its rank, and so is largest at an end of its run.
@@ -78,36 +61,3 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
             makespan = max(makespan, micro_batches * (f + i + w) + waits)
         first, before, returned = first + count, before + count * f, returned + count * i
     return makespan - micro_batches * slowest
-
-
-def zero_bubble_share(
-    ranks: int, micro_batches: int, forward: float, backward_input: float, backward_weight: float
-) -> float:
-    """Idle time of ZB-H1 over that of 1F1B, for equal stages, as a share between 0 and 1.
-
-    The closed form where there is one, which tests hold equal to the simulation, else the simulation.
-    """
-    whole = (ranks - 1) * (forward + backward_input + backward_weight)
-    if whole <= 0:
-        return 0.0
-    form = closed_form(
-        "zb-h1", ranks, micro_batches, forward=forward, backward_input=backward_input, backward_weight=backward_weight
-    )  # fmt: skip
-    if form is not None:
-        return float(form.makespan - form.ideal) / whole
-    unit = forward / STEPS or whole / STEPS
-    return _played(
-        ranks,
-        micro_batches,
-        round(forward / unit),
-        round(backward_input / unit),
-        round(backward_weight / unit),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _played(ranks: int, micro_batches: int, forward: int, backward_input: int, backward_weight: int) -> float:
-    costs = Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
-    found = simulate(generate("zb-h1", ranks, micro_batches), costs)
-    whole = (ranks - 1) * (forward + backward_input + backward_weight)
-    return float(found.makespan - found.ideal) / whole

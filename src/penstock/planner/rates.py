@@ -56,6 +56,8 @@ class Kernels:
 class Rates:
     """Rates of one device, in SI units. Compared and hashed by identity, so that caches find them at once."""
 
+    machine: Machine
+    constants: Constants
     peak: float
     """Of the type that linear layers compute in, from the datasheet: the base of MFU."""
     peak_name: str
@@ -74,7 +76,6 @@ class Rates:
     """Streaming kernels, bytes per second."""
     kernel_seconds: float
     """Between two dependent kernels of a GPU."""
-    launch_seconds: float
     operator_seconds: float
     """What a CPU takes for one more operator of a training step; of a GPU the launch."""
     page_seconds: float
@@ -86,18 +87,10 @@ class Rates:
     """Bus bandwidth inside a node, of one device."""
     node: float
     """Bus bandwidth out of a node, of all its devices together."""
-    per_node: int
-    link_step: float
-    node_step: float
     call_seconds: float
     """What each collective costs besides, between processes on a CPU."""
-    ramp_seconds: float
-    ramp_bytes: float
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
-    host_wait_seconds: float
-    """Between two steps of a distributed run, where its software waits for the host."""
-    straggling: float
     host: float
     """Between a device and host memory, one direction."""
     host_update: float
@@ -110,12 +103,6 @@ def product_type(numerics: Numerics, machine: Machine) -> str:
         return numerics.compute
     wish = "tf32" if machine.device == "cuda" else "fp32_medium"
     return wish if wish in machine.peak_flops else "fp32"
-
-
-def compute_type(plan: Plan, machine: Machine) -> str:
-    """The key of `machine.peak_flops` that linear layers run under."""
-    numerics = numerics_of(plan)
-    return product_type(numerics, machine) if numerics.fp8 == "none" else "fp8"
 
 
 def peak_of(machine: Machine, type_: str) -> float:
@@ -152,9 +139,7 @@ def _rates(
     peak = peak_of(machine, peak_name)
     peak_of(machine, type_)
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
-    if machine.collective_bytes_per_second:
-        link = machine.collective_bytes_per_second
-    per_node = machine.devices_per_node
+    link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
     exponentials = math.inf if cpu else exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
@@ -168,6 +153,8 @@ def _rates(
         return Products.of(samples, ceiling, None if cpu else chip)
 
     return Rates(
+        machine=machine,
+        constants=constants,
         peak=peak,
         peak_name=peak_name,
         products=products(type_),
@@ -178,7 +165,6 @@ def _rates(
         exponentials=exponentials,
         memory=memory,
         kernel_seconds=0.0 if cpu else constants.kernel_seconds,
-        launch_seconds=machine.launch_seconds,
         operator_seconds=(machine.operator_seconds if cpu else 0.0) or machine.launch_seconds,
         page_seconds=machine.page_seconds if cpu else 0.0,
         cpu=cpu,
@@ -188,16 +174,9 @@ def _rates(
         ),
         compute=BYTES[compute],
         link=link,
-        node=(machine.node_bytes_per_second or link * per_node) * constants.node_share,
-        per_node=per_node,
-        link_step=constants.link_step_seconds,
-        node_step=constants.node_step_seconds,
+        node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0,
-        ramp_seconds=constants.ramp_seconds,
-        ramp_bytes=constants.ramp_bytes,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
-        host_wait_seconds=0.0 if cpu else constants.host_wait_seconds,
-        straggling=constants.straggling,
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
         host_update=HOST_BYTES_PER_SECOND,
     )

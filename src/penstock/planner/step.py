@@ -213,7 +213,7 @@ def step(
         "data": traffic.data_seconds(work, rates, plan, hold, n, forward, backward),
         "optimizer": traffic.update_seconds(work, rates, plan, hold, adds_in_products=adds_in_products),
         "offload": traffic.offload_seconds(work, rates, plan, hold, forward, backward),
-        "host_wait": rates.host_wait_seconds if waits and plan.gpus > 1 else 0.0,
+        "host_wait": rates.constants.host_wait_seconds if waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0,
         "bubble": 0.0,
     }
@@ -223,9 +223,11 @@ def step(
         found["pipeline"] = traffic.stage_seconds(work, rates, plan, forward / plan.virtual)
         result.bubble_fraction = found["bubble"] / (m * (forward + backward + stage.ends))
     replicas = plan.dp * plan.cp
-    nodes = -(-replicas * plan.tp // rates.per_node)
+    nodes = -(-replicas * plan.tp // rates.machine.devices_per_node)
     waiting = replicas > 1 and nodes > 1
-    found["straggling"] = rates.straggling * math.log2(nodes) * sum(found.values()) if waiting else 0.0
+    found["straggling"] = (
+        rates.constants.straggling * math.log2(nodes) * sum(found.values()) if waiting else 0.0
+    )
     found |= _host(work, rates, plan, times.launches, hold, sum(found.values()))
     return result
 
@@ -294,10 +296,13 @@ def _host(
     launches = plan.accumulate / plan.pp * launched
     updates = update_launches(hold.kept, hold.tensors, plan, cpu=rates.cpu)
     if not rates.cpu:
-        return {"launch": max(0.0, (launches + updates) * rates.launch_seconds - device), "pages": 0.0}
+        return {
+            "launch": max(0.0, (launches + updates) * rates.machine.launch_seconds - device),
+            "pages": 0.0,
+        }
     faults = plan.host_memory == "release" and rates.page_seconds
     return {
-        "launch": launches * rates.operator_seconds + updates * rates.launch_seconds,
+        "launch": launches * rates.operator_seconds + updates * rates.machine.launch_seconds,
         "pages": faulted_pages(work, plan) * rates.page_seconds if faults else 0.0,
     }
 

@@ -144,7 +144,7 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
         one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
     # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
     hides = plan.overlap and plan.virtual > 1
-    shown = rates.node_step + exposed_seconds(rates, one, chunk) if hides else one
+    shown = rates.constants.node_step_seconds + exposed_seconds(rates, one, chunk) if hides else one
     steady = 2.0 * plan.accumulate * plan.virtual * shown
     return steady + 2.0 * (plan.pp - 1) * one
 

@@ -209,7 +209,9 @@ def _several(report: LadderReport) -> list[Section]:
             Cell(rung.title, rung.plan, words=True),
             Cell(number(speed.median) if speed else ""),
             Cell(f"{ratio.median:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
-            Cell(" · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast.memory_bytes if forecast else None)),
+            Cell(
+                " · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast.memory_bytes if forecast else None)
+            ),
             Cell(equal, words=True),
         ]
         rows.append((_LOOKS.get(rung.status, "faint"), cells))

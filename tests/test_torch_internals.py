@@ -28,12 +28,12 @@ TORCHS = {
     "_values",
     "_step_supports_amp_scaling",
 }
-# Calls that change something for the whole process; `Patches.put` replaces attributes of other people's classes.
+# Calls that change something for the whole process; `_patch` replaces attributes of other people's classes.
 PROCESS_WIDE = {
     "torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.library.Library",
-    "torch.compiler.set_stance", "torch.manual_seed", "register_optimizer_step_post_hook", "put", "_CLASS.__set__",
+    "torch.compiler.set_stance", "torch.manual_seed", "register_optimizer_step_post_hook", "_patch", "_CLASS.__set__",
 }  # fmt: skip
-FAMILIES = ("torch._foreach_", "torch.utils._pytree", "torch._ops.", "torch._C.", "torch._dynamo.")
+FAMILIES = ("torch._foreach_", "torch._C.", "torch._dynamo.")
 
 
 def _private(name: str) -> bool:
@@ -78,16 +78,20 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
             for full, name in ((f"{node.module}.{alias.name}", alias.name) for alias in node.names):
                 if _private(full) or name in PROCESS_WIDE:
                     yield full if _private(full) else name
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("torch._"))
         elif isinstance(node, ast.Attribute) and node not in inner:
             inner.update(ast.walk(node))
             yield from _of_attribute(node, own)
-        elif isinstance(node, ast.Name) and node.id == "put" and isinstance(node.ctx, ast.Store):
-            yield "put"
+        elif isinstance(node, ast.FunctionDef) and node.name in PROCESS_WIDE:
+            yield node.name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value  # asked for by getattr, or looked for
             theirs = name in TORCHS or name not in own | NOT_TORCHS
             if re.fullmatch(r"_[a-z][a-z_]+", name) and not name.startswith("_penstock") and theirs:
                 yield f".{name}"
+            elif re.fullmatch(r"torch(\.\w+)+", name) and _private(name):
+                yield name
 
 
 def _of_attribute(node: ast.Attribute, own: set[str]) -> Iterator[str]:
@@ -145,7 +149,9 @@ def test_every_use_of_torchs_internals_is_listed_with_its_reason() -> None:
     ("text", "expected"),
     [
         ("import torch\ntorch._C.x()", {"torch._C*"}),
-        ("from torch._ops import OpOverload", {"torch._ops*"}),
+        ("from torch._ops import OpOverload", {"torch._ops.OpOverload"}),
+        ("import torch._dynamo.config", {"torch._dynamo*"}),
+        ("sys.modules['torch._dynamo.utils']", {"torch._dynamo*"}),
         ("module._flat = 1", {"._flat"}),
         ("self._mine = 1\nx._mine", set()),
         ("getattr(x, '_hidden_thing')", {"._hidden_thing"}),

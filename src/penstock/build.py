@@ -166,7 +166,7 @@ def build(
     # both share them, the model the upper 16 bits of each and the optimizer the others.
     masters = None if sharded else _masters(module, optimizer, precision)
     if precision.master == "remainder":
-        (optimizer,) = complete([optimizer], [module], norms=precision.norms, lists=precision.lists)
+        complete([optimizer], [module], norms=precision.norms, lists=precision.lists)
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if not dims.alone and not sharded:
@@ -204,12 +204,15 @@ def _created(
 
 
 def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with all that has memory on `device`."""
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else tensor.to(device)
-
-    return module._apply(move)  # type: ignore[no-untyped-call,no-any-return]
+    """The module with all that has memory on `device`, where `Module.to` would ask for the rest too."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    for inner in module.modules():
+        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+            if not buffer.is_meta:
+                setattr(inner, name, buffer.to(device))
+    return module
 
 
 def _masters(module: nn.Module, optimizer: Optimizer, precision: Precision) -> MasterWeights | None:
@@ -255,10 +258,10 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
         return
     # One cache of compiled code is shared by all models of a class, and past the limit torch runs eagerly with no more
     # than a warning: whoever builds several Plans in one process would measure eager under the name of compiled.
-    from torch._dynamo import config as dynamo  # late: it takes a second to import
+    from torch.compiler import config  # late: reading it takes a second
 
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 16 * _RECOMPILE_LIMIT)
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _RECOMPILE_LIMIT)
     options = {"dynamic": False, **options}
     if plan.compile == "whole":
         model.compile(**options)

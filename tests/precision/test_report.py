@@ -118,15 +118,18 @@ class Scaled(nn.Module):
 
 def test_shares_of_planted_gradients() -> None:
     # Zero; lost with and without scale; lost without; kept; infinite with scale 2^4; infinite.
-    model = Scaled(0.0, 2.0**-30, 2.0**-25, -(2.0**-24), 1.0, 2.0**14, -65519.0, 65520.0)
+    model = Scaled(0.0, 2.0**-30, 2.0**-26, -(2.0**-24), 1.0, 2.0**14, -65519.0, 65536.0)
     found = report(model, torch.ones(8), loss=lambda m, x: m(x), precision="O0", scale=2.0**4)
     outputs, weights = found.gradients
     assert (weights.layer, weights.kind, weights.values) == ("Scaled", "weights", 8)
     assert (weights.zero, weights.lost, weights.lost_scaled) == (1 / 8, 2 / 8, 1 / 8)
-    assert (weights.infinite, weights.infinite_scaled, weights.largest) == (1 / 8, 3 / 8, 65520.0)
+    assert (weights.infinite, weights.infinite_scaled, weights.largest) == (1 / 8, 3 / 8, 65536.0)
     assert (outputs.kind, outputs.values, outputs.largest) == ("activations", 1, 1.0)
     assert found.total("weights") is not None
     assert found.largest_scale == 0.5
+    odd = report(model, torch.ones(8), loss=lambda m, x: m(x), precision="O0", scale=31.0)
+    assert (odd.scale, odd.compared_scale) == (31.0, 16.0)
+    assert odd.gradients == found.gradients
     wrong = report(Scaled(float("nan"), 1.0), torch.ones(2), loss=lambda m, x: m(x), precision="O0")
     assert wrong.gradients[1].infinite == 0.5
     assert str(wrong.overflow) == "the output of Scaled"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.run import Augment, DataConfig
+from penstock.containers import tensors
 from penstock.data import Loader
-from penstock.data.loader import tensors_in
 from penstock.data.source import Source
 from penstock.models import create
 from penstock.tasks import ImageClassification, Task
@@ -58,7 +58,7 @@ def test_a_batch_trains(enrolled: Enrolled, augment: Augment | None) -> None:
     with _loader(enrolled, "train", 6, augment) as batches:
         batch = next(batches)
     assert len(batch) == 6
-    assert tensors_in(batch)
+    assert list(tensors(batch))
     loss = task(model, batch)
     assert loss.ndim == 0
     loss.backward()  # type: ignore[no-untyped-call]

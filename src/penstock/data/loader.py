@@ -14,15 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from penstock.containers import tensors
 from penstock.data.pool import Pool
 from penstock.data.sampler import Stream
 from penstock.data.source import Reading, Source, Tally
@@ -196,7 +195,7 @@ class Loader:
             return None
         current = torch.cuda.current_stream(self.device)
         current.wait_event(staged.ready)
-        for tensor in tensors_in(staged.batch):
+        for tensor in tensors(staged.batch):
             tensor.record_stream(current)
         self._ahead = self._stage_aside(side)
         return staged.batch
@@ -348,10 +347,3 @@ def _check(source: Source, batch: int, workers: int, rank: int, world: int) -> N
         raise ConfigError(problems)
     if not len(source):
         raise DataError(f"{source.name} holds no samples. Check its path.")
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch: of a pytree, or of a dataclass's fields."""
-    if is_dataclass(batch):
-        batch = [getattr(batch, field.name) for field in fields(batch)]
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

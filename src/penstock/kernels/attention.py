@@ -55,15 +55,15 @@ def chosen_backend(
         return backend
     short = tokens <= _CPU_PLAIN_UP_TO
     return (
-        "plain" if device.type == "cpu" and dtype == torch.bfloat16 and short and _native_bf16() else "sdpa"
+        "plain" if device.type == "cpu" and dtype == torch.bfloat16 and short and _wide_vectors() else "sdpa"
     )
 
 
 @functools.cache
-def _native_bf16() -> bool:
-    """Whether this CPU's matrix products take bf16 natively, through oneDNN."""
+def _wide_vectors() -> bool:
+    """Whether oneDNN has batched products in bf16 for this CPU: it asks for AVX-512."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(available and torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa") -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.tasks import Loss
 
@@ -76,15 +76,13 @@ def drawn_anew(batch: Any, size: int, place: int) -> Any:
         return batch
     chosen = torch.randint(size, (size,), generator=torch.Generator().manual_seed(place))
 
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != size:
-            return leaf
-        return leaf[chosen.to(leaf.device)]
+    def take(leaf: Tensor) -> Tensor:
+        return leaf if leaf.ndim == 0 or leaf.shape[0] != size else leaf[chosen.to(leaf.device)]
 
-    return tree_map(take, batch) if samples_of(batch) == size else batch
+    return replaced(batch, take) if samples_of(batch) == size else batch
 
 
 def samples_of(batch: Any) -> int | None:
     """The size of the first dimension, where all tensors of a batch agree on it."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    sizes = {leaf.shape[0] for leaf in tensors(batch) if leaf.ndim > 0}
     return int(sizes.pop()) if len(sizes) == 1 else None

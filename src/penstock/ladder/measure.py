@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from penstock.build import Built
-from penstock.data.loader import tensors_in
+from penstock.containers import tensors as tensors_in
 from penstock.host_memory import settle
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
+from penstock.optim.groups import parameters_of
 from penstock.optim.tensors import local
 from penstock.parallel.agree import average, slowest
 
@@ -217,9 +217,9 @@ def _between_steps(contender: Warm) -> int:
         weakref.ref(local(p.grad).untyped_storage()) for p in model.parameters() if p.grad is not None
     ]
     optimizer.zero_grad(set_to_none=True)
-    tensors += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
-    tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors += [leaf for batch in contender.micro_batches for leaf in tensors_in(batch)]
+    tensors += tensors_in(list(optimizer.state.values()))
+    tensors += parameters_of(optimizer)
+    tensors += tensors_in(contender.micro_batches)
     with torch.no_grad():
         storages = [local(tensor).untyped_storage() for tensor in tensors]
     storages += [storage for reference in gradients if (storage := reference()) is not None]
@@ -253,9 +253,9 @@ def release(device: torch.device, *, compiled: bool) -> None:
 @contextmanager
 def side_by_side() -> Iterator[None]:
     """Let many compiled contenders live at once, each for its own shapes rather than for dynamic ones."""
-    import torch._dynamo.config as dynamo
+    from torch.compiler import config
 
-    with dynamo.patch(
+    with config.patch(  # type: ignore[attr-defined]
         recompile_limit=RECOMPILE_LIMIT,
         accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
         automatic_dynamic_shapes=False,

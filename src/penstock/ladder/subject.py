@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
@@ -21,6 +20,7 @@ from penstock.config.model import option_words, title
 from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.rules import require
 from penstock.config.run import DataConfig, Recipe
+from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.errors import ConfigError
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
@@ -248,14 +248,12 @@ class Own(Subject):
         """The example batch on the device, repeated to `size` samples."""
         times = size // (self._samples or 1)
 
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def move(leaf: Tensor) -> Tensor:
             leaf = leaf.to(self.device)
             grows = times > 1 and leaf.ndim > 0 and leaf.shape[0] == self._samples
             return torch.cat([leaf] * times) if grows else leaf
 
-        return tree_map(move, self._batch)
+        return replaced(self._batch, move)
 
 
 def _blocks_in(model: nn.Module) -> int:

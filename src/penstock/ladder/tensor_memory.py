@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from penstock.containers import tensors
 
 
 class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,7 +54,6 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        for tensor in tensors(out):
+            self._add(tensor)
         return out

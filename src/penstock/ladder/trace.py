@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from penstock.containers import tensors
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.planner.operators import Op, OpKind, Workload
 from penstock.planner.traced import recorded
@@ -37,8 +37,7 @@ def trace(
     """
     recorder = _Recorder()
     kept = _Kept(model)
-    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *given])
+    living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *tensors(batch)])
     with living, recorder:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
             value = loss(model, batch)
@@ -95,9 +94,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if read and written and not _is_view(func, read, written):
+        read = list(tensors((args, kwargs)))
+        written = list(tensors(out))
+        if read and written and not (_is_view(read, written) and not _in_place(func, kwargs)):
             self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
         return out
 
@@ -110,7 +109,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors: tuple[list[Tensor], list[Tensor]],
     ) -> Op:
         read, written = tensors
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
         made = sum(tensor.numel() for tensor in written)
         gradient = kind == "gemm" and not self.forward and k > max(m, n)  # a weight's sums over many rows
@@ -121,10 +120,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
 
 
-def _is_view(func: Any, read: list[Tensor], written: list[Tensor]) -> bool:
-    """Whether nothing was computed: the result shares its memory with an argument that was not written to."""
-    if func._schema.is_mutable:
-        return False
+def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether an operation writes to one of its arguments."""
+    return func.overloadpacket.__name__.endswith("_") or "out" in (kwargs or {})
+
+
+def _is_view(read: list[Tensor], written: list[Tensor]) -> bool:
+    """Whether the result shares its memory with an argument."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in read}
     return all(tensor.untyped_storage().data_ptr() in addresses for tensor in written)
 
@@ -137,11 +139,11 @@ def _product(
         first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
         q, k = args[first], args[first + 1]
         return "attention", (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return next((kind for part, kind in _KINDS if part in name), "pointwise"), (1, 0, 0, 0)
     flops = int(formula(*args, **kwargs, out_val=out))
-    result = tree_leaves(out)[0] if "backward" not in name else args[0]
+    result = next(tensors(out)) if "backward" not in name else args[0]
     if "bmm" in name:
         batch, m, n = result.shape
         return "bmm", (batch, m, n, flops // max(2 * batch * m * n, 1))

@@ -128,14 +128,14 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
     Raises ConfigError when there is neither; the message says how to enrol the model.
     """
-    model = _unwrap(model)
+    model = uncompiled(model)
     family = _family_of(model)
     return _search(model) if family is None else family.anatomy(model)
 
 
 def set_layout(model: nn.Module, layout: Layout) -> None:
     """Choose the order of the token tensor inside the blocks. Raises ConfigError where the family has one only."""
-    model = _unwrap(model)
+    model = uncompiled(model)
     family = _family_of(model)
     if family is not None and family.set_layout is not None:
         family.set_layout(model, layout)
@@ -148,7 +148,7 @@ def set_layout(model: nn.Module, layout: Layout) -> None:
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     """Choose the attention kernel in every block. Raises ConfigError where the family cannot take it."""
-    model = _unwrap(model)
+    model = uncompiled(model)
     family = _family_of(model)
     if family is not None and family.set_attention is not None:
         family.set_attention(model, backend)
@@ -160,10 +160,9 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         )
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside what torch.compile returns."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+    return dict(model.named_children()).get("_orig_mod", model)
 
 
 def _path(cls: type) -> str:

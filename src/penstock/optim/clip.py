@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import folded, folds
+from penstock.optim.groups import parameters_of
 from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.tensors import local, sharing, whole_norm
 
@@ -88,7 +89,7 @@ def gradients_of(target: Optimizer | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(target, Contiguous):
         return target.gradients()
     if isinstance(target, Optimizer):
-        target = [parameter for group in target.param_groups for parameter in group["params"]]
+        target = parameters_of(target)
     elif isinstance(target, Tensor):
         target = [target]
     return [parameter.grad for parameter in target if parameter.grad is not None]

@@ -5,11 +5,17 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Anatomy, anatomy_of
+from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
 from penstock.models.roles import Embedding, Role
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parameter_groups(
@@ -34,13 +40,12 @@ def parameter_groups(
     undecayed = set(listed()) if callable(listed) else set()
     last = len(anatomy.blocks) + 1 if anatomy else 0
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in uncompiled(model).named_parameters():
         if not parameter.requires_grad:
             continue
-        plain = name.removeprefix("_orig_mod.")  # what torch.compile puts before every name
-        role = anatomy.role_of(plain) if anatomy else None
+        role = anatomy.role_of(name) if anatomy else None
         decayed = name not in undecayed and _maps_features(parameter, role)
-        depth = anatomy.depth_of(plain) if anatomy and layer_decay != 1.0 else last
+        depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
         group = groups.setdefault(
             (depth, decayed),
             {

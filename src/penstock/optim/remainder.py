@@ -6,6 +6,7 @@ fp32 copy take 14, and during a step the copy's fp32 gradients as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, form_on, join, split
 from penstock.optim import tensors
+from penstock.optim.groups import parameters_of
 from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter, stored
 
 __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
@@ -320,47 +322,35 @@ class _Kept:
 def from_adamw(
     optimizer: Optimizer, *, keep_fp32: Collection[Parameter] = (), form: Form = "auto"
 ) -> RemainderAdamW:
-    """Turn the fp32 Parameters of a `torch.optim.AdamW` to bf16 in place, and return the optimizer that replaces it.
+    """Turn a `torch.optim.AdamW` into a RemainderAdamW, and its fp32 Parameters to bf16: both in place.
 
-    The Parameter objects, and so the model, stay; each one's fp32 weight lives on, exactly, in its bf16 data and the
-    new optimizer's remainder. Moments and counters are taken over, not copied. Gradients are rounded to bf16. Groups
-    are the same dictionaries, so that a scheduler of the old optimizer goes on setting the rates; the old optimizer
-    gives up its state and refuses to step. Parameters in `keep_fp32` (norms, say) stay fp32.
+    The optimizer stays the same object, with its groups, moments, counters and hooks; schedulers go on with it. So do
+    the Parameter objects, and with them the model: each one's fp32 weight lives on, exactly, in its bf16 data and the
+    optimizer's remainder. Gradients are rounded to bf16. Parameters in `keep_fp32` (norms, say) stay fp32.
 
     Raises ConfigError for another optimizer, Parameters that are not fp32 or sharded already, and what RemainderAdamW
     refuses; then nothing has changed.
     """
     check_convertible(optimizer)
-    resolved = [p for group in optimizer.param_groups for p in group["params"]]
+    resolved: list[Any] = parameters_of(optimizer)
     for parameter in resolved:
         form_on(form, parameter.device)
     kept = {id(parameter) for parameter in keep_fp32}
-    old = dict(optimizer.state)
-    optimizer.state.clear()
-    remainders: dict[Parameter, Tensor] = {}
+    converted: Any = optimizer
+    converted.__class__ = RemainderAdamW
+    converted.__setstate__({"form": form})
+    scheduled = vars(converted).get("step")
+    if scheduled is not None:  # a learning-rate scheduler wrapped it on the instance
+        converted.step = functools.wraps(scheduled)(functools.partial(RemainderAdamW.step, converted))
+        converted._opt_called = True  # else the scheduler would warn that its optimizer never steps
     for parameter in resolved:
-        if id(parameter) not in kept:
-            remainders[parameter] = _to_bf16(parameter)
-    names = ("lr", "betas", "eps", "weight_decay", "maximize")
-    defaults = {name: optimizer.defaults[name] for name in names}
-    converted = RemainderAdamW(optimizer.param_groups, **defaults, form=form)
-    for parameter in resolved:
-        state = converted.state[parameter]
-        if old.get(parameter):
-            state.update(old[parameter])
+        remainder = None if id(parameter) in kept else _to_bf16(parameter)
+        state = converted.state.get(parameter)
+        if state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
-            if parameter in remainders:
-                state["remainder"] = remainders[parameter]
-        elif parameter in remainders:
-            converted._state_of(parameter)["remainder"] = remainders[parameter]
-        else:
-            del converted.state[parameter]
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        getattr(converted, name).update(getattr(optimizer, name))
-    optimizer.register_step_pre_hook(_refuse_step)
-    # A scheduler made before would otherwise warn that its optimizer never steps.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    return converted
+        if remainder is not None:
+            converted._state_of(parameter)["remainder"] = remainder
+    return converted  # type: ignore[no-any-return]
 
 
 def _to_bf16(parameter: Parameter) -> Tensor:
@@ -371,13 +361,6 @@ def _to_bf16(parameter: Parameter) -> Tensor:
     if gradient is not None:
         parameter.grad = gradient.to(torch.bfloat16)
     return remainder
-
-
-def _refuse_step(*_: Any) -> None:
-    raise ConfigError(
-        "This AdamW was turned into a RemainderAdamW and no longer owns the weights; step the optimizer that "
-        "from_adamw returned."
-    )
 
 
 def _hyper(group: dict[str, Any]) -> Hyper:

@@ -175,21 +175,27 @@ def _materialise(
     if not missing:
         return
 
-    def give(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        name = missing[id(tensor)]
+    def filled(tensor: Tensor, name: str) -> nn.Parameter:
         rows = shares.get(name)
         if rows is None or rows.shape != local(tensor).shape:
             raise ConfigError(
                 f"The parameter {name} is on the meta device, and there are no values of shape "
                 f"{tuple(local(tensor).shape)} for it; make the model by a function: build(lambda: MyModel(…), plan)."
             )
-        return whole(tensor, rows.to(device=device, dtype=tensor.dtype))
+        values = whole(tensor, rows.to(device=device, dtype=tensor.dtype))
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
-    model._apply(give)  # type: ignore[no-untyped-call]
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = missing.get(id(parameter))
+            if name is None:
+                continue
+            if id(parameter) not in made:  # tied weights stay tied
+                made[id(parameter)] = filled(parameter, name)
+            setattr(module, key, made[id(parameter)])
     for entry in entries_of(units):
-        entry._setattr_on_modules(entry.sharded_param)  # tied weights were given memory one by one
+        entry.reset_sharded_param()
 
 
 def _follow_moves(units: Sequence[Any]) -> None:

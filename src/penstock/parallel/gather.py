@@ -30,12 +30,12 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Co
 
 def groups_of(units: Sequence[Any]) -> Iterator[Any]:
     """What torch gathers and reduces at once: a group for each unit that has parameters of its own."""
+    from torch.distributed.fsdp import fully_shard
+
     for unit in units:
-        state = unit._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; before, one or none
-        for group in [state._fsdp_param_group] if several is None else several:
-            if group is not None:
-                yield group
+        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+        if state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
 
 
 def entries_of(units: Sequence[Any]) -> Iterator[Any]:
@@ -134,7 +134,7 @@ def _reduced_alike(group: weakref.ref[Any], *unused: Any) -> None:
     if alive is None:
         return
     for entry in alive.fsdp_params:
-        if hasattr(entry, "_unsharded_param"):
+        if hasattr(entry, "unsharded_param"):
             entry.accumulate_unsharded_grad_if_needed()
             entry.to_accumulated_grad_if_needed()
     type(alive).post_backward(alive, *unused)

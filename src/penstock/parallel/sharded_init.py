@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.parallel.dims import ParallelDims
 
@@ -39,8 +39,6 @@ class _Tensor:
 
     shape: torch.Size
     dtype: torch.dtype
-    anchor: Tensor
-    """Keeps the storage, and so its address, from being used again."""
     rows: Tensor | None = None
     """This rank's share of the values so far."""
 
@@ -56,8 +54,8 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._place, self._size, self._group = place, size, group
         self._looks = _Looks(self)
-        self._tensors: dict[int, _Tensor] = {}
-        self._whole: OrderedDict[int, Tensor] = OrderedDict()
+        self._tensors: dict[torch.UntypedStorage | None, _Tensor] = {}
+        self._whole: OrderedDict[torch.UntypedStorage | None, Tensor] = OrderedDict()
 
     def __enter__(self) -> Drawing:
         self._looks.__enter__()  # type: ignore[no-untyped-call]
@@ -72,28 +70,27 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = func.overloadpacket.__name__
         if name in ("empty", "empty_strided") and _to_be_made(args, kwargs):
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
-            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
+            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype)
             return made
-        touched = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and self.knows(t)]
+        touched = [tensor for tensor in tensors((args, kwargs)) if self.knows(tensor)]
         if not touched or func.is_view or torch.Tag.inplace_view in func.tags or name == "detach":
             return func(*args, **kwargs)
         if name in _EMPTY:
             made = func(*args, **kwargs)
             if made.is_meta:
-                self._tensors[_key(made)] = _Tensor(made.shape, made.dtype, made)
+                self._tensors[_key(made)] = _Tensor(made.shape, made.dtype)
             return made
         overwritten = args[0] if name in _OVERWRITES and args and self._covers(args[0]) else None
         for tensor in touched:
             self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
-        real_args, real_kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
+        real_args, real_kwargs = replaced((args, kwargs), self._real)
         result = func(*real_args, **real_kwargs)
         # What was written in place is handed back as the tensor that was asked for.
-        written = [arg for arg, info in zip(args, func._schema.arguments) if info.is_write]
-        written += [kwargs[i.name] for i in func._schema.arguments if i.is_write and i.name in kwargs]
-        return written[0] if written and isinstance(result, Tensor) else result
+        written = args[0] if name.endswith("_") else kwargs.get("out")
+        return written if isinstance(written, Tensor) and isinstance(result, Tensor) else result
 
     def knows(self, tensor: Tensor) -> bool:
         return _key(tensor) in self._tensors
@@ -137,7 +134,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(key, spare)
         return spare
 
-    def _keep(self, key: int, whole: Tensor) -> None:
+    def _keep(self, key: torch.UntypedStorage | None, whole: Tensor) -> None:
         known = self._tensors[key]
         share = _rows(whole, self._place, self._size)
         if known.rows is not None and known.rows.shape == share.shape:
@@ -215,9 +212,9 @@ def _to_be_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (device is None or torch.device(device).type == "cpu") and torch.Size(shape).numel() >= _SMALL
 
 
-def _key(tensor: Tensor) -> int:
+def _key(tensor: Tensor) -> torch.UntypedStorage | None:
     # Of sparse tensors and the like, which have no storage, we make none.
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else 0
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def make(factory: Callable[[], nn.Module], drawing: Drawing) -> nn.Module:

@@ -90,9 +90,7 @@ def accelerate(
         for module in bare:
             convert_to_fp8(module, properties.fp8)
     if properties.master == "remainder":
-        optimizers = list(complete(optimizers, bare, norms=properties.norms, lists=properties.lists))
-        if optimizer is not None:
-            optimizer = optimizers[0] if isinstance(optimizer, Optimizer) else type(optimizer)(optimizers)
+        complete(optimizers, bare, norms=properties.norms, lists=properties.lists)
     session = Session(
         properties,
         bare,

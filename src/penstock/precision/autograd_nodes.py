@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.containers import tensors
+from penstock.containers import tensors
 
 
 class NodeModules:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
+from penstock.models.anatomy import uncompiled
+from penstock.optim.groups import parameters_of
 from penstock.precision.forward import already
 from penstock.precision.scaler import LossScaler
 from penstock.precision.scaling import Skip
@@ -97,7 +99,7 @@ def check(
         problems += _shared_weights(bare, optimizers)
     owned = {id(p) for model in bare for p in model.parameters()}
     for optimizer in optimizers:
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = set(map(id, parameters_of(optimizer)))
         if "_penstock" in optimizer.__dict__:
             problems.append(f"This {type(optimizer).__name__} is already accelerated; make a new one.")
         elif trained and trained.isdisjoint(owned):
@@ -114,18 +116,16 @@ def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                other = owners.setdefault(id(parameter), optimizer)
-                if other is not optimizer:
-                    yield (
-                        f"{names.get(id(parameter), 'A weight')} is trained by a {type(other).__name__} and by a "
-                        f"{type(optimizer).__name__}, and O2 keeps its fp32 weight with one of them; use "
-                        "precision='O1', or give each weight to one optimizer."
-                    )
-                    return
+        for parameter in parameters_of(optimizer):
+            other = owners.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
+                yield (
+                    f"{names.get(id(parameter), 'A weight')} is trained by a {type(other).__name__} and by a "
+                    f"{type(optimizer).__name__}, and O2 keeps its fp32 weight with one of them; use "
+                    "precision='O1', or give each weight to one optimizer."
+                )
+                return
 
 
 def _in_ddp(model: nn.Module) -> bool:
-    inner = dict(model.named_children()).get("_orig_mod")
-    return isinstance(model, nn.parallel.DistributedDataParallel) or (inner is not None and _in_ddp(inner))
+    return isinstance(uncompiled(model), nn.parallel.DistributedDataParallel)

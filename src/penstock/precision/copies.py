@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from penstock.precision.containers import tensors
+from penstock.containers import tensors
 from penstock.precision.fp8_linear import restore_from_fp8
 from penstock.precision.state_hooks import (
     Fp32State,

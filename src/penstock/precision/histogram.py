@@ -19,26 +19,14 @@ from penstock.errors import ConfigError, NumericError
 
 LARGEST = 65504.0
 """The largest finite fp16."""
-SMALLEST_NORMAL = 2.0**-14
-"""Below it fp16 has fewer and fewer significant bits."""
-SMALLEST = 2.0**-24
-"""The smallest fp16 above zero."""
-ZERO_UP_TO = 2.0**-25
-"""What is no larger is rounded to zero: to nearest, and the half-way case to even."""
-INFINITE_FROM = 65520.0
-"""What is not smaller is rounded to infinity: the half-way case between 65,504 and 65,536, to even."""
 
 LOW, HIGH = -149, 127
 """Exponents of the smallest and the largest magnitude of fp32, one bin each."""
 _BIAS = 127  # of the exponent field of an fp32
-_NORMALS, _KEYS = (
-    256,
-    512,
-)  # keys of a count: zeros at 0, subnormals from _BIAS, normals from 257, the rest at 511
-_AT_ONCE, _AT_ONCE_ON_HOST = (
-    1 << 22,
-    1 << 17,
-)  # elements: bounds the temporaries, on a host to what its caches hold
+# Keys of a count: zeros at 0, subnormals from _BIAS, normals from 257, the rest at 511.
+_NORMALS, _KEYS = 256, 512
+# Elements: bounds the temporaries, on a host to what its caches hold.
+_AT_ONCE, _AT_ONCE_ON_HOST = 1 << 22, 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ none needs to know.
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import weakref
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.remainder import RemainderAdamW
+from penstock.precision.forward import living
 from penstock.precision.lists import OpLists, fp32_modules_of
 from penstock.precision.state_hooks import (
     Fp32State,
@@ -357,10 +357,9 @@ class MasterWeights:
 def _parallel_around(
     weights: Mapping[Parameter, Parameter],
 ) -> Iterator[nn.parallel.DistributedDataParallel]:
-    """The living DistributedDataParallel that average gradients of some weights: once, some tens of milliseconds."""
-    for found in gc.get_objects():
-        whole = issubclass(type(found), nn.parallel.DistributedDataParallel) and "_modules" in found.__dict__
-        if whole and any(parameter in weights for parameter in found.parameters()):
+    """The living DistributedDataParallel that average gradients of some weights."""
+    for found in living(nn.parallel.DistributedDataParallel):
+        if any(parameter in weights for parameter in found.parameters()):
             yield found
 
 

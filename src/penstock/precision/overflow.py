@@ -61,8 +61,7 @@ class OverflowTrace:
                     module.register_forward_hook(self._forward(full)),
                 ]
         self._nodes.attach()
-        if any(_compiled(module) for model in self._models for module in model.modules()):
-            self._eager = torch.compiler.set_stance("force_eager")
+        self._eager = torch.compiler.set_stance("force_eager")
         return self
 
     def detach(self) -> None:
@@ -128,7 +127,3 @@ class OverflowTrace:
             if gradient is not None and not bool(gradient.isfinite().all()):
                 return Overflow(name, "gradient")
         return None
-
-
-def _compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

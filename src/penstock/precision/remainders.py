@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.optim.remainder import RemainderAdamW, from_adamw
+from penstock.optim.remainder import from_adamw
 from penstock.precision.lists import OpLists, fp32_modules_of
 from penstock.precision.master import MasterWeights, is_norm
 
@@ -19,7 +19,7 @@ def complete(
     *,
     norms: str = "fp32",
     lists: OpLists | None = None,
-) -> list[RemainderAdamW]:
+) -> None:
     """Turn the models' weights to bf16, and each AdamW to one that keeps the 16 bits more that make them fp32.
 
     Norms stay fp32 unless `norms` is "half", and so do modules that `lists` name for fp32. The models' state dicts hold
@@ -31,4 +31,3 @@ def complete(
     wide = [parameter for module in kept for parameter in module.parameters(recurse=False)]
     replaced = [from_adamw(optimizer, keep_fp32=wide) for optimizer in optimizers]
     MasterWeights.cast(models, torch.bfloat16, norms=norms, buffers=False, lists=lists, remainders=replaced)
-    return replaced

@@ -114,16 +114,18 @@ class LossScaler:
         self.stuck.add_(found_inf * at_floor).mul_(found_inf)
         if not self.dynamic:
             return
+        falls = found_inf
         if self.hysteresis > 1:
             self.spared.add_(found_inf).mul_(found_inf)
             falls = found_inf * (self.spared >= self.hysteresis)
             self.spared.mul_(1.0 - falls)
-            # An overflow that is let pass still starts the count of clean steps again.
-            self.clean.mul_((1.0 - found_inf).to(self.clean.dtype))
-            self.clean.sub_((found_inf * (1.0 - falls)).to(self.clean.dtype))
-            found_inf = falls
-        torch._amp_update_scale_(self.scale, self.clean, found_inf, self.growth, self.backoff, self.interval)
-        self.scale.clamp_(self.floor, self.ceiling)
+        self.clean.add_(1).mul_(
+            found_inf == 0
+        )  # an overflow that hysteresis lets pass starts the count again too
+        grows = self.clean >= self.interval
+        self.clean.masked_fill_(grows, 0)
+        factor = torch.where(falls > 0, self.backoff, torch.where(grows, self.growth, 1.0))
+        self.scale.mul_(factor).clamp_(self.floor, self.ceiling)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs to go on exactly."""

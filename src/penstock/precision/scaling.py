@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.clip import clipping_divisor, divide_, grad_norm, gradients_of
 from penstock.optim.fold import folded, folds
+from penstock.optim.groups import parameters_of
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.scaler import LossScaler
 
@@ -98,7 +99,7 @@ class Gradients:
     @torch.no_grad()
     def _put_aside(self) -> None:
         self.unscale()
-        for parameter in self._parameters():
+        for parameter in parameters_of(self.optimizer):
             if parameter.grad is not None:
                 self.stash.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
@@ -111,9 +112,6 @@ class Gradients:
         if self.session.masters is not None:
             self.session.masters.collect(self.optimizer)
         if self.scale is not None:
-            for parameter in self._parameters():
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.coalesce()
             found = unscale_gradients(gradients_of(self.optimizer), self.scale)
             if found is not None and self.scaler is not None:
                 self.found.append((self.scaler, found))
@@ -182,7 +180,7 @@ class Gradients:
             masters.collect(self.optimizer)
         scaler = self.scaler
         if scaler is None or not self.prepared:
-            if any(p.grad is not None for p in self._parameters()):
+            if any(p.grad is not None for p in parameters_of(self.optimizer)):
                 raise ConfigError(
                     "optimizer.step() was called on gradients whose loss was not scaled, though "
                     f"{self.session.precision.describe()} needs it; write "
@@ -224,7 +222,7 @@ class Gradients:
         """Step, and put weights and state back where the step should not have been: no host decides, at the price of
         a copy of all that a step changes. State that the first step makes starts from zero if that one is undone.
         """
-        before = [(p, p.detach().clone()) for p in self._parameters()]
+        before = [(p, p.detach().clone()) for p in parameters_of(self.optimizer)]
         state = {
             (p, key): value.clone()
             for p, entries in self.optimizer.state.items()
@@ -255,7 +253,10 @@ class Gradients:
 
     def _given(self) -> Iterable[Any]:
         masters = self.session.masters
-        return [*self._parameters(), *(masters.weights_of(self.optimizer) if masters is not None else ())]
+        return [
+            *parameters_of(self.optimizer),
+            *(masters.weights_of(self.optimizer) if masters is not None else ()),
+        ]
 
     def forget(self) -> None:
         """Gradients are used up or thrown away."""
@@ -266,23 +267,24 @@ class Gradients:
         self.prepared = False
         self._left = None
 
-    def _parameters(self) -> Iterable[Any]:
-        return (p for group in self.optimizer.param_groups for p in group["params"])
-
 
 def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
     """Divide in place; returns whether any gradient is not finite, on the first one's device."""
     if not gradients:
         return None
     founds: dict[torch.device, Tensor] = {}
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), values_of in kinds.items():
+        kinds.setdefault((gradient.device, gradient.dtype, gradient.is_sparse), []).append(gradient)
+    for (device, _, sparse), alike in kinds.items():
         found = founds.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         inverse = scale.to(device, non_blocking=True).double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(values_of, found, inverse)
+        if not sparse:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+            continue
+        for gradient in alike:
+            found.add_(~gradient.coalesce().values().isfinite().all()).clamp_(max=1.0)
+            gradient.mul_(inverse)
     first = gradients[0].device
     merged = founds.pop(first)
     for found in founds.values():

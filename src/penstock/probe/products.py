@@ -135,7 +135,7 @@ def _kinds(device: torch.device) -> list[_Kind]:
         kinds.append(_Kind("bf16", _float_operands(torch.bfloat16), F.linear))
     kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
     kinds.append(_Kind("int8", _int8_operands, torch._int_mm, trains=False))
-    if device.type == "cuda" and hasattr(torch, "_scaled_mm"):
+    if device.type == "cuda":
         kinds.append(_Kind("fp8", _fp8_operands, _fp8_product))
     return kinds
 

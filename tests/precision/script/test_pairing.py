@@ -158,8 +158,7 @@ def test_an_optimizer_of_free_tensors_is_left_alone() -> None:
     assert any("left alone Adam: it trains no module's weights" in text for text in told)
 
 
-def test_a_module_that_is_never_called_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing_module, "_compiles", lambda: False)  # other tests may have
+def test_a_module_that_is_never_called_is_said() -> None:
     model = _net()
     with _run() as told:
         optimizer = SGD(model.parameters(), lr=0.1)

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from penstock.precision.autograd_nodes import tensors_of
-from penstock.precision.histogram import INFINITE_FROM, ZERO_UP_TO
+from penstock.precision.histogram import Histogram
 
 Kind = Literal["activations", "weights"]
 Note = Callable[[str, Tensor], None]
@@ -31,7 +30,7 @@ class LayerGradients:
     lost: float
     """Share that is not zero, but would be in fp16 without a loss scale."""
     lost_scaled: float
-    """The same at the report's loss scale."""
+    """The same at the loss scale that the report compares with."""
     infinite: float
     """Share that would be infinite, or is not a number, in fp16 without a loss scale."""
     infinite_scaled: float
@@ -73,53 +72,13 @@ def watched(model: nn.Module, note: Note) -> Iterator[None]:
             handle.remove()
 
 
-class Tally:
-    """Counts on the device; `read` brings all of them over at once."""
-
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-        self._counts: dict[tuple[str, Kind], Tensor] = {}
-        """values, zeros, lost, lost scaled, infinite, infinite scaled: (6,) int64."""
-        self._largest: dict[tuple[str, Kind], Tensor] = {}
-
-    @torch.no_grad()
-    def add(self, layer: str, kind: Kind, gradient: Tensor) -> None:
-        """Count a gradient that a backward pass in fp32 computed, without loss scale. Waits for nothing."""
-        values = gradient.detach()
-        values = (values.coalesce().values() if values.is_sparse else values).abs()
-        some = values > 0
-        finite = values.isfinite()
-        counted = [
-            torch.full((), values.numel(), dtype=torch.int64, device=values.device),
-            (values == 0).sum(),
-        ]
-        scales = (1.0, self._scale)
-        counted += [(some & (values <= ZERO_UP_TO / scale)).sum() for scale in scales]
-        counted += [(~finite | (values >= INFINITE_FROM / scale)).sum() for scale in scales]
-        counts = torch.stack(counted)
-        largest = values.where(finite, 0.0).amax() if values.numel() else values.new_zeros(())
-        key = (layer, kind)
-        if key in self._counts:
-            counts = counts + self._counts[key]
-            largest = torch.maximum(largest, self._largest[key])
-        self._counts[key], self._largest[key] = counts, largest
-
-    def read(self) -> tuple[LayerGradients, ...]:
-        """One entry per layer and kind, in the order in which gradients came. Waits for the device."""
-        if not self._counts:
-            return ()
-        counts = torch.stack([value.to("cpu") for value in self._counts.values()]).tolist()
-        largest = torch.stack([value.to("cpu", torch.float64) for value in self._largest.values()]).tolist()
-        found = []
-        for (layer, kind), (values, *numbers), most in zip(self._counts, counts, largest):
-            zero, lost, lost_scaled, infinite, infinite_scaled = (n / max(values, 1) for n in numbers)
-            found.append(
-                LayerGradients(
-                    layer=layer, kind=kind, values=values, zero=zero, lost=lost, lost_scaled=lost_scaled,
-                    infinite=infinite, infinite_scaled=infinite_scaled, largest=most,
-                )
-            )  # fmt: skip
-        return tuple(found)
+def layer_gradients(layer: str, kind: Kind, found: Histogram, scale: float) -> LayerGradients:
+    """What a histogram says of a layer, at a loss scale that is a power of two."""
+    return LayerGradients(
+        layer=layer, kind=kind, values=found.values, zero=found.zeros / max(found.values, 1),
+        lost=found.lost(), lost_scaled=found.lost(scale),
+        infinite=found.infinite(), infinite_scaled=found.infinite(scale), largest=found.largest,
+    )  # fmt: skip
 
 
 def together(layers: tuple[LayerGradients, ...], kind: Kind) -> LayerGradients | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import apply_precision, unwrap_forward, unwrapped
-from penstock.precision.histogram import LARGEST, power_of_two
-from penstock.precision.inspect.gradients import LayerGradients, Tally, together, watched
+from penstock.precision.histogram import LARGEST, Meter, power_of_two
+from penstock.precision.inspect.gradients import Kind, LayerGradients, layer_gradients, together, watched
 from penstock.precision.inspect.operations import Operation, Recorder
 from penstock.precision.inspect.table import describe
 from penstock.precision.inspect.undisturbed import (
@@ -55,8 +56,8 @@ class PrecisionReport:
     operations: tuple[Operation, ...]
     """In the order in which they first ran."""
     compared_scale: float
-    """The loss scale that `lost_scaled` and `infinite_scaled` of the gradients speak of: `scale`, or, where that is 1,
-    the one that dynamic loss scaling starts at in fp16."""
+    """The loss scale that `lost_scaled` and `infinite_scaled` of the gradients speak of, a power of two: `scale`
+    rounded down, or, where that is 1, the one that dynamic loss scaling starts at in fp16."""
     gradients: tuple[LayerGradients, ...]
     """From the first layer of the model to the last; values as in fp32."""
     overflow: Overflow | None
@@ -120,10 +121,13 @@ def report(
     with torch.enable_grad():
         with _in_precision(bare, settled) as subject:
             recorder, value, overflow = _recorded(subject, batch, wanted, passing)
-        compared = passing if passing != 1.0 else STARTING_SCALE
-        tally, value_fp32 = _tallied(bare, batch, wanted, compared)
+        meters, value_fp32 = _measured(bare, batch, wanted)
+    compared = power_of_two(passing) if passing != 1.0 else STARTING_SCALE
     places = {name or type(bare).__name__: place for place, (name, _) in enumerate(bare.named_modules())}
-    found = sorted(tally.read(), key=lambda layer: (places[layer.layer], layer.kind))
+    found = [
+        layer_gradients(layer, kind, meters[layer, kind].read(), compared)
+        for layer, kind in sorted(meters, key=lambda key: (places[key[0]], key[1]))
+    ]
     return PrecisionReport(
         precision=settled.describe(), scale=passing, loss=value.item(), loss_fp32=value_fp32.item(),
         operations=recorder.operations(), compared_scale=compared, gradients=tuple(found), overflow=overflow,
@@ -210,15 +214,15 @@ def _recorded(
     return recorder, value.detach(), trace.first(found)
 
 
-def _tallied(model: nn.Module, batch: Any, loss: Loss, scale: float) -> tuple[Tally, Tensor]:
-    """A pass in fp32 without loss scale."""
-    tally = Tally(scale)
+def _measured(model: nn.Module, batch: Any, loss: Loss) -> tuple[dict[tuple[str, Kind], Meter], Tensor]:
+    """A pass in fp32 without loss scale: the gradients of each layer, and the loss."""
+    meters: dict[tuple[str, Kind], Meter] = defaultdict(Meter)
     with undisturbed(model), in_fp32(model):
-        with watched(model, lambda layer, gradient: tally.add(layer, "activations", gradient)):
+        with watched(model, lambda layer, gradient: meters[layer, "activations"].add(gradient)):
             value = checked(loss(model, batch))
             found = gradients(model, value)
         for name, gradient in found:
             layer = name.rpartition(".")[0] or type(model).__name__
             if gradient is not None:
-                tally.add(layer, "weights", gradient)
-    return tally, value.detach()
+                meters[layer, "weights"].add(gradient)
+    return meters, value.detach()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
+from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.precision.session import device_of
 from penstock.precision.settings import properties_of
@@ -25,9 +26,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on the device."""
-    if hasattr(batch, "images") and hasattr(batch, "targets"):  # a loader's, which is no tree of tensors
-        return (batch.images.to(device), batch.targets.to(device))
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    return replaced(batch, lambda tensor: tensor.to(device))
 
 
 @contextmanager
@@ -45,8 +44,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=list(accelerators), device_type=kind))
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield
         finally:
@@ -121,12 +119,15 @@ def checked(loss: Any) -> Tensor:
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss where it returns one, else mean cross entropy of (inputs, targets) with class targets.
 
-    A mapping holds the model's keyword arguments, a pair its inputs and the targets; anything else is its one argument.
+    A mapping holds the model's keyword arguments; a pair, or a dataclass of two tensors, the model's inputs and the
+    targets; anything else is its one argument.
 
     Raises:
         ConfigError: neither is there; give `loss=`.
     """
     targets: Any = None
+    if is_dataclass(batch) and len(found := list(tensors(batch))) == 2:
+        batch = found
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, Sequence) and len(batch) == 2:

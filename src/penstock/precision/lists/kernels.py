@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.precision.containers import replaced, tensors
+from penstock.containers import replaced, tensors
 from penstock.precision.lists.names import name_of
 from penstock.precision.lists.table import CPU_PROMOTED, CPU_WHOLE, Policy
 
@@ -44,16 +44,11 @@ def register() -> None:
             _library[0].impl(overload, kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
 
 
-def _below() -> Any:
-    """Inside, operations go past autocast."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
-
-
 def _promoting(overload: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if len({tensor.dtype for tensor in tensors((args, kwargs)) if tensor.dtype in CASTABLE}) > 1:
             args, kwargs = _cast((args, kwargs), torch.float32)
-        with _below():
+        with torch.autocast("cpu", enabled=False):
             return overload(*args, **kwargs)
 
     return kernel
@@ -65,7 +60,7 @@ def _halving(overload: Callable[..., Any]) -> Callable[..., Any]:
         # One number beside a tensor is multiplied with, and no product.
         if all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in given):
             args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-        with _below():
+        with torch.autocast("cpu", enabled=False):
             return overload(*args, **kwargs)
 
     return kernel

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
-from penstock.precision.containers import replaced, tensors
 from penstock.precision.lists.kernels import CASTABLE, register
 from penstock.precision.lists.op_lists import HALVES, OpLists, watched
 
@@ -29,6 +30,11 @@ _CHECKPOINT = (
     "the modules inside the checkpoint instead (plan.compile=blocks), or compile without fullgraph, or use the default "
     "op lists."
 )
+
+
+@torch.compiler.disable(reason=_CHECKPOINT)  # type: ignore[untyped-decorator, no-untyped-call]
+def _break_graph() -> None:
+    """Ends the graph that torch.compile is recording."""
 
 
 def region(lists: OpLists | None, device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -48,10 +54,10 @@ def region(lists: OpLists | None, device_type: str, dtype: torch.dtype) -> Abstr
     mode = lists.modes[device_type, dtype]
     if mode is None:
         return nullcontext()
-    for other in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    for other in _active.modes:
         if other is mode:
             return nullcontext()
-        if isinstance(other, ListMode) and other.device_type == device_type:
+        if other.device_type == device_type:
             raise ConfigError(
                 "A model with op lists of its own runs inside another one that has others, so an operation would "
                 "follow both. Give both the same OpLists object and dtype, or accelerate only the outer one."
@@ -87,12 +93,21 @@ class ListMode(TorchFunctionMode):
         self.device_type = device_type
         self.dtype = dtype
 
+    def __enter__(self) -> ListMode:
+        _active.modes.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _active.modes.pop()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is checkpoint:  # seen in compiled code only: see the note above
-            torch._dynamo.graph_break(msg=_CHECKPOINT)
+            _break_graph()
         rule = self.rules.get(func)
         if rule is None or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
@@ -115,6 +130,16 @@ class ListMode(TorchFunctionMode):
         if policy == "half":
             return self.dtype
         return chosen_type(policy, (args, kwargs), self.device_type)
+
+
+class _Active(threading.local):
+    """The modes that this thread has entered, as torch's own stack of modes is the thread's."""
+
+    def __init__(self) -> None:
+        self.modes: list[ListMode] = []
+
+
+_active = _Active()
 
 
 def chosen_type(policy: str, values: Any, device_type: str) -> torch.dtype | None:

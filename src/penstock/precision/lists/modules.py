@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from penstock.config.convert import nearest
 from penstock.errors import ConfigError
@@ -41,6 +42,8 @@ class _Treatment:
     """Where `keep` makes a difference."""
     dtypes: tuple[torch.dtype, ...] = ()
     """The half types that `recurrent` has none of on a CPU."""
+    twin: nn.LSTM | None = None
+    """Of `recurrent`: the same layer without weights."""
 
 
 def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
@@ -137,7 +140,7 @@ def _implied(module: nn.Module, lists: OpLists) -> _Treatment | None:
     """What follows from the lists of operations."""
     refused = _refused(module, lists)
     if refused:
-        return _Treatment("recurrent", lists, dtypes=refused)
+        return _Treatment("recurrent", lists, dtypes=refused, twin=_without_weights(module))
     operation = _SINGLE.get(type(module))
     if operation is not None:
         devices = tuple(d for d in ("cpu", "cuda") if differences(lists, d).get(operation) == "keep")
@@ -179,8 +182,11 @@ def _forward(cls: type[nn.Module]) -> dict[str, Any]:
             return original(self, *args, **kwargs)
         if treatment.kind == "recurrent":
             args, kwargs = cast(args, torch.float32, device), cast(kwargs, torch.float32, device)
+            twin = treatment.twin
+            assert twin is not None
+            weights = {name: getattr(self, name).float() for name, _ in twin.named_parameters()}
             with torch.autocast(device, enabled=False):
-                return _widened(self, original, args, kwargs)
+                return functional_call(twin.train(self.training), weights, args, kwargs)
         if treatment.kind == "fp32":
             with torch.autocast(device, enabled=False):
                 return original(
@@ -197,15 +203,12 @@ def _forward(cls: type[nn.Module]) -> dict[str, Any]:
 _STAND_INS = ModuleStandIns(_forward)
 
 
-def _widened(module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The forward pass of a recurrent layer with its weights in fp32, whatever they are."""
-    module._update_flat_weights()  # which the forward pass would do, should they be others by now
-    weights = module._flat_weights
-    module._flat_weights = [weight.float() for weight in weights]
-    try:
-        return original(module, *args, **kwargs)
-    finally:
-        module._flat_weights = weights
+def _without_weights(layer: Any) -> nn.LSTM:
+    """A layer to be called with other weights, which its own forward pass could not be given."""
+    return nn.LSTM(
+        layer.input_size, layer.hidden_size, layer.num_layers, layer.bias, layer.batch_first, layer.dropout,
+        layer.bidirectional, layer.proj_size, device="meta",
+    )  # fmt: skip
 
 
 def _kept(module: nn.Module, x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ Function = Callable[..., Any]
 
 # The places in which one operation goes by one last name. torch.linalg and torch.fft have names of their own.
 _ALIKE = ("torch.nn.functional", "torch", "torch.Tensor", "torch.special")
+# What torch.ops holds: operations, and their variants by the types of arguments.
+_PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _OPERATORS = {
     "add": ("__add__", "__radd__"),
     "sub": ("__sub__", "__rsub__"),
@@ -53,7 +55,7 @@ def name_of(function: Function | str) -> str:
     if isinstance(function, str):
         functions_of(function)
         return _canonical(function)
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, _PACKET):
         return f"torch.ops.{str(function).replace('::', '.')}"
     name = resolve_name(function) if function in _known() else None
     if not name:
@@ -104,7 +106,7 @@ def _lookup(name: str) -> Function | None:
             found = getattr(found, part)
         except (AttributeError, RuntimeError):  # torch.ops raises RuntimeError of its own for some names
             return None
-    if isinstance(found, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+    if isinstance(found, _PACKET | _OVERLOAD):
         return found
     return found if callable(found) and found in _known() else None
 

@@ -9,6 +9,7 @@ While `Interception` is installed, torch is changed in few places, each of which
   other: that one is accelerated, right before its first forward pass with gradients.
 - `torch.autograd.backward`, to which `Tensor.backward` leads, multiplies what it starts from by the loss scale and
   divides all gradients by it when it is done, so that whatever the script reads, clips or changes are true gradients.
+- `torch.compile` tells that compiled code may call a model where `nn.Module.__call__` does not see it.
 - `nn.Module.zero_grad` forgets an overflow together with the gradients.
 - `GradScaler.__init__` tells that the script scales its loss itself.
 - `torch.multiprocessing.spawn` carries all this into the processes that the script starts.

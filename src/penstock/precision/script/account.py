@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.precision.script.live import trained_by
+from penstock.optim.groups import parameters_of
 from penstock.precision.settings import Precision, auto_dtype
 
 Say = Callable[[str], None]
@@ -83,5 +83,5 @@ def _weights(models: Iterable[nn.Module]) -> str:
 
 
 def _names(optimizers: Sequence[Optimizer]) -> str:
-    counted = [f"{type(o).__name__} ({len(trained_by(o))} tensors)" for o in optimizers]
+    counted = [f"{type(o).__name__} ({len(parameters_of(o))} tensors)" for o in optimizers]
     return " and ".join(counted)

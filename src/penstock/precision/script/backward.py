@@ -7,7 +7,7 @@ sum afterwards changes no bit of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.optim.groups import parameters_of
 from penstock.precision.scaling import Gradients, unscale_gradients
-from penstock.precision.script.live import trained_by
 from penstock.precision.stepping import gradients_beside
 
 
@@ -75,7 +75,7 @@ class ScaledBackward:
                 "--dtype bf16, which needs no loss scale, or torch.autograd.grad for the inner gradients."
             )
         scale = _scale(taking)
-        leaves = [*others, *(p for own in taking for p in trained_by(own.optimizer))]
+        leaves = [*others, *(p for own in taking for p in parameters_of(own.optimizer))]
         held = _distinct(leaf.grad for leaf in leaves)
         _multiply(held, scale)
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
@@ -101,14 +101,14 @@ class ScaledBackward:
     ) -> None:
         if own.session.masters is not None:
             own.session.masters.collect(own.optimizer)
-        parameters = [p for p in trained_by(own.optimizer) if p.grad is not None]
-        if not parameters:
-            return
         new = False
-        for parameter in parameters:
+        gradients: list[Tensor] = []
+        for parameter in parameters_of(own.optimizer):
+            if parameter.grad is None:
+                continue
             gradient, version = before[id(parameter)]
-            new = new or parameter.grad is not gradient or _version(parameter) != version
-        gradients = [p.grad for p in parameters if p.grad is not None]
+            new = new or parameter.grad is not gradient or parameter.grad._version != version
+            gradients.append(parameter.grad)
         # Two optimizers may hold the same parameter; then the second only looks.
         fresh = [g for g in gradients if id(g) not in done]
         again = [g for g in gradients if id(g) in done]
@@ -148,7 +148,7 @@ class ScaledBackward:
 
 def _leaves_of(own: Gradients) -> set[int]:
     """The ids of what the gradients of an optimizer gather at."""
-    found = {id(p) for p in trained_by(own.optimizer)}
+    found = {id(p) for p in parameters_of(own.optimizer)}
     if own.session.masters is not None:
         found |= {id(half) for half in own.session.masters.weights_of(own.optimizer)}
     return found
@@ -157,7 +157,7 @@ def _leaves_of(own: Gradients) -> set[int]:
 def _scale(taking: list[Gradients]) -> Tensor:
     """The least scale of those that take part, after they have moved by what the last steps noted."""
     for own in taking:
-        if own.prepared and not any(p.grad is not None for p in trained_by(own.optimizer)):
+        if own.prepared and not any(p.grad is not None for p in parameters_of(own.optimizer)):
             own.discard()  # the script threw its gradients away by itself
     sessions = {id(own.session): own.session for own in taking}
     for session in sessions.values():
@@ -225,18 +225,11 @@ def _distinct(gradients: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    for device, tensors in _by_device(gradients):
-        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
-
-
-def _by_device(gradients: list[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
-    groups: dict[torch.device, list[Tensor]] = {}
+    dense: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient
-        groups.setdefault(values.device, []).append(values)
-    yield from groups.items()
-
-
-def _version(parameter: Tensor) -> int:
-    assert parameter.grad is not None
-    return parameter.grad._version
+        if gradient.is_sparse:
+            gradient.mul_(factor.to(gradient.device, non_blocking=True))
+        else:
+            dense.setdefault(gradient.device, []).append(gradient)
+    for device, tensors in dense.items():
+        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from penstock.errors import ConfigError
 from penstock.precision.script.account import Account, Say
 from penstock.precision.script.backward import ScaledBackward
 from penstock.precision.script.pairing import Pairing
-from penstock.precision.script.patches import Patches
 from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 
@@ -52,8 +52,9 @@ class Interception:
         self._plain = found.dtype is None
         self._account = Account(found.level, dtype, say)
         self._pairing = Pairing(precision, dtype, overrides, self._account)
-        self._patches = Patches()
-        self._watching = Patches()
+        self._patches = ExitStack()
+        self._watching = ExitStack()
+        self._watches = False
         self._in_backward = False
         self._step_hook: RemovableHandle | None = None
 
@@ -65,18 +66,19 @@ class Interception:
         _installed = self
         if self._plain:
             return self
-        put = self._patches.put
-        put(Optimizer, "__init__", self._optimizer_init(Optimizer.__init__))
-        put(Optimizer, "add_param_group", self._add_param_group(Optimizer.add_param_group))
-        put(torch.autograd, "backward", self._backward(torch.autograd.backward))
-        put(nn.Module, "zero_grad", self._zero_grad(nn.Module.zero_grad))
+        patch = functools.partial(_patch, self._patches)
+        patch(Optimizer, "__init__", self._optimizer_init(Optimizer.__init__))
+        patch(Optimizer, "add_param_group", self._add_param_group(Optimizer.add_param_group))
+        patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
+        patch(torch, "compile", self._compile(torch.compile))
+        patch(nn.Module, "zero_grad", self._zero_grad(nn.Module.zero_grad))
         scaler = torch.amp.grad_scaler.GradScaler
-        put(scaler, "__init__", self._scaler_init(scaler.__init__))
+        patch(scaler, "__init__", self._scaler_init(scaler.__init__))
         # torch.multiprocessing.spawn, the function, looks up start_processes in the module whose name it hides.
         processes: Any = sys.modules["torch.multiprocessing.spawn"]
         spawning = self._spawning(processes.start_processes)
-        put(torch.multiprocessing, "start_processes", spawning)
-        put(processes, "start_processes", spawning)
+        patch(torch.multiprocessing, "start_processes", spawning)
+        patch(processes, "start_processes", spawning)
         return self
 
     def remove(self, *, finished: bool = True) -> None:
@@ -85,8 +87,8 @@ class Interception:
         if _installed is not self:
             return
         _installed = None
-        self._watching.undo()
-        self._patches.undo()
+        self._watching.close()
+        self._patches.close()
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
@@ -153,6 +155,14 @@ class Interception:
 
         return backward
 
+    def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            self._pairing.compiles = True
+            return original(*args, **kwargs)
+
+        return compile
+
     def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
@@ -185,10 +195,11 @@ class Interception:
         """Watch calls of modules, and steps, while there is something to see."""
         if self._step_hook is None and (self._pairing.waits or self._account.untold):
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
-        if self._pairing.waits and "__call__" not in self._watching:
-            self._watching.put(nn.Module, "__call__", self._call(nn.Module.__call__))
+        if self._pairing.waits and not self._watches:
+            _patch(self._watching, nn.Module, "__call__", self._call(nn.Module.__call__))
         elif not self._pairing.waits:
-            self._watching.undo()
+            self._watching.close()
+        self._watches = self._pairing.waits
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._pairing.stepped(optimizer)
@@ -197,6 +208,12 @@ class Interception:
         if not self._pairing.waits and self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+
+
+def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a class or a module until the stack is closed."""
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
 
 
 def _attended(optimizer: Optimizer) -> bool:

@@ -6,7 +6,6 @@ outside any other module. Then the model is where the script wants it, and nothi
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.optim.groups import parameters_of
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import unwrap_forward, unwrapped, wrap_forward
+from penstock.precision.forward import living, unwrap_forward, unwrapped, wrap_forward
 from penstock.precision.script.account import Account
-from penstock.precision.script.live import roots_owning, trained_by
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import gradients_beside
 
@@ -45,6 +44,8 @@ class Pairing:
         """Modules that no waiting optimizer trains."""
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.made_count = 0
+        self.compiles = False
+        """Whether the script has asked for compiled code."""
 
     @property
     def waits(self) -> bool:
@@ -115,13 +116,13 @@ class Pairing:
             self._wait_on(optimizer)
         if not any(optimizer is waiting for waiting in self._alive()):
             return
-        if all(parameter.grad is None for parameter in trained_by(optimizer)):
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return
         name = type(optimizer).__name__
         owners = roots_owning(_ids(optimizer))
         if not owners:
             self._leave(name, [optimizer], "it trains no module's weights")
-        elif _compiles():
+        elif self.compiles:
             # Compiled code called the model by itself; its class changes now, which makes it compile anew.
             self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
         else:
@@ -285,11 +286,11 @@ class Pairing:
                 f"{name} is run by {engine}, which has mixed precision of its own; turn it on in {engine}'s "
                 "configuration and run the script with plain python."
             )
-        if "_original_forward" in root.__dict__:
+        if "forward" in root.__dict__:
             raise ConfigError(
-                f"{name} computes in mixed precision already: Hugging Face Accelerate replaced its forward, as for "
-                "Trainer(bf16=True or fp16=True) or Accelerator(mixed_precision=…). Take that out of the script, or "
-                "run it with plain python."
+                f"The forward of {name} was replaced on the instance, as Hugging Face Accelerate does for "
+                "Trainer(bf16=True or fp16=True) and Accelerator(mixed_precision=…), which is mixed precision already. "
+                "Take that out of the script, or run it with plain python."
             )
         if precision.weights == "fp32":
             return
@@ -306,14 +307,28 @@ class Pairing:
                 )
 
 
-def _compiles() -> bool:
-    """Whether torch.compile has compiled anything here."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+def roots_owning(wanted: set[int], beside: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """The largest living modules that own a parameter whose `id` is in `wanted`, and contain none of `beside`."""
+    if not wanted:
+        return []
+    roots = {id(root) for root in beside}
+    inside = {id(m) for root in beside for m in root.modules()}
+    owning = []
+    for module in living(nn.Module):
+        if id(module) in inside or unwrapped(module) is not module:
+            continue
+        within = {id(m) for m in module.modules()}
+        if not within & roots and any(id(p) in wanted for p in module.parameters()):
+            owning.append((module, within))
+    return [
+        module
+        for module, _ in owning
+        if not any(id(module) in within and other is not module for other, within in owning)
+    ]
 
 
 def _ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for parameter in trained_by(optimizer)}
+    return {id(parameter) for parameter in parameters_of(optimizer)}
 
 
 def _sharded(module: nn.Module) -> bool:

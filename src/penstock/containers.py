@@ -1,4 +1,6 @@
-"""Tensors inside what modules take and return: tuples, lists, mappings, dataclasses and namespaces, in any depth."""
+"""Tensors inside batches and what modules take and return: tuples, lists, mappings, dataclasses and namespaces, in any
+depth.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.containers import replaced, tensors
 from penstock.precision.autograd_nodes import tensors_of
-from penstock.precision.containers import replaced, tensors
 
 Pair = namedtuple("Pair", "first second")
 

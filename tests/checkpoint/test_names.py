@@ -53,20 +53,20 @@ def test_state_by_number_passes_as_it_is() -> None:
     assert by_index(one, one) == one
 
 
-def test_names_may_be_given_for_an_optimizer_that_has_none() -> None:
+def test_an_optimizer_needs_names() -> None:
     net = model()
-    made = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"4 parameters and 0 names.*named_parameters"):
+        by_name(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
+    made = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     made.step()
-    with pytest.raises(ValueError, match="4 parameters and 0 names"):
-        by_name(made.state_dict())
-    names = [name for name, _ in net.named_parameters()]
-    stored = by_name(made.state_dict(), names)
-    assert list(stored["state"]) == names
-    made.load_state_dict(by_index(stored, made.state_dict(), names))
+    stored = by_name(made.state_dict())
+    assert list(stored["state"]) == [name for name, _ in net.named_parameters()]
+    made.load_state_dict(by_index(stored, made.state_dict()))
+    made.param_groups[0]["param_names"] = ["a", "b", "a", "c"]
     with pytest.raises(ValueError, match="one name"):
-        by_name(made.state_dict(), ["a", "b", "a", "c"])
+        by_name(made.state_dict())
 
 
 def test_another_model_or_grouping_is_refused() -> None:

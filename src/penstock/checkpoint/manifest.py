@@ -114,17 +114,14 @@ def _parsed(body: Mapping[str, Any]) -> Manifest:
 
 def _foreign(path: Path) -> str:
     """A sentence about a file in `path` that looks like a pickle; empty where there is none."""
-    found = [entry.name for entry in path.iterdir() if _pickled(entry)] if path.is_dir() else []
+    entries = path.iterdir() if path.is_dir() else ()
+    found = [entry.name for entry in entries if not _PICKLES.isdisjoint((entry.suffix, entry.name))]
     if not found:
         return ""
     return (
         f" It holds {min(found)}, which is read by unpickling, and that can run code. Penstock reads only safetensors "
         f"and JSON. Convert it with the program that wrote it."
     )
-
-
-def _pickled(path: Path) -> bool:
-    return path.suffix in _PICKLES or path.name in _PICKLES
 
 
 def check_sizes(path: Path) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import CheckpointError
@@ -10,38 +10,33 @@ from penstock.errors import CheckpointError
 _OWN = ("params", "param_names")
 
 
-def by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+def by_name(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's `state_dict()` with names in place of torch's numbers.
 
-    The names are those in each group's `param_names` (`parameter_groups` puts them there, and torch keeps them); for an
-    optimizer without them, `names` lists all parameters in the optimizer's order. Entries beside `state` and
-    `param_groups` are kept as they are.
+    The names are those in each group's `param_names`: `parameter_groups` puts them there, and so does torch where an
+    optimizer is made of `named_parameters()`. Entries beside `state` and `param_groups` are kept as they are.
 
     Raises:
-        ValueError: the names are missing, or not one for each parameter.
+        ValueError: the names are missing, or two are the same.
     """
     groups: list[dict[str, Any]] = []
     called: dict[Any, str] = {}
-    left = iter(names or ())
     for group in state_dict["param_groups"]:
-        numbers = group["params"]
-        own = group.get("param_names") or [name for _, name in zip(numbers, left)]
-        if len(own) != len(numbers):
+        names = list(group.get("param_names", ()))
+        if len(names) != len(group["params"]):
             raise ValueError(
-                f"A parameter group has {len(numbers)} parameters and {len(own)} names; build it with "
-                f"penstock.parameter_groups, or give the names of all parameters in the optimizer's order."
+                f"A parameter group has {len(group['params'])} parameters and {len(names)} names; build it with "
+                f"penstock.parameter_groups, or give the optimizer the model's named_parameters()."
             )
-        called |= dict(zip(numbers, own))
-        groups.append({**{k: v for k, v in group.items() if k not in _OWN}, "params": list(own)})
+        called |= dict(zip(group["params"], names))
+        groups.append({**{k: v for k, v in group.items() if k not in _OWN}, "params": names})
     if len(set(called.values())) != len(called):
         raise ValueError("Two parameters of the optimizer have one name.")
     state = {called[number]: entry for number, entry in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def by_index(
-    stored: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str] | None = None
-) -> dict[str, Any]:
+def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `by_name`, for the `load_state_dict` of the optimizer whose `state_dict()` is `current`.
 
     State that is by number already (checkpoints of the first format) is returned as it is.
@@ -53,7 +48,7 @@ def by_index(
     if all(isinstance(number, int) for group in stored_groups for number in group["params"]):
         return dict(stored)
     home = {name: group for group in stored_groups for name in group["params"]}
-    plain = by_name(current, names)
+    plain = by_name(current)
     wanted = [name for group in plain["param_groups"] for name in group["params"]]
     if set(wanted) != set(home):
         unknown, missing = sorted(set(home) - set(wanted)), sorted(set(wanted) - set(home))

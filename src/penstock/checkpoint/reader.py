@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,24 +73,22 @@ class Checkpoint:
             ) from problem
 
     def _load(self, like: Mapping[str, Tensor], rank: int, world: int | None) -> Snapshot:
-        documents = {"state": self.document["state"], LOCAL: {}}
-        if world in (None, self.world):
-            documents[LOCAL] = self._document(file_name(LOCAL, rank, self.world, "json"))
-        owners = {
-            f"{group}/{name}": like.get(name)
-            for group, names in self.document["weights"].items()
-            for name in names
-        }
-        for group, tree in self.document["state"].items():
-            owners |= {f"{group}/{path}": owner for path, owner in _with_parameters(tree, like)}
-        owners |= {f"{LOCAL}/{path}": None for path, _ in _with_parameters(documents[LOCAL], {})}
-        read = self.read(owners)
-        weights = {
-            group: {name: read[f"{group}/{name}"] for name in names}
-            for group, names in self.document["weights"].items()
-        }
-        state = {group: self._tree(group, tree, read) for group, tree in documents["state"].items()}
-        local = self._tree(LOCAL, documents[LOCAL], read)
+        trees = {**self.document["state"], LOCAL: {}}
+        local_file = file_name(LOCAL, rank, self.world, "json")
+        if world in (None, self.world) and local_file in self.manifest.files:
+            trees[LOCAL] = _read_json(self.path / local_file)
+        sets = self.document["weights"]
+        owners = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
+        for group, tree in trees.items():
+            found = _with_parameters(tree, like if group != LOCAL else {})
+            owners |= {f"{group}/{path}": owner for path, owner in found}
+        read: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
+        for name, tensor in self.read(owners).items():
+            group, _, path = name.partition("/")
+            read[group][path] = tensor
+        state = {group: unpack(tree, read[group]) for group, tree in trees.items()}
+        local = state.pop(LOCAL)
+        weights = {group: read[group] for group in sets}
         return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -104,15 +103,6 @@ class Checkpoint:
             tensors[name], pieces[name] = _empty(self.index[name], like)
         read_pieces(self.path, self.index, self.world, pieces)
         return tensors
-
-    def _tree(self, group: str, document: Any, read: Mapping[str, Tensor]) -> Any:
-        tensors = {
-            name.removeprefix(f"{group}/"): t for name, t in read.items() if name.startswith(f"{group}/")
-        }
-        return unpack(document, tensors)
-
-    def _document(self, name: str) -> Any:
-        return _read_json(self.path / name) if name in self.manifest.files else {}
 
 
 def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
@@ -166,16 +156,23 @@ def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mappi
     }
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Refuse the checkpoint `path` if it cannot be read inside."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
+
+
 def open_verified(path: Path) -> Checkpoint:
     """The checkpoint directory `path`, every byte of it verified.
 
     Raises:
         CheckpointError: as `verify`, or a file's content is not what its name says.
     """
-    try:
+    with _readable(path):
         return _opened(path, verify(path))
-    except OSError as problem:
-        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
 
 
 def _opened(path: Path, manifest: Manifest) -> Checkpoint:
@@ -249,19 +246,14 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     """The checkpoint `path`, if every rank trusts it."""
 
     def opened() -> Checkpoint:
-        try:
+        with _readable(path):  # here, because it must be told to the other ranks
             return _opened(path, manifest)
-        except OSError as problem:
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: it cannot be read ({problem})."
-            ) from problem
 
+    mine: list[Checkpoint] = []
     try:
-        manifest = check(path, coordinator)
-        mine: list[Checkpoint] = []
+        with _readable(path):
+            manifest = check(path, coordinator)
         coordinator.all(lambda: mine.append(opened()))
-    except OSError as problem:
-        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
     except RankProblem as problem:
         raise problem.error from problem
     return mine[0]

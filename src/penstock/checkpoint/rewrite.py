@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.commit import make_empty, publish, remove, write_manifest
+from penstock.checkpoint.commit import make_empty, publish, remove, steps, write_manifest
 from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
 from penstock.checkpoint.manifest import MANIFEST, Manifest, verify, versions
 from penstock.checkpoint.reader import Checkpoint, open_verified
@@ -34,11 +34,9 @@ def checkpoint_path(path: Path, *, step: int | None = None) -> Path:
     if path.name.startswith("step-") and step is None and (path / MANIFEST).exists():
         return path
     for folder in (path, path / "checkpoints"):
-        found = sorted(int(p.name[5:]) for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit())
-        if step is not None and step in found:
-            return folder / f"step-{step}"
-        if step is None and found:
-            return folder / f"step-{found[-1]}"
+        found = steps(folder)
+        if found and (step is None or step in found):
+            return folder / f"step-{found[-1] if step is None else step}"
     what = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
         f"There is no {what} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."

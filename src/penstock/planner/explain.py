@@ -42,6 +42,7 @@ MEMORY_WORDS = {
     "output": "output and loss",
     "working": "a block's backward pass",
     "gathered_weights": "gathered weights",
+    "whole_gradients": "gradients before reduction",
     "communication": "communication buffers",
     "fragmentation": "fragmentation",
     "temporary": "temporaries",

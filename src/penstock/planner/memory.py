@@ -127,7 +127,7 @@ def memory(
         parts["optimizer"] = parts["master_weights"] = 0.0
         if hold.gathers:
             parts["weights"] = 0.0
-    parts |= _moments(work, plan, hold, parts)
+    parts |= _moments(work, plan, hold, cpu=cpu)
     groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
     found = parts["activations"] + parts["output"] + parts["working"]
     parts["communication"] = 0.0 if cpu else groups * BUFFER_BYTES
@@ -135,7 +135,7 @@ def memory(
     return parts
 
 
-def _moments(work: Workload, plan: Plan, hold: Holding, parts: dict[str, float]) -> dict[str, float]:
+def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[str, float]:
     """What is there besides weights and states, at the worse of two moments: when the backward pass begins, and when it
     has ended."""
     numerics = numerics_of(plan)
@@ -144,13 +144,16 @@ def _moments(work: Workload, plan: Plan, hold: Holding, parts: dict[str, float])
     found = _worst_stage(work, plan)
     gathered = _gathered(work, plan, hold)
     buckets = 0.0
+    # Gradients that were let go of after the last step come as activations go.
+    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
     if hold.gathers or (shards > 1 and plan.sharding == "zero2"):
-        whole, standing = hold.sharded * reduced, True
+        whole = hold.sharded * reduced
+        # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
+        standing = standing or not (hold.gathers and cpu)
         if hold.gathers and plan.pp > 1:
             # Gradients of a stage add up whole, and are reduced once.
             whole += hold.held * reduced
     elif plan.sharding == "ddp" or shards == 1:
-        standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
         whole = hold.held * (reduced if standing else made)
         if shards > 1 and not standing:
             # Replicas reduce gradients in buckets beside the gradients themselves.
@@ -159,11 +162,18 @@ def _moments(work: Workload, plan: Plan, hold: Holding, parts: dict[str, float])
         whole, standing = hold.held * reduced, True
     if plan.offload == "optimizer" and hold.gathers:
         whole = 0.0
+    at_hand = 0.0
+    if hold.gathers and plan.pp == 1:
+        # The whole gradients of one block, and beside them those of the block before, which are being reduced.
+        block = hold.block_dense + hold.block_experts if work.depth else hold.held / work.units
+        at_hand = block * (made + reduced)
     begun = found | {
-        "gradients": whole if standing else 0.0, "gathered_weights": gathered, "temporary": 0.0, "buckets": buckets,
+        "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
+        "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
     ended = dict.fromkeys(found, 0.0) | {
-        "gradients": whole, "gathered_weights": 0.0, "temporary": _temporary(work, plan, hold), "buckets": buckets,
+        "gradients": whole, "whole_gradients": 0.0, "gathered_weights": 0.0,
+        "temporary": _temporary(work, plan, hold), "buckets": buckets,
     }  # fmt: skip
     return max(begun, ended, key=lambda moment: sum(moment.values()))
 

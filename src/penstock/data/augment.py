@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.config.run import Augment
 from penstock.data import color
 from penstock.data.hashing import BATCH, SAMPLE, generator, uniforms
-from penstock.data.resample import Boxes, resample, ship
+from penstock.data.resample import Boxes, resample, to_device
 
 Floats = NDArray[np.float32]
 
@@ -142,8 +142,8 @@ def erase(images: Tensor, boxes: Boxes, fill: Floats) -> Tensor:
     """Fill each image's box (B, 4) with its colour (B, 3)."""
     if not boxes[:, 2].any():
         return images
-    edges = ship(boxes, images.device)
-    colors = ship(fill[:, : images.shape[1]], images.device)
+    edges = to_device(boxes, images.device)
+    colors = to_device(fill[:, : images.shape[1]], images.device)
     line = torch.arange(images.shape[-1], device=images.device)
     rows = (line >= edges[:, 0:1]) & (line < edges[:, 0:1] + edges[:, 2:3])
     columns = (line >= edges[:, 1:2]) & (line < edges[:, 1:2] + edges[:, 3:4])

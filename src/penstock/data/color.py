@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.data.resample import ship
+from penstock.data.resample import to_device
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def apply(images: Tensor, chosen: NDArray[np.int64], factors: NDArray[np.float32
     knows which they are, so that nothing waits for the device. Changes `images` in place.
     """
     order = np.argsort(chosen, axis=1, kind="stable")
-    order_on_device = ship(order, images.device)
-    factors_on_device = ship(np.take_along_axis(factors, order, axis=1), images.device)
+    order_on_device = to_device(order, images.device)
+    factors_on_device = to_device(np.take_along_axis(factors, order, axis=1), images.device)
     for turn in range(len(chosen)):
         start = 0
         for operation, count in zip(

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.config.run import Augment
 from penstock.data.augment import augment_batch, center_batch
 from penstock.data.loader import HostBatch, Loader
-from penstock.data.resample import ship
+from penstock.data.resample import to_device
 from penstock.data.source import ImageSource
 from penstock.errors import ConfigError
 
@@ -74,7 +74,7 @@ class PrepareImages:
     def __call__(self, host: HostBatch, device: torch.device) -> Batch:
         """Copy to the device and augment there, on the current stream, waiting for nothing."""
         images = host.samples.to(device, non_blocking=True)
-        targets = ship(self._labels[host.ids], device)
+        targets = to_device(self._labels[host.ids], device)
         if self.augment is None:
             images = center_batch(images, image_size=self.image_size, crop_share=self._crop_share)
         else:

@@ -18,7 +18,7 @@ Boxes = NDArray[np.int64]
 """(B, 4): top, left, height, width of each crop, in stored pixels."""
 
 
-def ship(array: NDArray[np.generic], device: torch.device) -> Tensor:
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """A small host array on the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
@@ -48,8 +48,8 @@ def resample_products(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], si
     # fp16 holds 0..255 exactly, and weights to 11 bits. So tensor cores make an error below a tenth of a grey level,
     # and the result does not depend on the Plan's fp32 matmul setting.
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    box = ship(boxes.astype(np.float32), device)
-    mirror = ship(flips, device)
+    box = to_device(boxes.astype(np.float32), device)
+    mirror = to_device(flips, device)
     rows = _weights(box[:, 0], box[:, 2], images.shape[1], size, None).to(dtype)
     columns = _weights(box[:, 1], box[:, 3], images.shape[2], size, mirror).to(dtype)
     x = images.permute(0, 3, 1, 2).to(dtype)

@@ -12,7 +12,6 @@ from pathlib import Path
 from penstock.errors import ExitCode
 from penstock.launch.life import Life
 from penstock.launch.nodes import Nodes
-from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import STOPS, Asked, Requests
 from penstock.launch.verdict import Outcome
@@ -40,11 +39,14 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
                 with requests.interrupting():
                     assignment = nodes.meet(restarts)
             except Asked:
-                outcome = Outcome(_when_asked(requests))
+                outcome = Outcome(130 if requests.signal is signal.SIGINT else int(ExitCode.SAVED_REQUEUE))
                 nodes.report(outcome)
                 return outcome.code
             restarts = assignment.restarts
-            outcome = _live(program, settings, Path(folder), assignment, requests, nodes, tell)
+            with Life(
+                program, assignment, settings, Path(folder), requests=requests, nodes=nodes, tell=tell
+            ) as life:
+                outcome = life.wait()
             spent = restarts >= settings.max_restarts
             if spent and not outcome.regroup:
                 outcome = replace(outcome, final=True)
@@ -55,44 +57,18 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
             for line in [] if outcome.regroup else lines_of(outcome.failures):
                 tell(line)
             if outcome.final:
-                return _end(outcome, settings, restarts, spent, tell)
+                if spent and restarts and outcome.failures and outcome.code != ExitCode.SAVED_REQUEUE:
+                    tell(
+                        f"the run has been restarted {restarts} times, as often as --max-restarts allows, and ends "
+                        f"here."
+                    )
+                return outcome.code
             if not outcome.regroup:
                 restarts += 1
                 tell(
                     f"all ranks are restarted from the newest checkpoint that verifies "
                     f"(restart {restarts} of at most {settings.max_restarts})."
                 )
-
-
-def _live(
-    program: Sequence[str],
-    settings: LaunchSettings,
-    folder: Path,
-    assignment: Assignment,
-    requests: Requests,
-    nodes: Nodes,
-    tell: Callable[[str], None],
-) -> Outcome:
-    life = Life(program, assignment, settings, folder, requests=requests, nodes=nodes, tell=tell)
-    try:
-        return life.wait()
-    finally:
-        life.end()
-
-
-def _end(
-    outcome: Outcome, settings: LaunchSettings, restarts: int, spent: bool, tell: Callable[[str], None]
-) -> int:
-    worth = outcome.failures and outcome.code not in (ExitCode.DONE, ExitCode.SAVED_REQUEUE)
-    if worth and spent and restarts:
-        tell(
-            f"the run has been restarted {restarts} times, as often as --max-restarts allows, and ends here."
-        )
-    return outcome.code
-
-
-def _when_asked(requests: Requests) -> int:
-    return 130 if requests.signal is signal.SIGINT else int(ExitCode.SAVED_REQUEUE)
 
 
 def _nodes(settings: LaunchSettings) -> Nodes:

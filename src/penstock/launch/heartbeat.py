@@ -19,9 +19,8 @@ T = TypeVar("T")
 
 VARIABLE: Final = "PENSTOCK_HEARTBEAT"
 """Environment variable with the path of this rank's file; not set where there is no agent."""
-_BEAT = struct.Struct(
-    "<qqd"
-)  # beats so far, the step, time.monotonic() of the last; one clock for all processes
+_BEAT = struct.Struct("<qqd")
+"""Beats so far, the step, `time.monotonic()` of the last: one clock for all processes."""
 _PROMISED = -1
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from penstock.errors import ExitCode
 from penstock.launch.nodes import Nodes
@@ -35,7 +35,7 @@ _GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE))
 
 
 class Life:
-    """The ranks of this node, running."""
+    """The ranks of this node, running while entered: at the end every process that is left is killed."""
 
     def __init__(
         self,
@@ -61,8 +61,11 @@ class Life:
                 )
                 self.ranks.append(rank)
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
+
+    def __enter__(self) -> Self:
+        return self
 
     def wait(self) -> Outcome:
         """Forward signals and pass on output until the ranks have ended. Returns the node's outcome."""
@@ -88,8 +91,7 @@ class Life:
             self._make_room(heard)
         return self._outcome()
 
-    def end(self) -> None:
-        """Kill every process of this life that is left."""
+    def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.kill()
         self._show_lines()
@@ -134,10 +136,8 @@ class Life:
         pipes = [rank.pipe for rank in self.ranks if rank.pipe is not None and rank.code is None]
         if pipes:
             ready, _, _ = select.select(pipes, [], [], _TICK)
-            if ready:
-                time.sleep(
-                    0.01
-                )  # lines come in bursts; a pipe whose writer has just ended is readable for ever
+            if ready:  # lines come in bursts; a pipe whose writer has just ended is readable for ever
+                time.sleep(0.01)
         else:
             time.sleep(_TICK)
         self._show_lines()
@@ -207,10 +207,10 @@ class Life:
 
 def _wait_for_stacks(ranks: Sequence[Rank]) -> None:
     """Wait until all that were asked have written theirs. One that waits in the kernel never does."""
-    end, before = time.monotonic() + _STACKS, list[int]()
+    end, before = time.monotonic() + _STACKS, list[str]()
     while time.monotonic() < end:
         time.sleep(_SETTLED)
-        written = [rank.stack_bytes() for rank in ranks]
+        written = [rank.read_stack() for rank in ranks]
         if all(written) and written == before:
             return
         before = written

@@ -62,10 +62,9 @@ class Meeting(Nodes):
 
     def __enter__(self) -> Self:
         # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
-        logging.getLogger("torch.distributed.elastic").setLevel(
-            logging.ERROR
-        )  # the agent tells what it means
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # What it means, the agent says.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         settings = self._settings
         alive = max(1, round(settings.lost_seconds / 3))
         parameters = RendezvousParameters(

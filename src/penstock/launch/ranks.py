@@ -124,7 +124,7 @@ class Rank:
         if told is not None:
             return Failure(self.number, self.code, told.text, told.consequence, told.seconds)
         # A process that a signal kills writes no report, but faulthandler may have written its stack.
-        stack = self._read_stack() if self.code < 0 else ""
+        stack = self.read_stack() if self.code < 0 else ""
         text = stack or (self._tail.strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else "")
         return Failure(self.number, self.code, text, False, self.ended)
 
@@ -139,16 +139,10 @@ class Rank:
 
     def stack(self) -> str:
         """The stacks that `ask_for_stack` asked for."""
-        return self._read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
+        return self.read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
 
-    def stack_bytes(self) -> int:
-        """How many bytes of them are written."""
-        try:
-            return self._stack.stat().st_size
-        except OSError:
-            return 0
-
-    def _read_stack(self) -> str:
+    def read_stack(self) -> str:
+        """What is written of them; empty before that."""
         with contextlib.suppress(OSError):
             return self._stack.read_text(errors="replace")
         return ""

@@ -54,7 +54,9 @@ class LaunchSettings:
         if high > 1 and self.rendezvous is None:
             yield "Several nodes need a rendezvous: give each the same --rdzv HOST:PORT, where HOST is one of them."
         if self.rendezvous is not None:
-            yield from _endpoint_problems(self.rendezvous)
+            match = _ENDPOINT.match(self.rendezvous)
+            if match is None or not 0 < int(match["port"]) < 65536:
+                yield f"--rdzv is {self.rendezvous!r}, but must be HOST:PORT, such as node-1:29400."
         if self.node_rank is not None and not 0 <= self.node_rank < high:
             yield f"--node-rank is {self.node_rank}, but must be from 0 to {high - 1}, as --nnodes says."
         if self.max_restarts < 0:
@@ -78,12 +80,6 @@ class LaunchSettings:
         assert self.rendezvous is not None
         host, _, port = self.rendezvous.rpartition(":")
         return host.strip("[]"), int(port)
-
-
-def _endpoint_problems(endpoint: str) -> Iterator[str]:
-    match = _ENDPOINT.match(endpoint)
-    if match is None or not 0 < int(match["port"]) < 65536:
-        yield f"--rdzv is {endpoint!r}, but must be HOST:PORT, such as node-1:29400."
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

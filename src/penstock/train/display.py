@@ -21,8 +21,12 @@ Record = Mapping[str, Any]
 class Display:
     """What the loop calls; this one shows nothing. `total` and `step` count optimizer steps."""
 
+    _total = 0
+    _task: Task | None = None
+
     def begin(self, total: int, step: int, task: Task) -> None:
         """The run starts, or goes on, at `step` of `total`. The task says what its metrics mean."""
+        self._total, self._task = total, task
 
     def show(self, record: Record) -> None:
         """A record has been written."""
@@ -32,21 +36,14 @@ class Display:
 
 
 class PlainDisplay(Display):
-    """One line per record, at most one line of steps in `seconds`."""
+    """One line per record, at most one line of steps in `seconds`; the metrics file has the others."""
 
     def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
         self._stream = stream
         self._seconds = seconds
         self._last = -float("inf")
-        self._total = 0
-        self._task: Task | None = None
-
-    def begin(self, total: int, step: int, task: Task) -> None:
-        """Remember the total that lines are counted against."""
-        self._total, self._task = total, task
 
     def show(self, record: Record) -> None:
-        """Print the record's line; lines of steps that come too fast are left to the metrics file."""
         now = time.monotonic()
         if record["event"] == "steps":
             if now - self._last < self._seconds and record["step"] < self._total:
@@ -70,17 +67,13 @@ class RichDisplay(Display):
             console=console,
         )
         self._bar: TaskID | None = None
-        self._total = 0
-        self._task: Task | None = None
 
     def begin(self, total: int, step: int, task: Task) -> None:
-        """Draw the bar."""
-        self._total, self._task = total, task
+        super().begin(total, step, task)
         self._bar = self._progress.add_task("train", total=total, completed=step, numbers="")
         self._progress.start()
 
     def show(self, record: Record) -> None:
-        """Advance the bar, or print a line above it."""
         if record["event"] != "steps":
             if line := describe(record, self._total, self._task):
                 self._progress.console.print(line, highlight=False, markup=False)
@@ -88,7 +81,6 @@ class RichDisplay(Display):
             self._progress.update(self._bar, completed=record["step"], numbers=_numbers(record))
 
     def end(self) -> None:
-        """Leave the terminal as it was found."""
         self._progress.stop()
 
 

@@ -40,6 +40,8 @@ class LossMonitor:
     ) -> None:
         self.skipper = StepSkipper(device, average=average) if can_refuse(optimizer, device) else None
         self._policy = recipe.spikes
+        self.observes_before_saving = recipe.spikes == "rewind"
+        """Whether a checkpoint must not hold steps whose losses have not been observed."""
         self._detector = SpikeDetector(recipe.spike_deviations)
         self._logs = logs
         self._skipped = 0
@@ -64,11 +66,6 @@ class LossMonitor:
             _log.warning("The loss had spikes at steps %s.", ", ".join(map(str, spikes)))
         self.rewind_because_of = spikes if self._policy == "rewind" else []
         return ({"skipped": skipped} if skipped else {}) | ({"spikes": spikes} if spikes else {})
-
-    @property
-    def observes_before_saving(self) -> bool:
-        """Whether a checkpoint must not hold steps whose losses have not been observed."""
-        return self._policy == "rewind"
 
     def unsettled(self) -> bool:
         """Whether the latest steps were not finite, so that nobody knows yet whether the weights are any good. Waits

@@ -1,4 +1,4 @@
-"""What a run tells: one record per event, to `metrics.jsonl`, the display, and TensorBoard if wished."""
+"""What a run tells: one record per event, to `metrics.jsonl`, the display, and TensorBoard where it is asked for."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from penstock.train.lock import RunLock
 
 _log = logging.getLogger(__name__)
 
-_LEAVINGS = ("checkpoints", "metrics.jsonl", "tensorboard", "export")
+_OUTPUTS = ("checkpoints", "metrics.jsonl", "tensorboard", "export")
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
     "output",
@@ -73,7 +73,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     output = Path(config.output)
 
     def all_aside() -> None:
-        for name in _LEAVINGS:
+        for name in _OUTPUTS:
             set_aside(output / name)
 
     if not resume:

@@ -52,6 +52,6 @@ def test_settling_acts_only_on_a_change(monkeypatch: pytest.MonkeyPatch) -> None
     calls: list[bool] = []
     monkeypatch.setattr(host_memory, "_kept", False)
     monkeypatch.setattr(host_memory, "keep_freed_memory", calls.append)
-    changes = [host_memory.settle(keep=keep) for keep in (False, True, True, False, False)]
+    changes = [host_memory.set_host_memory(keep=keep) for keep in (False, True, True, False, False)]
     assert changes == [False, True, False, True, False]
     assert calls == [True, False]

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from penstock.config.model import EncoderConfig as EncoderConfig
     from penstock.config.model import ModelConfig as ModelConfig
     from penstock.config.model import Seq2SeqConfig as Seq2SeqConfig
-    from penstock.config.model import Stack as Stack
     from penstock.config.model import ViTConfig as ViTConfig
     from penstock.config.plan import Plan as Plan
     from penstock.config.run import Augment as Augment
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
+    from penstock.config.stack import Stack as Stack
     from penstock.data import Batch as Batch
     from penstock.data import Loader as Loader
     from penstock.data import image_loader as image_loader
@@ -95,7 +95,7 @@ _HOME = {
     "DecoderConfig": "penstock.config.model",
     "EncoderConfig": "penstock.config.model",
     "Seq2SeqConfig": "penstock.config.model",
-    "Stack": "penstock.config.model",
+    "Stack": "penstock.config.stack",
     "StepResult": "penstock.step",
     "Task": "penstock.tasks",
     "TrainResult": "penstock.train",

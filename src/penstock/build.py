@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
@@ -27,13 +28,13 @@ from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.precision import (
     LossScaler,
     MasterWeights,
-    Precision,
     apply_precision,
     matmul_precision,
     precision_of,
 )
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.remainders import complete
+from penstock.precision.scaler import agree_over
 from penstock.step import TrainStep
 from penstock.tasks import Loss, classification_loss, task_of
 
@@ -154,7 +155,7 @@ def build(
     betas = (recipe.beta1, recipe.beta2)
     optimizer = make_optimizer(groups, plan.optimizer, lr=recipe.lr, betas=betas, eps=recipe.eps)
 
-    if plan.precision == "O3" and plan.dtype == "fp16" and recipe.eps < _FP16_EPS:
+    if numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
         _log.warning(
             "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
             "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "
@@ -164,17 +165,27 @@ def build(
 
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones; or
     # both share them, the model the upper 16 bits of each and the optimizer the others.
-    masters = None if sharded else _masters(module, optimizer, precision)
+    masters: MasterWeights | None = None
+    if precision.master == "copy" and precision.dtype is not None and not sharded:
+        masters = MasterWeights(
+            [module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists
+        )
     if precision.master == "remainder":
         complete([optimizer], [module], norms=precision.norms, lists=precision.lists)
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if not dims.alone and not sharded:
-        replicas = _replicas(module, optimizer, plan, dims, device)
+        # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
+        late = precision.master != "none" and plan.accumulate > 1
+        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if late else None)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
-    ema = None if recipe.ema_decay is None else _averages(module, recipe.ema_decay, optimizer, masters)
-    scaler = _scaler(plan, recipe, device, replicas)
+    ema: EMA | None = None
+    if recipe.ema_decay is not None:
+        weights = None if masters is None else masters.named(module)
+        publish = None if masters is None else masters.publish
+        ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish)
+    scaler = _scaler(recipe, device, dims) if precision.scales else None
     loss = loss or (classification_loss if config is None else task_of(config))
     step = TrainStep(
         module,
@@ -215,32 +226,8 @@ def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-def _masters(module: nn.Module, optimizer: Optimizer, precision: Precision) -> MasterWeights | None:
-    if precision.master != "copy" or precision.dtype is None:
-        return None
-    return MasterWeights([module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists)
-
-
-def _averages(module: nn.Module, decay: float, optimizer: Optimizer, masters: MasterWeights | None) -> EMA:
-    if masters is None:
-        return EMA(module, decay, optimizer)
-    return EMA(module, decay, optimizer, weights=masters.named(module), publish=masters.publish)
-
-
-def _replicas(
-    module: nn.Module, optimizer: Optimizer, plan: Plan, dims: ParallelDims, device: torch.device
-) -> DataParallel:
-    # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
-    late = plan.precision == "O2" and plan.accumulate > 1
-    return replicate(module, dims, device, late=(lambda: gradients_of(optimizer)) if late else None)
-
-
-def _scaler(
-    plan: Plan, recipe: Recipe, device: torch.device, replicas: DataParallel | None
-) -> LossScaler | None:
-    if plan.precision == "O0" or plan.dtype != "fp16":
-        return None
-    agree = replicas.agree if replicas else None
+def _scaler(recipe: Recipe, device: torch.device, dims: ParallelDims) -> LossScaler:
+    agree = None if dims.alone else agree_over()
     if recipe.loss_scale is None:
         return LossScaler(device, agree=agree)
     constant = recipe.loss_scale

@@ -44,7 +44,7 @@ def unavailable() -> str | None:
 _kept = False
 
 
-def settle(*, keep: bool) -> bool:
+def set_host_memory(*, keep: bool) -> bool:
     """Call `keep_freed_memory(keep)` if the setting differs; returns whether it did.
 
     This is cheap enough for every step, so Plans with different settings can take turns in one process. A

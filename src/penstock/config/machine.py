@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config.convert import Count, Natural, NotNegative, Positive, check_fields, nearest
+from penstock.config.load import dump_toml, from_dict, read_file, to_dict
 from penstock.errors import ConfigError, EnvironmentProblem
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
@@ -113,8 +114,6 @@ class Machine:
 @cache
 def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
     """Each shipped Machine, and the words that identify it in a device's name."""
-    from penstock.config.load import from_dict
-
     text = resources.files("penstock.config").joinpath("presets/machines.toml").read_text(encoding="utf-8")
     machines: dict[str, tuple[Machine, tuple[str, ...]]] = {}
     for name, table in tomllib.loads(text).items():
@@ -139,8 +138,6 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
     Raises `ConfigError` naming the nearest shipped machine, or the problems of the file.
     """
-    from penstock.config.load import from_dict, read_file
-
     name = str(name_or_path)
     if name.lower() in _datasheets():
         return _datasheets()[name.lower()][0]
@@ -155,8 +152,6 @@ def load_machine(name_or_path: str | Path) -> Machine:
 def save_machine(machine: Machine, path: str | Path) -> Path:
     """Write `machine` as JSON or TOML, depending on the suffix of `path`. Creates its folders and returns
     it."""
-    from penstock.config.load import dump_toml, to_dict
-
     path = Path(path)
     if path.suffix == ".toml":
         text = dump_toml(machine)

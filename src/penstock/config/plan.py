@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from penstock.config.convert import BadValue, Count, check_fields, convert, field_types, nearest, word
+from penstock.config.load import dump_toml, from_dict
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
@@ -180,8 +182,6 @@ class Plan:
 
     def to_toml(self) -> str:
         """Every field as TOML; `from_toml` returns an equal Plan."""
-        from penstock.config.load import dump_toml
-
         return dump_toml(self)
 
     @classmethod
@@ -190,10 +190,6 @@ class Plan:
 
         Absent fields keep their defaults. Raises `ConfigError`.
         """
-        import tomllib
-
-        from penstock.config.load import from_dict
-
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.load import load, read_file
-from penstock.config.model import PRESETS
+from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
 
@@ -36,7 +36,7 @@ def preset_run(name: str) -> RunConfig:
 
     Raises ConfigError naming the nearest preset.
     """
-    run = RUNS.get(name) or RunConfig(model=type(PRESETS["vit-digits"]).parse(name))
+    run = RUNS.get(name) or RunConfig(model=preset(name))
     return replace(run, output=f"runs/{name}")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.build import Built
 from penstock.containers import tensors as tensors_in
-from penstock.host_memory import settle
+from penstock.host_memory import set_host_memory
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
 from penstock.optim.groups import parameters_of
@@ -151,7 +151,7 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Warm:
     contender = Warm(setting, subject.device, built, micro_batches)
     compiled = setting.plan.compile != "none"
     # Now, and not with a step that is not timed, which would be the one that compiles.
-    settle(keep=setting.plan.host_memory == "keep")
+    set_host_memory(keep=setting.plan.host_memory == "keep")
     warm: list[float] = []
     while len(warm) < 2 or (len(warm) < WARM_UP_STEPS and (compiled or sum(warm) < LONG_WARM_UP)):
         warm.append(timed(contender, 1))
@@ -164,7 +164,7 @@ def contend(subject: Subject, setting: Setting, seed: int) -> Warm:
 def timed(contender: Warm, steps: int) -> float:
     """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
     device, dims = contender.device, contender.built.dims
-    if settle(keep=contender.setting.plan.host_memory == "keep"):
+    if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
     _wait(device)
     slowest(0.0, dims)  # all begin together

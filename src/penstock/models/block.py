@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.model import Mlp, Stack
 from penstock.config.plan import AttentionBackend
+from penstock.config.stack import Mlp, Stack
 from penstock.kernels.attention import split_heads, token_attention
 
 _RATE_UNIT = 2.0**-24

@@ -17,10 +17,7 @@ from penstock.parallel.dims import LOSS, ParallelDims
 @torch.no_grad()
 def average(values: Tensor, dims: ParallelDims) -> Tensor:
     """`values` averaged over the ranks that see other samples or tokens, in place; fp32 or wider, on the device."""
-    if dims.degree(*LOSS) > 1:
-        distributed.all_reduce(values, group=dims.group(*LOSS))  # gloo has no mean
-        values /= dims.degree(*LOSS)
-    return values
+    return add_up(values, dims).div_(dims.degree(*LOSS))  # gloo has no mean
 
 
 @torch.no_grad()
@@ -40,29 +37,13 @@ def slowest(value: float, dims: ParallelDims) -> float:
     return float(largest)
 
 
-def any_overflow(found_inf: Tensor) -> None:
-    """Set a 0-d flag to 1 on all ranks of the default group if one of them has it set, in place and on the device,
-    without waiting. With it, loss scalers of all ranks skip the same steps and keep the same scale.
-    """
-    distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX)
-
-
 def tell(value: Any, dims: ParallelDims) -> Any:
-    """Rank 0's `value`, on all ranks. Whatever JSON can hold: nothing is pickled."""
-    if dims.alone:
-        return value
-    text = json.dumps(value).encode() if dims.main else b""
-    length = torch.tensor([len(text)])
-    distributed.broadcast(length, src=0)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if dims.main else torch.empty(0)
-    if not dims.main:
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
-    distributed.broadcast(data, src=0)
-    return json.loads(bytes(data.tolist()))
+    """Rank 0's `value`, on all ranks; see `collect`."""
+    return collect(value if dims.main else None, dims)[0]
 
 
 def collect(value: Any, dims: ParallelDims) -> list[Any]:
-    """Every rank's `value`, by rank, on all ranks. Whatever JSON can hold."""
+    """Every rank's `value`, by rank, on all ranks. Whatever JSON can hold: nothing is pickled."""
     if dims.alone:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -144,12 +125,12 @@ class Ballot:
         """Cast this rank's value for this turn; returns the largest of the turn before (alone: of this turn)."""
         if self._dims.alone:
             return value
-        before = self.settle()
+        before = self.result()
         ballot = torch.tensor([value], dtype=torch.int64)
         self._pending = (distributed.all_reduce(ballot, op=distributed.ReduceOp.MAX, async_op=True), ballot)
         return before
 
-    def settle(self) -> int:
+    def result(self) -> int:
         """The largest value of the last turn, waited for; 0 where there was none."""
         if self._pending is None:
             return 0

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from penstock.parallel.agree import any_overflow
 from penstock.parallel.dims import LOSS, ParallelDims
 
 BUCKET_MB = 25
@@ -39,8 +38,8 @@ class DataParallel:
         if self.late is None:
             self.model.set_requires_gradient_sync(micro_batch == count - 1)
 
-    def settle(self) -> None:
-        """Drop copies of weights. Called before and after weights are changed from outside."""
+    def drop_copies(self) -> None:
+        """Free copies of weights, which may be out of date: before a forward pass outside of steps, and after it."""
 
     @torch.no_grad()
     def end(self) -> None:
@@ -56,10 +55,6 @@ class DataParallel:
         if self.late is not None:
             return 0
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-
-    def agree(self, found_inf: Tensor) -> None:
-        """One decision about an overflow for all ranks; see `any_overflow`."""
-        any_overflow(found_inf)
 
 
 def replicate(

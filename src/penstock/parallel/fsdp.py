@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
@@ -48,7 +49,7 @@ class Sharded(DataParallel):
         """See `DataParallel`. The table above says what waits for the last micro-batch."""
         last = micro_batch == count - 1
         if micro_batch == 0:
-            self.settle()
+            self.drop_copies()
         if self.plan.sharding == "zero1":
             self.model.set_requires_gradient_sync(last)
         elif self.plan.sharding == "hsdp":
@@ -56,10 +57,8 @@ class Sharded(DataParallel):
         if self.plan.sharding in ("zero1", "zero2"):
             self.model.set_reshard_after_backward(last)
 
-    def settle(self) -> None:
-        """Free weights that a forward pass without a backward pass has left whole, as an evaluation does: they may have
-        changed since.
-        """
+    def drop_copies(self) -> None:
+        """Free the whole weights that a forward pass without a backward pass leaves, as an evaluation does."""
         for unit in self.units:
             unit.reshard()
 
@@ -88,30 +87,36 @@ def shard(
     Raises:
         ConfigError: the model's blocks cannot be found, or a parameter cannot be sharded.
     """
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     assert dims.mesh is not None
     blocks = anatomy_of(model).block_modules(model)
-    _check(model)
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ConfigError(
+            f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
+            "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
+        )
     if shares is None:
         broadcast(model)
     before = dict(model.named_parameters())
     options = _options(plan, dims, device)
     for block in blocks:
-        _fully_shard(block, **options)
-    _fully_shard(
-        model, **{**options, "reshard_after_forward": False if plan.sharding[:4] == "zero" else None}
-    )
+        fully_shard(block, **options)
+    # With None, torch keeps the root's weights after the forward pass, because the backward pass needs them first.
+    options["reshard_after_forward"] = None if options["reshard_after_forward"] else False
+    fully_shard(model, **options)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     units = [*units[1:], units[0]]
     gather_mixed(model, units, plan)
-    if plan.precision == "O2" and plan.norms == "fp32":
+    numerics = numerics_of(plan)
+    if numerics.residual != numerics.norms:
         for module in model.modules():
             if is_norm(module) and _own(module):
                 compute_in_fp32(module)
     _prefetch(model, blocks)
-    for unit in units:
-        if device.type == "cpu":
+    if device.type == "cpu":
+        for unit in units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     _materialise(model, units, device, shares or {})
     _follow_moves(units)
@@ -121,15 +126,6 @@ def shard(
     for optimizer in optimizers:
         rebind(optimizer, before, model)
     return Sharded(model=model, dims=dims, plan=plan, units=units, buffers=running_statistics(model))
-
-
-def _check(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise ConfigError(
-            f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
-            "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
-        )
 
 
 def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
@@ -147,12 +143,6 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
 
 def _own(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
-
-
-def _fully_shard(module: nn.Module, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(module, **options)
 
 
 def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:

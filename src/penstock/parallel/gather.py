@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Linear
@@ -50,7 +51,7 @@ def mixed_policy(plan: Plan) -> Any:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    half = precision_of(plan).dtype if plan.precision in ("O1", "O2") else None
+    half = precision_of(plan).dtype if numerics_of(plan).by_lists else None
     # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
@@ -64,14 +65,14 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     in fp32, everything else in half precision. Values are the same to the bit as if all were gathered in fp32 and cast
     later, except that weights in fp8 are rounded to bf16 first.
     """
-    if plan.precision not in ("O1", "O2"):
+    numerics = numerics_of(plan)
+    if not numerics.by_lists:
         return
     anatomy = anatomy_of(model)
     roles = () if anatomy.unknown else anatomy.parts(Linear)
     modules = dict(model.named_modules())
-    linears = {
-        modules[linear.name] for linear in roles if linear.name in modules
-    }  # those of experts are parameters
+    # Linears of experts are parameters, and no modules.
+    linears = {modules[linear.name] for linear in roles if linear.name in modules}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules.values():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -82,7 +83,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     def in_half(module: nn.Module, name: str) -> bool:
         if module in wide:
             return False
-        if plan.precision == "O1":
+        if numerics.residual == "fp32":
             # Where operations have other lists, products may be computed in fp32 too.
             return not precision.relisted and _multiplied(module, name, module in linears)
         return precision.norms == "half" or not is_norm(module)

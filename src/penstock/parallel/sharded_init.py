@@ -27,7 +27,7 @@ _SMALL = 4096
 """Elements; what is smaller is made at once."""
 _ROOM = 32 << 20
 """Bytes of whole tensors that may stand beside the one being worked on."""
-_EMPTY = frozenset({"empty_like", "new_empty", "new_empty_strided"})
+_ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "trunc_normal_"}
 )
@@ -71,18 +71,15 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in ("empty", "empty_strided") and _to_be_made(args, kwargs):
+        if name in _ALLOCATES and self._on_host(args, kwargs):
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
+            if made.numel() < _SMALL:
+                return func(*args, **{**kwargs, "device": torch.device("cpu")})
             self._tensors[_key(made)] = _Tensor(made.shape, made.dtype)
             return made
         touched = [tensor for tensor in tensors((args, kwargs)) if self.knows(tensor)]
         if not touched or func.is_view or torch.Tag.inplace_view in func.tags or name == "detach":
             return func(*args, **kwargs)
-        if name in _EMPTY:
-            made = func(*args, **kwargs)
-            if made.is_meta:
-                self._tensors[_key(made)] = _Tensor(made.shape, made.dtype)
-            return made
         overwritten = args[0] if name in _OVERWRITES and args and self._covers(args[0]) else None
         for tensor in touched:
             self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
@@ -94,6 +91,13 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def knows(self, tensor: Tensor) -> bool:
         return _key(tensor) in self._tensors
+
+    def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an allocation is on the host: by its device, or that of the tensor it is to be like."""
+        device = kwargs.get("device")
+        if device is None and args and isinstance(args[0], Tensor):
+            device = torch.device("cpu") if self.knows(args[0]) else args[0].device
+        return device is None or torch.device(device).type == "cpu"
 
     def _covers(self, tensor: Any) -> bool:
         return (
@@ -204,12 +208,6 @@ def _rows(whole: Tensor, place: int, size: int) -> Tensor:
     length = -(-whole.shape[0] // size)
     start = min(place * length, whole.shape[0])
     return whole[start : min(start + length, whole.shape[0])]
-
-
-def _to_be_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    shape = args[0] if args else kwargs["size"]
-    return (device is None or torch.device(device).type == "cpu") and torch.Size(shape).numel() >= _SMALL
 
 
 def _key(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.model import ModelConfig, Seq2SeqConfig, Stack, ViTConfig, sequences, stacks
+from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
+from penstock.config.stack import Stack
 
 NEWTON_SCHULZ_STEPS = 5
 

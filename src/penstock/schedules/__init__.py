@@ -16,10 +16,6 @@ from penstock.schedules.diagram import diagram as diagram
 from penstock.schedules.generate import SCHEDULE_NAMES as SCHEDULE_NAMES
 from penstock.schedules.generate import ScheduleName as ScheduleName
 from penstock.schedules.generate import generate as generate
-from penstock.schedules.generate import gpipe as gpipe
-from penstock.schedules.generate import interleaved as interleaved
-from penstock.schedules.generate import one_f_one_b as one_f_one_b
-from penstock.schedules.generate import zb_h1 as zb_h1
 from penstock.schedules.schedule import Schedule as Schedule
 from penstock.schedules.simulate import Simulation as Simulation
 from penstock.schedules.simulate import Span as Span

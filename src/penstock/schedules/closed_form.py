@@ -12,27 +12,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedules.costs import Number, ratio
-from penstock.schedules.generate import ScheduleName, interleaved_warm_up, micro_batch_groups, shape_problems
+from penstock.schedules.costs import Bubble, Number
+from penstock.schedules.generate import ScheduleName, interleaved_warm_up, micro_batch_groups, require_shape
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedForm:
+class ClosedForm(Bubble):
     """The result for a schedule of equal stages, in the unit of its costs."""
 
     makespan: Number
     ideal: Number
     """The time that each rank computes, which is the makespan without a bubble."""
-
-    @property
-    def bubble_over_ideal(self) -> Number:
-        """As `Simulation.bubble_over_ideal`."""
-        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
-
-    @property
-    def bubble_fraction(self) -> Number:
-        """As `Simulation.bubble_fraction`."""
-        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
 
 
 def closed_form(
@@ -55,11 +45,9 @@ def closed_form(
 
     Raises `ConfigError` for an unknown name, counts below 1 and negative costs.
     """
-    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    require_shape(name, ranks, micro_batches, chunks)
     if not min(forward, backward_input, backward_weight, transfer) >= 0:
-        problems.append("A cost of a schedule cannot be negative.")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError("A cost of a schedule cannot be negative.")
     stage = _Stage(forward, backward_input, backward_weight, transfer if ranks > 1 else 0)
     makespan = _FORMULAS[name](ranks, micro_batches, chunks, stage)
     if makespan is None:
@@ -113,9 +101,8 @@ def _interleaved(p: int, m: int, v: int, stage: _Stage) -> Number | None:
     groups = micro_batch_groups(p, m)
     if any(p * transfer > (size - p) * slot for size in (groups[0], groups[-1]) if size > p):
         return None
-    rounds = (groups[0] == p) + (
-        groups[-1] == p
-    )  # the way back to the first rank is exposed forward in the first group, backward in the last
+    # The way back to the first rank is exposed forward in the first group, and backward in the last.
+    rounds = (groups[0] == p) + (groups[-1] == p)
     return (m * v + p - 1) * pair + (2 * (p - 1) + (v - 1) * p * rounds) * transfer
 
 
@@ -149,11 +136,9 @@ class Held(NamedTuple):
 
 def held(name: ScheduleName, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Held:
     """The most that `rank` holds: min(p − r, m) micro-batches for 1F1B. Raises `ConfigError`."""
-    problems = list(shape_problems(name, ranks, micro_batches, chunks))
-    if not problems and not 0 <= rank < ranks:
-        problems.append(f"There is no rank {rank} among {ranks}; ranks are counted from 0.")
-    if problems:
-        raise ConfigError(problems)
+    require_shape(name, ranks, micro_batches, chunks)
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"There is no rank {rank} among {ranks}; ranks are counted from 0.")
     if name == "gpipe":
         return Held(micro_batches, 0)
     if name == "zb-h1":

@@ -22,20 +22,22 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
 
     Raises `ConfigError` for an unknown name and for counts below 1.
     """
-    problems = list(shape_problems(name, ranks, micro_batches, chunks))
+    require_shape(name, ranks, micro_batches, chunks)
+    if name == "gpipe":
+        return _gpipe(ranks, micro_batches)
+    if name == "zb-h1":
+        return _zb_h1(ranks, micro_batches)
+    return _interleaved(ranks, micro_batches, chunks)
+
+
+def require_shape(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    """Raise `ConfigError` with every reason why no schedule called `name` has this shape."""
+    problems = list(_shape_problems(name, ranks, micro_batches, chunks))
     if problems:
         raise ConfigError(problems)
-    if name == "gpipe":
-        return gpipe(ranks, micro_batches)
-    if name == "1f1b":
-        return one_f_one_b(ranks, micro_batches)
-    if name == "zb-h1":
-        return zb_h1(ranks, micro_batches)
-    return interleaved(ranks, micro_batches, chunks)
 
 
-def shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> Iterator[str]:
-    """Every reason why no schedule called `name` has this shape."""
+def _shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> Iterator[str]:
     if name not in SCHEDULE_NAMES:
         yield f"There is no schedule {name!r}.{nearest(name, SCHEDULE_NAMES)} Known: {', '.join(SCHEDULE_NAMES)}."
     elif chunks > 1 and name != "interleaved":
@@ -45,9 +47,8 @@ def shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> It
             yield f"A schedule's {what} must be a whole number of at least 1, but it is {count!r}."
 
 
-def gpipe(ranks: int, micro_batches: int) -> Schedule:
+def _gpipe(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al., NeurIPS 2019; order of the backwards as in torch)."""
-    _check("gpipe", ranks, micro_batches)
     every = range(micro_batches)
     return Schedule(
         tuple(
@@ -57,25 +58,18 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
     )
 
 
-def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with a flush: each backward runs as early as possible, so at most min(p − r, m) micro-batches are
-    held.
-
-    Narayanan et al., SC 2021, §2.2.1 (PipeDream-flush).
-    """
-    return interleaved(ranks, micro_batches, 1)
-
-
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B over `chunks` model chunks per rank, which divides the bubble by `chunks` (Narayanan et al.,
+def _interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B over `chunks` model chunks per rank, which divides the bubble by `chunks` (Narayanan et al., SC 2021,
     §2.2.2).
+
+    With one chunk it is 1F1B with a flush (§2.2.1, PipeDream-flush): each backward runs as early as possible, so at
+    most min(p − r, m) micro-batches are held.
 
     Micro-batches go through the chunks in groups. The paper needs a multiple of `ranks` micro-batches and
     makes every group `ranks` long. Here the groups are as equal as possible, and none is shorter than `ranks`
     (or than m, if m < ranks). This gives the paper's order for the paper's numbers, and a valid order for all
     others.
     """
-    _check("interleaved", ranks, micro_batches, chunks)
     groups = micro_batch_groups(ranks, micro_batches)
     total = micro_batches * chunks
     return Schedule(
@@ -108,13 +102,12 @@ def interleaved_warm_up(rank: int, ranks: int, chunks: int, group: int, total: i
     return min(total, hops if chunks == 1 else (chunks - 1) * group + 2 * hops)
 
 
-def zb_h1(ranks: int, micro_batches: int) -> Schedule:
+def _zb_h1(ranks: int, micro_batches: int) -> Schedule:
     """1F1B with a split backward, where rank r postpones its weight gradients by r micro-batches.
 
     The first rank holds as much as under 1F1B, and no rank holds more. The postponed weight gradients fill
     the end of the pipeline. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, §2.2, schedule ZB-H1.
     """
-    _check("zb-h1", ranks, micro_batches)
     return Schedule(tuple(tuple(_zb_h1_rank(rank, ranks, micro_batches)) for rank in range(ranks)))
 
 
@@ -150,9 +143,3 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     steady = len(forwards) - warm_up
     pairs = [action for pair in zip(forwards[warm_up:], backwards) for action in pair]
     return (*forwards[:warm_up], *pairs, *backwards[steady:])
-
-
-def _check(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> None:
-    problems = list(shape_problems(name, ranks, micro_batches, chunks))
-    if problems:
-        raise ConfigError(problems)

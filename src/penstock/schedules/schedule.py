@@ -12,9 +12,8 @@ from penstock.errors import ConfigError
 from penstock.schedules.action import COMPUTE_KINDS, Action
 
 _RANK_LABEL = re.compile(r"\s*rank\s+(\d+)\s*\|(.*)", re.ASCII)
-_NO_ACTION = re.compile(
-    r"\.|-+|!"
-)  # idle slot, second half of a long action, mark before actions that never start
+# An idle slot, the second half of a long action, and the mark before actions that never start.
+_NO_ACTION = re.compile(r"\.|-+|!")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.schedules.action import Action, Kind
-from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
+from penstock.schedules.costs import Bubble, Costs, Number, durations, memory_changes, per_stage, ratio
 from penstock.schedules.deadlock import waits
 from penstock.schedules.schedule import Schedule
 
@@ -25,13 +25,15 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Bubble):
     """The result of a simulation. Times and memory are in the units of the costs."""
 
     schedule: Schedule
     costs: Costs
     makespan: Number
     """From the first start to the last end."""
+    ideal: Number
+    """The makespan without any bubble: the mean of `busy`."""
     busy: tuple[Number, ...]
     """Time that each rank computes."""
     peak_memory: tuple[Number, ...]
@@ -43,21 +45,6 @@ class Simulation:
     def idle(self) -> tuple[Number, ...]:
         """Time that each rank does not compute."""
         return tuple(self.makespan - busy for busy in self.busy)
-
-    @property
-    def ideal(self) -> Number:
-        """The makespan without any bubble: the mean of `busy`."""
-        return ratio(sum(self.busy), len(self.busy))
-
-    @property
-    def bubble_over_ideal(self) -> Number:
-        """Time lost, relative to `ideal`: (p − 1) / m for 1F1B with equal stages (Narayanan et al., SC 2021, §2.2)."""
-        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
-
-    @property
-    def bubble_fraction(self) -> Number:
-        """Share of all ranks' time that is idle, between 0 and 1."""
-        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
 
     def timeline(self) -> list[Span]:
         """Every action with its rank, start and end, by rank and then by time."""
@@ -99,11 +86,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     starts, clocks, waited = play(schedule, costs)
     if any(len(done) < len(order) for done, order in zip(starts, schedule.ranks)):
         raise ConfigError(waits(schedule, [len(done) for done in starts]))
+    busy = tuple(end - lost for end, lost in zip(clocks, waited))
     return Simulation(
         schedule=schedule,
         costs=costs,
         makespan=max(clocks, default=0),
-        busy=tuple(end - lost for end, lost in zip(clocks, waited)),
+        ideal=ratio(sum(busy), len(busy)),
+        busy=busy,
         peak_memory=_peaks(schedule, costs),
         starts=tuple(map(tuple, starts)),
     )

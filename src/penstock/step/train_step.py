@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.host_memory import settle
+from penstock.host_memory import set_host_memory
 from penstock.optim import EMA, clipped_step
 from penstock.parallel import DataParallel
 from penstock.precision import (
@@ -83,7 +83,7 @@ class TrainStep:
         """Take one step. Raises ConfigError when there is no micro-batch."""
         if not micro_batches:
             raise ConfigError("A training step was given no micro-batch; give it at least one.")
-        settle(keep=self.plan.host_memory == "keep")
+        set_host_memory(keep=self.plan.host_memory == "keep")
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             loss = self.runner(micro_batches)
@@ -113,12 +113,12 @@ class TrainStep:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         if self.replicas is not None:
-            self.replicas.settle()
+            self.replicas.drop_copies()
         try:
             with matmul_precision(self.plan.matmul), torch.no_grad():
                 yield
         finally:
             if self.replicas is not None:
-                self.replicas.settle()
+                self.replicas.drop_copies()
             for module, training in modes:
                 module.training = training

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.model import Mlp, ViTConfig
+from penstock.config.model import ViTConfig
+from penstock.config.stack import Mlp
 from penstock.errors import ConfigError
 from penstock.models.convert.vit import require_representable
 

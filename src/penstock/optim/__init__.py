@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.optim.clip import clip_grad_norm_, clipped_step, grad_norm
-from penstock.optim.contiguous import Contiguous, contiguous
-from penstock.optim.ema import EMA
-from penstock.optim.forms import make_optimizer
-from penstock.optim.groups import parameter_groups
-from penstock.optim.rate import learning_rate, set_learning_rate
-from penstock.optim.remainder import RemainderAdamW
-
-__all__ = [
-    "EMA",
-    "Contiguous",
-    "RemainderAdamW",
-    "clip_grad_norm_",
-    "clipped_step",
-    "contiguous",
-    "grad_norm",
-    "learning_rate",
-    "make_optimizer",
-    "parameter_groups",
-    "set_learning_rate",
-]
+from penstock.optim.clip import clip_grad_norm_ as clip_grad_norm_
+from penstock.optim.clip import clipped_step as clipped_step
+from penstock.optim.clip import grad_norm as grad_norm
+from penstock.optim.contiguous import Contiguous as Contiguous
+from penstock.optim.contiguous import contiguous as contiguous
+from penstock.optim.ema import EMA as EMA
+from penstock.optim.forms import make_optimizer as make_optimizer
+from penstock.optim.groups import parameter_groups as parameter_groups
+from penstock.optim.rate import learning_rate as learning_rate
+from penstock.optim.rate import set_learning_rate as set_learning_rate
+from penstock.optim.remainder import RemainderAdamW as RemainderAdamW

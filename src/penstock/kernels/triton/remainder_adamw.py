@@ -13,8 +13,8 @@ the result is the same on every GPU and in the interpreter. The update waits for
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -156,7 +156,7 @@ def launch(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for (dtype, aligned), members in kinds.items():
             blocks, table = _tables([arrays[i] for i in members], device)
-            addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), torch.int64, device)
+            addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), device)
             remainder_adamw_kernel[(len(blocks),)](
                 table,
                 addresses,
@@ -187,43 +187,24 @@ def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: fl
 
 def _tables(arrays: Sequence[Arrays], device: torch.device) -> tuple[Tensor, Tensor]:
     """`blocks` and `table` of the kernel."""
-    sizes = [weight.numel() for weight, *_ in arrays]
+    sizes = tuple(weight.numel() for weight, *_ in arrays)
     rows = [
         number
         for each, size in zip(arrays, sizes)
         for number in (*(array.data_ptr() for array in each), size)
     ]
-    key = (tuple(sizes), device)
-    blocks = _BLOCKS.pop(key, None)
-    if blocks is None:
-        pairs = [(i, n) for i, size in enumerate(sizes) for n in range(-(-size // BLOCK))]
-        blocks = torch.tensor(pairs, dtype=torch.int32).to(device)
-    _keep(_BLOCKS, key, blocks)
-    return blocks, _on_device(tuple(rows), torch.int64, device)
+    return _blocks(sizes, device), _on_device(tuple(rows), device)
 
 
-_KEPT = 64
-_BLOCKS: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = OrderedDict()
-_SENT: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = OrderedDict()
+@functools.lru_cache(maxsize=64)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    pairs = [(i, n) for i, size in enumerate(sizes) for n in range(-(-size // BLOCK))]
+    return torch.tensor(pairs, dtype=torch.int32).to(device)
 
 
-def _on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on the device, sent without waiting, once for as long as they stay the same."""
-    key = (numbers, device)
-    sent = _SENT.pop(key, None)
-    if sent is None:
-        host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-        # torch's allocator does not hand out the pinned memory again before the copy is through.
-        sent = host.to(device, non_blocking=True)
-    _keep(_SENT, key, sent)
-    return sent
-
-
-def _keep(
-    cache: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor],
-    key: tuple[tuple[int, ...], torch.device],
-    value: Tensor,
-) -> None:
-    cache[key] = value
-    while len(cache) > _KEPT:
-        cache.popitem(last=False)
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers as int64 on the device, sent without waiting, once for as long as they stay the same."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    # torch's allocator does not hand out the pinned memory again before the copy is through.
+    return host.to(device, non_blocking=True)

@@ -4,23 +4,15 @@ unpickled.
 
 from __future__ import annotations
 
-from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.hf import config_from_hf, hf_config
-from penstock.models.convert.load import Loaded, load_weights
-from penstock.models.convert.pretrained import from_pretrained, save_pretrained
-from penstock.models.convert.vit import from_hf, from_timm, resize_positions, to_hf, to_timm
-
-__all__ = [
-    "Loaded",
-    "config_from_hf",
-    "from_hf",
-    "from_pretrained",
-    "from_timm",
-    "hf_config",
-    "load_weights",
-    "read_state_dict",
-    "resize_positions",
-    "save_pretrained",
-    "to_hf",
-    "to_timm",
-]
+from penstock.models.convert.files import read_state_dict as read_state_dict
+from penstock.models.convert.hf import config_from_hf as config_from_hf
+from penstock.models.convert.hf import hf_config as hf_config
+from penstock.models.convert.load import Loaded as Loaded
+from penstock.models.convert.load import load_weights as load_weights
+from penstock.models.convert.pretrained import from_pretrained as from_pretrained
+from penstock.models.convert.pretrained import save_pretrained as save_pretrained
+from penstock.models.convert.vit import from_hf as from_hf
+from penstock.models.convert.vit import from_timm as from_timm
+from penstock.models.convert.vit import resize_positions as resize_positions
+from penstock.models.convert.vit import to_hf as to_hf
+from penstock.models.convert.vit import to_timm as to_timm

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number, ticks
-from penstock.report.svg import Canvas
+from penstock.report.chart import WIDTH, Chart, Entry, Scale, ticks
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "precision_ablation.json"
@@ -111,42 +110,42 @@ def draw(panels: Mapping[str, Losses], *, title: str) -> str:
         raise ValueError("All panels of an ablation need the same variants, in the same order.")
     left, right, top, row, gap = 196.0, 14.0, 62.0, 26.0, 64.0
     bottom = top + row * len(names)
-    canvas = Canvas(WIDTH, bottom + 48)
-    rows = Scale(len(names), 0, bottom, top)
+    chart = Chart(bottom + 48)
+    chart.y = Scale(len(names), 0, bottom, top)
     for i, name in enumerate(names):
-        canvas.text(left - 14, rows(i + 0.5) + 4, name, anchor="end")
+        chart.text(left - 14, chart.y(i + 0.5) + 4, name, anchor="end")
     wide = (WIDTH - left - right - gap * (len(panels) - 1)) / len(panels)
     for column, (task, of) in enumerate(panels.items()):
         start = left + column * (wide + gap)
         values = [value for name in names for value in differences(of, name)]
         reach = noise(of)
         marks = ticks(min(*values, -reach) * 1.05, max(*values, reach) * 1.05, 4)
-        _panel(Plot(canvas, Scale(marks[0], marks[-1], start, start + wide), rows), task, of, marks)
+        chart.x = Scale(marks[0], marks[-1], start, start + wide)
+        _panel(chart, task, of, marks)
     entries = [
         Entry(f"standard deviation of {BASELINE} over seeds", "--idle"), Entry("a run within", "--accent", "dot"),
         Entry("a run outside", "--bad", "dot"),
     ]  # fmt: skip
-    legend(canvas, entries, 14, 24, WIDTH)
-    return canvas.svg(title, "; ".join(_said(task, of) for task, of in panels.items()), alone=True)
+    chart.legend(entries, 14, 24, WIDTH)
+    return chart.svg(title, "; ".join(_said(task, of) for task, of in panels.items()), alone=True)
 
 
-def _panel(plot: Plot, task: str, of: Losses, marks: Sequence[float]) -> None:
-    canvas, x, reach = plot.canvas, plot.x, noise(of)
-    canvas.rect(x(-reach), plot.y.stop, x(reach) - x(-reach), plot.y.start - plot.y.stop, fill="--idle")
+def _panel(chart: Chart, task: str, of: Losses, marks: Sequence[float]) -> None:
+    x, y, reach = chart.x, chart.y, noise(of)
+    chart.box(x(-reach), y.stop, x(reach), y.start, fill="--idle")
     words = f"test loss less that of {BASELINE} with the same seed"
-    plot.x_axis(words, marks, lambda mark: number(mark, marks), grid=True)
-    canvas.line(x(0), plot.y.stop, x(0), plot.y.start, stroke="--edge")
-    canvas.text(x.start, plot.y.stop - 12, task, bold=True)
+    chart.x_axis(words, marks, grid=True)
+    chart.line(x(0), y.stop, x(0), y.start, stroke="--edge")
+    chart.text(x.start, y.stop - 12, task, bold=True)
     for row, (name, mine) in enumerate(of.items()):
-        y = plot.y(row + 0.5)
+        at = y(row + 0.5)
         for seed, (loss, base) in enumerate(zip(mine, of[BASELINE], strict=True)):
             if loss is not None and base is not None:
                 color = "--accent" if abs(loss - base) <= reach else "--bad"
-                canvas.circle(
-                    x(loss - base), y, 4, fill=color, tip=f"{name}, seed {seed}: {loss - base:+.4f}"
-                )
+                tip = f"{name}, seed {seed}: {loss - base:+.4f}"
+                chart.circle(x(loss - base), at, 4, fill=color, tip=tip)
         if lost := list(mine).count(None):
-            canvas.text(x(reach) + 10, y + 4, f"lost, {lost} of {len(mine)}", size=11, fill="--bad")
+            chart.text(x(reach) + 10, at + 4, f"lost, {lost} of {len(mine)}", size=11, fill="--bad")
 
 
 def _said(task: str, of: Losses) -> str:

@@ -9,10 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.report.chart import Entry, Scale, legend, number, signed, text_width, ticks, wrap
-from penstock.report.figures import Bar, Curve, Dot, difference_dots, loss_curves, memory_bars, waterfall
+from penstock.report.chart import Chart, Entry, Scale, number, signed, text_width, ticks, wrap
+from penstock.report.figures import (
+    Bar,
+    Line,
+    Stack,
+    difference_bars,
+    lines,
+    memory_bars,
+    stacked_bars,
+    waterfall,
+)
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.svg import Canvas
 
 BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
@@ -49,7 +57,7 @@ def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
     assert not _bar(svg, "absent <one>: 0.00×")
     assert "out of memory" in svg
     assert "<one>" not in svg  # words are escaped
-    assert len(_elements(svg, "polygon")) == 1 + 1  # what was measured and predicted, and the legend's
+    assert len(_elements(svg, "polygon")) == 1  # what was measured and predicted
 
 
 def test_a_figure_without_any_measurement_is_refused() -> None:
@@ -63,29 +71,75 @@ def test_memory_bars_label_their_values() -> None:
 
 
 def test_curves_fall_where_losses_fall() -> None:
-    curves = [Curve(label="one", values=[3.0, 2.0, 1.0], bold=True), Curve(label="none", values=[])]
-    svg = loss_curves(curves, band=([2.9, 1.9, 0.9], [3.1, 2.1, 1.1]), band_label="seeds", title="t")
+    one = Line(label="one", points=[(1, 3.0), (2, 2.0), (3, 1.0)], bold=True)
+    band = ([(1, 2.9), (3, 0.9)], [(1, 3.1), (3, 1.1)])
+    svg = lines(
+        [one, Line(label="none", points=[])],
+        band=band,
+        band_label="seeds",
+        title="t",
+        x_label="x",
+        y_label="y",
+    )
     (line,) = _elements(svg, "polyline")
     heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
     assert heights == sorted(heights)  # y grows downwards
     assert ">none<" not in svg
 
 
-def test_differences_beyond_noise_are_coloured() -> None:
-    svg = difference_dots([Dot(label="a", value=0.5), Dot(label="b", value=0.1), Dot(label="c", value=None)],
-                          noise=0.1, title="t")  # fmt: skip
-    circles = [circle for circle in _elements(svg, "circle") if len(circle)]  # the legend's have no tip
-    assert ["--bad" in (circle.get("style") or "") for circle in circles] == [True, False]
+def test_lines_mark_the_points_that_have_tips_and_name_every_line() -> None:
+    first = Line(label="first <law>", points=[(10, 1e22), (20, 3e22)], tips=["one", "two"])
+    svg = lines(
+        [first, Line(label="other", points=[(15, 2e22)])],
+        title="cost",
+        x_label="size",
+        y_label="FLOPs",
+        log=True,
+    )
+    assert [circle[0].text for circle in _elements(svg, "circle")] == ["one", "two"]
+    words = [element.text for element in _elements(svg, "text")]
+    assert {"size", "FLOPs", "first <law>", "other", "10", "20", "1e+22", "2e+22"} <= set(words)
+
+
+def test_differences_beyond_noise_are_coloured_and_grow_from_zero() -> None:
+    bars = [
+        Bar(label="a", state="higher", value=0.5), Bar(label="b", state="lower", value=-0.1),
+        Bar(label="c", state="absent"),
+    ]  # fmt: skip
+    svg = difference_bars(bars, noise=0.02, title="t")
+    (up,), (down,) = _bar(svg, "a: +0.500"), _bar(svg, "b: -0.100")
+    assert "--bad" in (up.get("style") or "")
+    assert "--c1" in (down.get("style") or "")
+    assert float(up.get("y") or 0) + float(up.get("height") or 0) == pytest.approx(
+        float(down.get("y") or 0), abs=0.2
+    )
 
 
 def test_all_differences_zero_is_no_division_by_zero() -> None:
-    assert "svg" in difference_dots([Dot(label="a", value=0.0)], noise=0.0, title="t")
+    assert "svg" in difference_bars([Bar(label="a", state="kept", value=0.0)], noise=0.0, title="t")
+
+
+def test_stacked_bars_are_as_long_as_their_parts() -> None:
+    svg = stacked_bars(
+        [Stack(label="a", parts={"x": 3.0, "y": 1.0}), Stack(label="b", parts={"x": 1.0})],
+        title="t",
+        unit="s",
+    )
+    (long,), (short,) = _bar(svg, "x: 3 s"), _bar(svg, "x: 1 s")
+    assert float(long.get("width") or 0) == pytest.approx(3 * float(short.get("width") or 0), abs=0.3)
+
+
+def test_figures_without_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one point"):
+        lines([], title="t", x_label="x", y_label="y")
+    with pytest.raises(ValueError, match="at least one bar"):
+        stacked_bars([], title="t", unit="s")
 
 
 def test_a_figure_alone_is_a_file_of_its_own() -> None:
-    canvas = Canvas(20, 10)
-    canvas.rect(0, 0, 5, 5, fill="--accent")
-    svg = canvas.svg("t", alone=True)
+    chart = Chart(10)
+    chart.box(0, 0, 5, 5, fill="--accent")
+    svg = chart.svg("t", alone=True)
     assert 'xmlns="http://www.w3.org/2000/svg"' in svg
     assert "prefers-color-scheme:dark" in svg
 
@@ -132,14 +186,14 @@ def test_labels_break_between_words_and_say_when_they_are_cut() -> None:
 
 
 def test_a_legend_breaks_into_rows_of_its_width() -> None:
-    canvas = Canvas(300)
+    chart = Chart()
     entries = [Entry(words, "--accent", "dot") for words in ("first entry", "second entry", "third entry")]
-    below = legend(canvas, entries, 0, 16, 300)
-    places = [(float(t.get("x") or 0), float(t.get("y") or 0)) for t in _elements(canvas.svg("t"), "text")]
+    below = chart.legend(entries, 0, 16, 300)
+    texts = [text for text in _elements(chart.svg("t"), "text") if text.text != "●"]
+    places = [(float(t.get("x") or 0), float(t.get("y") or 0)) for t in texts]
     assert [y for _, y in places] == [16, 16, 35]
     assert below == 54
     assert max(x + text_width("second entry") for x, _ in places) <= 300
-    assert legend(canvas, entries, 0, 16, 300, column=True) == 73
 
 
 def test_a_scale_maps_its_ends_and_marks_round_numbers() -> None:

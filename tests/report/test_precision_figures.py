@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from penstock.report.chart import STYLE
 from penstock.report.precision_figures import Shares, gradient_figure, percent
-from penstock.report.svg import STYLE
 
 SVG = "{http://www.w3.org/2000/svg}"
 BINS = {-60: 0.0001, -45: 0.0009, -30: 0.109, -25: 0.1, -20: 0.2, -14: 0.25, 0: 0.03, 15: 0.005, 16: 0.005}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.report.chart import STYLE
 from penstock.report.schedule_figure import schedule_figure
-from penstock.report.svg import STYLE
 from penstock.schedules import SCHEDULE_NAMES, Costs, generate, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,8 +14,8 @@ from penstock.errors import PenstockError
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, Lever, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Found, explore
+from penstock.report.figures import Line, Stack, lines, stacked_bars
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.plan_figures import Stack, devices_figure, stacked_bars
 from penstock.report.schedule_figure import schedule_figure
 
 SHOWN = 8
@@ -136,10 +136,18 @@ def _devices(
         if one.predictions:
             first = one.predictions[0]
             points.append((float(devices), first.iteration_seconds, first.plan.line()))
-    figure = devices_figure(points, title="Seconds of one step by devices", y_label="seconds per step")
+    times = [(devices, seconds) for devices, seconds, _ in points]
+    fewest, slowest = times[0]
+    ideal = [(devices, slowest * fewest / devices) for devices, _ in times]
+    tips = [f"{devices:,.0f} devices: {seconds:.4g} s; {plan}" for devices, seconds, plan in points]
+    figure = lines(
+        [Line(label="best layout", points=times, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
+        title="Seconds of one step by devices", x_label="devices", y_label="seconds per step", log=True,
+        x_marks=[devices for devices, _ in times],
+    )  # fmt: skip
     return Section(
         title="More devices, or fewer",
-        text="The best layout of each number of devices, at the same global batch. The dashed line is perfect scaling.",
+        text="The best layout of each number of devices, at the same global batch.",
         figures=[figure],
     )
 

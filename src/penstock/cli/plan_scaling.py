@@ -11,8 +11,8 @@ from penstock.cli.plan_layouts import write
 from penstock.config.convert import plain
 from penstock.config.machine import Machine
 from penstock.planner.scaling_laws import LAWS, ParametricLaw, kaplan, optima
+from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, page, plain_console, terminal_table
-from penstock.report.plan_figures import Line, curves
 
 ASSUMED_MFU = 0.45
 """The MFU that converts a budget of device hours to FLOPs, because no model is given."""
@@ -130,12 +130,12 @@ def _disagreement() -> Section:
 
 def _smaller(compute: float, served: float) -> Section:
     """Over-training: each law's models that are smaller than its optimum and reach the same loss."""
-    lines, rows = [], []
+    curves, rows = [], []
     for law in LAWS:
         found = overtrained(law, compute, served)
-        lines.append(
-            Line(label=law.name, points=[(one["parameters"] / 1e9, one["total_flops"]) for one in found])
-        )
+        points = [(one["parameters"] / 1e9, one["total_flops"]) for one in found]
+        tips = [f"{law.name}: {size:.4g} B, {flops:.4g} FLOPs" for size, flops in points]
+        curves.append(Line(label=law.name, points=points, tips=tips))
         rows += [
             (
                 "strong" if one["share"] == 1.0 else "",
@@ -148,8 +148,8 @@ def _smaller(compute: float, served: float) -> Section:
             for one in found
         ]  # fmt: skip
     what = f"training, and serving {served:.3g} tokens" if served else "training"
-    figure = curves(
-        lines, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
+    figure = lines(
+        curves, log=True, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
         y_label=f"FLOPs of {what}",
     )  # fmt: skip
     heads = ("of the optimum's size", "parameters", "tokens", "training FLOPs", "with serving")

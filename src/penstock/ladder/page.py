@@ -7,16 +7,7 @@ from typing import Any
 
 from penstock.ladder.result import Equality, LadderReport, RungResult
 from penstock.report.chart import number, signed
-from penstock.report.figures import (
-    Bar,
-    Curve,
-    Dot,
-    State,
-    difference_dots,
-    loss_curves,
-    memory_bars,
-    waterfall,
-)
+from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
 from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.record import facts
 
@@ -169,8 +160,8 @@ def _losses(report: LadderReport) -> list[Section]:
     noise = report.noise
     if noise is None:
         return []
-    steps = list(zip(*noise.curves, strict=True))
-    band = ([min(step) for step in steps], [max(step) for step in steps])
+    steps = list(enumerate(zip(*noise.curves, strict=True), 1))
+    band = ([(step, min(found)) for step, found in steps], [(step, max(found)) for step, found in steps])
     text = (
         f"{report.loss_steps} optimizer steps on real data, from the same weights, with samples in the same order. "
         f"The grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that "
@@ -179,12 +170,30 @@ def _losses(report: LadderReport) -> list[Section]:
         f"each other are drawn as one. A larger batch or image sees other samples, so that its difference is no error "
         f"of arithmetic."
     )
-    label = f"baseline, {len(noise.seeds)} seeds"
-    figures = [loss_curves(_curves(report), band=band, band_label=label, title="Loss of each rung")]
-    dots = [Dot(label=rung.title, value=rung.loss_difference) for rung in report.rungs[1:] if rung.losses]
-    if dots:
-        figures.append(difference_dots(dots, noise=noise.deviation, title="Loss difference of each rung"))
+    figures = [
+        lines(
+            _curves(report), band=band, band_label=f"baseline, {len(noise.seeds)} seeds",
+            title="Loss of each rung", x_label="optimizer step", y_label="loss",
+        )
+    ]  # fmt: skip
+    bars = [_difference(rung, 2 * noise.deviation) for rung in report.rungs[1:] if rung.losses]
+    if bars:
+        figures.append(difference_bars(bars, noise=noise.deviation, title="Loss difference of each rung"))
     return [Section(title="What it does to the loss", text=text, figures=figures)]
+
+
+def _difference(rung: RungResult, noise: float) -> Bar:
+    change = rung.loss_difference
+    state: State = (
+        "absent"
+        if change is None
+        else "kept"
+        if abs(change) <= noise
+        else "higher"
+        if change > 0
+        else "lower"
+    )
+    return Bar(label=rung.title, state=state, value=change, reason="no loss")
 
 
 def _several(report: LadderReport) -> list[Section]:
@@ -218,7 +227,7 @@ def _several(report: LadderReport) -> list[Section]:
     return [Section(title="Several processes", text=text, columns=columns, rows=rows)]
 
 
-def _curves(report: LadderReport) -> list[Curve]:
+def _curves(report: LadderReport) -> list[Line]:
     """A curve for each rung. Those that are nearly the same share a line and its label."""
     groups: list[list[RungResult]] = []
     for rung in report.rungs:
@@ -231,7 +240,10 @@ def _curves(report: LadderReport) -> list[Curve]:
                 break
         else:
             groups.append([rung])
-    return [Curve(label=titles(g), values=g[0].losses, bold=g[0].status == "baseline") for g in groups]
+    return [
+        Line(label=titles(g), points=list(enumerate(g[0].losses, 1)), bold=g[0].status == "baseline")
+        for g in groups
+    ]
 
 
 def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:

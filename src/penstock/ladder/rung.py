@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from penstock.config import rules
 from penstock.config.convert import nearest
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
-from penstock.config.plan import Plan
+from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.plan import HalfDtype, Plan
 from penstock.errors import ConfigError
 
 
@@ -43,6 +43,11 @@ class Situation:
     """Layouts the model can be switched to."""
     procs: int = 1
     """Processes that rungs of several may start."""
+
+    @property
+    def half(self) -> HalfDtype:
+        """The half type that its machine multiplies in: bf16, which needs no loss scale, where it can."""
+        return "bf16" if "bf16" in self.machine.peak_flops else "fp16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,23 @@ class Rung:
             return own
         changed = self.apply(setting, situation)
         return next(iter(rules.problems(changed.plan, changed.model, situation.machine, run=True)), None)
+
+
+def plan(**fields: Any) -> Callable[[Setting, Situation], Setting]:
+    """A rung's `apply` that sets fields of the Plan. A function among the values is given the situation."""
+
+    def apply(setting: Setting, situation: Situation) -> Setting:
+        values = {name: value(situation) if callable(value) else value for name, value in fields.items()}
+        return replace(setting, plan=replace(setting.plan, **values))
+
+    return apply
+
+
+def vision_only(setting: Setting) -> str | None:
+    """The obstacle of a rung that rebuilds our Vision Transformer, or None."""
+    if isinstance(setting.model, ViTConfig):
+        return None
+    return "it changes a Vision Transformer of Penstock's, and this model is your own"
 
 
 _RUNGS: dict[str, Rung] = {}

@@ -1,4 +1,4 @@
-"""The figures of a ladder: waterfall of gains, bars of memory, curves and differences of loss.
+"""The figures of ladders and plans: bars, lines, and bars made of parts.
 
 Each takes plain numbers and returns one `<svg>` element. A value that the caller does not have is None and is not
 drawn; a missing measurement is never drawn as zero.
@@ -6,17 +6,19 @@ drawn; a missing measurement is never drawn as zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number, signed, text_width, ticks, wrap
-from penstock.report.svg import CURVE_COLORS, Canvas
+from penstock.report.chart import CURVE_COLORS, SMALL, WIDTH, Chart, Entry, Scale, number, signed, ticks, wrap
 
-State = Literal["baseline", "kept", "not kept", "absent"]
-"""Later steps build on a `kept` one; a `not kept` one was measured; an `absent` one has no measurement."""
+State = Literal["baseline", "kept", "not kept", "absent", "higher", "lower"]
+"""Later steps build on a `kept` one; a `not kept` one was measured; an `absent` one has no measurement. `higher` and
+`lower` are outside the noise."""
 
-_LEFT, _RIGHT = 58.0, 12.0
+_COLORS = {"baseline": "--base", "kept": "--accent", "higher": "--bad", "lower": "--c1"}
+_BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "--idle")
+_PREDICTED = Entry("predicted", "--mark", "diamond")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +39,28 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One series over steps 1, 2, 3, …"""
+class Line:
+    """One line of a figure: its name and its points (x, y)."""
 
     label: str
-    values: Sequence[float]
+    points: Sequence[tuple[float, float]]
     bold: bool = False
+    tips: Sequence[str] = ()
+    """Shown to a pointer at each point; points are marked where there are tips, and those of a bold line have their
+    values above them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dot:
-    """One difference, where there is one."""
+class Stack:
+    """One bar: its name and its parts, in order."""
 
     label: str
-    value: float | None
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Its length."""
+        return sum(self.parts.values())
 
 
 def waterfall(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
@@ -58,177 +68,228 @@ def waterfall(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
 
     `predicted` is marked by a diamond. Raises ValueError where no bar has a value.
     """
-    plot = _bars(bars, 420.0, y_label, "×", lambda value: f"{value:.2f}×")
-    canvas, y = plot.canvas, plot.y
-    canvas.line(plot.x.start, y(1), plot.x.stop, y(1), stroke="--edge", dash="4 4")
-    half, right, level = _half_width(plot), 0.0, 0.0
+    entries = [
+        _BASELINE, Entry("where the step starts", "--soft"), Entry("what it gains", "--accent"), _UNKEPT, _PREDICTED,
+    ]  # fmt: skip
+    chart = _bars(bars, 376.0, y_label, entries, lambda value: f"{value:.2f}×")
+    x, y = chart.x, chart.y
+    chart.line(x.start, y(1), x.stop, y(1), stroke="--edge", dash="4 4")
+    half, right, level = _half_width(chart), 0.0, 0.0
     for index, bar in enumerate(bars):
-        middle = plot.x(index + 0.5)
+        middle = x(index + 0.5)
         if bar.value is not None and bar.floor == level:  # from the step that this one builds on
-            canvas.line(right, y(level), middle - half, y(level), stroke="--edge")
+            chart.line(right, y(level), middle - half, y(level), stroke="--edge")
         if bar.value is not None and bar.state in ("baseline", "kept"):
             right, level = middle + half, bar.value
-    _bar_legend(canvas, y_label, [("--soft", "where the step starts"), ("--accent", "what it gains")])
     said = "; ".join(f"{b.label} {b.value:.2f}" if b.value else f"{b.label} {b.reason}" for b in bars)
-    return canvas.svg(title, said)
+    return chart.svg(title, said)
 
 
 def memory_bars(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
-    canvas = _bars(bars, 280.0, y_label, "", number).canvas
-    _bar_legend(canvas, y_label, [("--accent", "kept")])
+    entries = [_BASELINE, Entry("kept", "--accent"), _UNKEPT, _PREDICTED]
     said = "; ".join(f"{b.label} {b.value:.3g}" for b in bars if b.value is not None)
-    return canvas.svg(title, said)
+    return _bars(bars, 236.0, y_label, entries, number).svg(title, said)
 
 
-def loss_curves(
-    curves: Sequence[Curve],
-    *,
-    band: tuple[Sequence[float], Sequence[float]] | None,
-    band_label: str,
-    title: str,
-) -> str:
-    """Loss over steps, one line per curve, on the band (lowest, highest) of the baseline over its seeds."""
-    drawn = [curve for curve in curves if curve.values]
-    every = [value for curve in drawn for value in curve.values]
-    if band is not None:
-        every += [*band[0], *band[1]]
-    steps = max(2, *(len(curve.values) for curve in drawn))
-    marks = ticks(min(every), max(max(every), min(every) + 1e-3), 5)
-    canvas, side = Canvas(WIDTH), 250.0
-    plot = Plot(canvas, Scale(1, steps, _LEFT, WIDTH - side), Scale(marks[0], marks[-1], 354, 34))
-    plot.y_axis("loss", marks, lambda value: number(value, marks))
-    plot.x_axis("optimizer step", [m for m in plot.x.marks(8) if m == int(m)], lambda value: f"{value:.0f}")
-    entries = []
-    if band is not None:
-        low, high = ([(step, v) for step, v in enumerate(edge, 1)] for edge in band)
-        canvas.path(plot.points([*high, *reversed(low)]), closed=True, fill="--edge", opacity=0.38)
-        entries.append(Entry(band_label, "--edge"))
-    colored = 0
-    for curve in drawn:
-        color, dash = "--ink", None
-        if not curve.bold:
-            color = CURVE_COLORS[colored % len(CURVE_COLORS)]
-            dash = "5 3" if colored >= len(CURVE_COLORS) else None
-            colored += 1
-        points = plot.points(enumerate(curve.values, 1))
-        canvas.path(points, stroke=color, stroke_width=2.6 if curve.bold else 1.5, dash=dash)
-        entries.append(Entry(curve.label, color, "line", curve.bold, dash))
-    bottom = legend(canvas, entries, plot.x.stop + 22, 50, side - 30, column=True)
-    canvas.height = max(400.0, bottom)
-    said = "; ".join(f"{c.label} ends at {c.values[-1]:.4f}" for c in drawn)
-    return canvas.svg(title, said)
+def difference_bars(bars: Sequence[Bar], *, noise: float, title: str) -> str:
+    """Loss differences from the baseline; the band is ±2 standard deviations over seeds."""
+    entries = [
+        Entry("±2 standard deviations of the baseline over seeds", "--idle"), Entry("within", "--accent"),
+        Entry("higher", "--bad"), Entry("lower", "--c1"),
+    ]  # fmt: skip
+    chart = _bars(bars, 180.0, "loss minus baseline", entries, lambda value: signed(value, 3), band=2 * noise)
+    said = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars if bar.value is not None)
+    return chart.svg(title, said)
 
 
-def difference_dots(dots: Sequence[Dot], *, noise: float | None, title: str) -> str:
-    """Loss differences from the baseline, one dot per step; the band is ±2 standard deviations over seeds."""
-    known = [abs(dot.value) for dot in dots if dot.value is not None]
-    reach = max([*known, 2 * noise if noise else 0.0, 1e-4]) * 1.12
-    marks, label = ticks(-reach, reach, 4), "loss minus baseline"
-    plot = Plot(
-        Canvas(WIDTH),
-        Scale(0, len(dots), _LEFT, WIDTH - _RIGHT),
-        Scale(marks[0], marks[-1], 214, 34),
-    )
-    canvas, x, y = plot.canvas, plot.x, plot.y
-    if noise is not None:
-        canvas.rect(x.start, y(2 * noise), x.stop - x.start, y(-2 * noise) - y(2 * noise), fill="--idle")
-        entries = [
-            Entry("±2 standard deviations of the baseline over seeds", "--idle"),
-            Entry("within", "--accent", "dot"), Entry("higher", "--bad", "dot"), Entry("lower", "--c1", "dot"),
-        ]  # fmt: skip
-        _legend_after(canvas, label, entries)
-    plot.y_axis(label, marks, lambda value: f"{value:+g}" if value else "0")
-    canvas.line(x.start, y(0), x.stop, y(0), stroke="--ink")
-    for index, dot in enumerate(dots):
-        middle = x(index + 0.5)
-        if dot.value is None:
-            canvas.text(middle, y(0) - 6, "–", anchor="middle", fill="--muted")
-            continue
-        inside = noise is None or abs(dot.value) <= 2 * noise
-        color, at = "--accent" if inside else "--bad" if dot.value > 0 else "--c1", y(dot.value)
-        canvas.line(middle, y(0), middle, at, stroke=color, stroke_width=1.5)
-        canvas.circle(middle, at, 5, fill=color, tip=f"{dot.label}: {dot.value:+.4f}")
-        beside = at - 10 if dot.value >= 0 else at + 19
-        canvas.text(middle, beside, signed(dot.value, 3), size=11, anchor="middle")
-    canvas.height = _step_names(plot, [(dot.label, "--ink") for dot in dots])
-    said = "; ".join(f"{dot.label} {dot.value:+.4f}" for dot in dots if dot.value is not None)
-    return canvas.svg(title, said)
-
-
-def _bars(bars: Sequence[Bar], bottom: float, y_label: str, unit: str, write: Callable[[float], str]) -> Plot:
-    """Axes, bars with their values and predictions, and the names below."""
-    tops = [top for bar in bars for top in (bar.value, bar.high, bar.predicted) if top is not None]
+def _bars(
+    bars: Sequence[Bar], height: float, y_label: str, entries: Sequence[Entry], write: Callable[[float], str],
+    *, band: float | None = None,
+) -> Chart:  # fmt: skip
+    """Axes, bars with their values and predictions, and the names below; a `band` lies around 0."""
     if not any(bar.value is not None for bar in bars):
         raise ValueError("A figure needs at least one measured bar.")
-    marks = ticks(0, max(tops) * 1.06, 5)
-    x = Scale(0, len(bars), _LEFT, WIDTH - _RIGHT)
-    plot = Plot(Canvas(WIDTH), x, Scale(0, marks[-1], bottom, 44))
-    plot.y_axis(y_label, marks, lambda value: number(value, marks) + unit)
+    ends = [end for bar in bars for end in (bar.value, bar.high, bar.predicted) if end is not None]
+    reach = [0.0] if band is None else [-band, band, -1e-4, 1e-4]
+    marks = ticks(min(*ends, *reach) * 1.12, max(*ends, *reach) * 1.06, 5)
+    chart = Chart()
+    top = chart.head(y_label, entries) + 6
+    chart.x = Scale(0, len(bars), 58.0, WIDTH - 12.0)
+    chart.y = Scale(marks[0], marks[-1], top + height, top)
+    x, y = chart.x, chart.y
+    if band is not None:
+        chart.box(x.start, y(-band), x.stop, y(band), fill="--idle")
+    chart.y_axis(marks)
+    chart.line(x.start, y(0), x.stop, y(0), stroke="--edge")
     for index, bar in enumerate(bars):
         middle = x(index + 0.5)
         if bar.value is None:
-            words = bar.reason or "not measured"
-            plot.canvas.text(middle + 4, bottom - 8, words, fill="--muted", rotate=-90)
+            chart.text(middle + 4, y(0) - 8, bar.reason or "not measured", fill="--muted", rotate=-90)
         else:
-            _bar(plot, middle, bar, bar.value, write)
-    names = [(bar.label, "--ink" if bar.state in ("baseline", "kept") else "--muted") for bar in bars]
-    plot.canvas.height = _step_names(plot, names)
-    return plot
+            _bar(chart, middle, bar, bar.value, write)
+    chart.height = _names_below(chart, bars)
+    return chart
 
 
-def _bar(plot: Plot, middle: float, bar: Bar, value: float, write: Callable[[float], str]) -> None:
+def _bar(chart: Chart, middle: float, bar: Bar, value: float, write: Callable[[float], str]) -> None:
     """A step: where it started in a soft colour, its gain above that, then whiskers, prediction and value."""
-    canvas, y = plot.canvas, plot.y
-    half, kept = _half_width(plot), bar.state == "kept"
-    look = {"baseline": "--base", "kept": "--accent"}.get(bar.state, "--idle")
+    y, half, ink = chart.y, _half_width(chart), "--ink"
+    look = _COLORS.get(bar.state, "--idle")
     edge, dash = (None, None) if look != "--idle" else ("--edge", "3 3")
-    start = bar.floor if bar.floor is not None and kept else 0.0
+    start = min(bar.floor, value) if bar.floor is not None and bar.state == "kept" else 0.0
     tip = f"{bar.label}: {write(value)}"
     if start:
-        canvas.rect(middle - half, y(start), 2 * half, y(0) - y(start), fill="--soft", tip=tip)
-    canvas.rect(
-        middle - half, y(value), 2 * half, y(start) - y(value),
-        fill=look, stroke=edge, dash=dash, radius=2, tip=tip,
-    )  # fmt: skip
+        chart.box(middle - half, y(0), middle + half, y(start), fill="--soft", tip=tip)
+    chart.box(
+        middle - half, y(start), middle + half, y(value), fill=look, stroke=edge, dash=dash, radius=2, tip=tip
+    )
     if bar.low is not None and bar.high is not None:
-        canvas.line(middle, y(bar.low), middle, y(bar.high), stroke="--ink", stroke_width=1.4)
+        chart.line(middle, y(bar.low), middle, y(bar.high), stroke=ink, stroke_width=1.4)
         for end in (bar.low, bar.high):
-            canvas.line(middle - 4, y(end), middle + 4, y(end), stroke="--ink", stroke_width=1.4)
+            chart.line(middle - 4, y(end), middle + 4, y(end), stroke=ink, stroke_width=1.4)
     top = y(max(value, start, bar.high or 0.0))
     if bar.predicted is not None:
         at = y(bar.predicted)
-        canvas.diamond(middle, at, 6, fill="--mark")
+        around = [(middle, at - 6), (middle + 6, at), (middle, at + 6), (middle - 6, at)]
+        chart.path(around, closed=True, fill=_PREDICTED.color, stroke="--card")
         top = at - 4 if top - 28 < at < top + 4 else top  # keeps clear of the diamond
     faint = bar.state == "not kept"
-    color = "--muted" if faint else "--ink"
-    canvas.text(middle, top - 7, write(value), size=13, anchor="middle", bold=not faint, fill=color)
+    beside = y(value) + 18 if value < 0 else top - 7
+    fill = "--muted" if faint else ink
+    chart.text(middle, beside, write(value), size=13, anchor="middle", bold=not faint, fill=fill)
 
 
-def _half_width(plot: Plot) -> float:
-    return min(31.0, (plot.x(1) - plot.x(0)) * 0.36)
+def _half_width(chart: Chart) -> float:
+    return min(31.0, (chart.x(1) - chart.x(0)) * 0.36)
 
 
-def _step_names(plot: Plot, names: Sequence[tuple[str, str]]) -> float:
-    """Write each step's name and colour below its place, broken to its width; returns the figure's height."""
-    slot = plot.x(1) - plot.x(0)
-    size = 11.5 if slot >= 66 else 10.5
-    lowest = plot.y.start
-    for index, (name, color) in enumerate(names):
-        for row, line in enumerate(wrap(name, slot - 2, size, most=4)):
-            below = plot.y.start + 20 + 15 * row
-            plot.canvas.text(plot.x(index + 0.5), below, line, size=size, anchor="middle", fill=color)
+def _names_below(chart: Chart, bars: Sequence[Bar]) -> float:
+    """Write each step's name below its place, broken to its width; returns the figure's height."""
+    slot = chart.x(1) - chart.x(0)
+    size = SMALL if slot >= 66 else 10.5
+    lowest = chart.y.start
+    for index, bar in enumerate(bars):
+        fill = "--muted" if bar.state in ("not kept", "absent") else "--ink"
+        for row, line in enumerate(wrap(bar.label, slot - 2, size, most=4)):
+            below = chart.y.start + 20 + 15 * row
+            chart.text(chart.x(index + 0.5), below, line, size=size, anchor="middle", fill=fill)
             lowest = max(lowest, below)
     return lowest + 6
 
 
-def _bar_legend(canvas: Canvas, label: str, own: Sequence[tuple[str, str]]) -> None:
-    boxes = [("--base", "baseline"), *own, ("--idle", "measured, not kept")]
-    entries = [Entry(words, color) for color, words in boxes]
-    _legend_after(canvas, label, [*entries, Entry("predicted", "--mark", "diamond")])
+def lines(
+    drawn: Sequence[Line],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+    x_marks: Sequence[float] | None = None,
+    band: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
+    band_label: str = "",
+) -> str:
+    """Lines, a colour each and the bold ones in black, on the band between a lower and an upper line.
+
+    With `log` both axes are logarithmic. Raises ValueError without any point.
+    """
+    drawn = [line for line in drawn if line.points]
+    every = [point for points in (*(line.points for line in drawn), *(band or ())) for point in points]
+    if not every:
+        raise ValueError("A figure of lines needs at least one point.")
+    plain = [line for line in drawn if not line.bold]
+    looks = dict.fromkeys((line.label for line in drawn if line.bold), ("--ink", "line"))
+    for index, line in enumerate(plain):
+        color = CURVE_COLORS[index % len(CURVE_COLORS)]
+        looks[line.label] = (color, "line" if index < len(CURVE_COLORS) else "dashes")
+    chart = Chart()
+    entries = [Entry(band_label, "--edge")] if band else []
+    entries += [Entry(line.label, *looks[line.label], line.bold) for line in drawn]  # type: ignore[arg-type]
+    top = chart.head(y_label, entries) + 6
+    chart.height = top + 360
+    xs, ys = zip(*every)
+    if log:
+        margin, bottom = 1.15, chart.height - 48
+        chart.x = Scale(min(xs) / margin, max(xs) * margin, 84.0, WIDTH - 30, log=True)
+        chart.y = Scale(min(ys) / margin, max(ys) * margin, bottom, top, log=True)
+        chart.y_axis(chart.y.marks(), lambda mark: f"{mark:.3g}")
+    else:
+        marks = ticks(min(ys), max(max(ys), min(ys) + 1e-3), 5)
+        chart.x = Scale(min(xs), max(max(xs), min(xs) + 1), 58.0, WIDTH - 12)
+        chart.y = Scale(marks[0], marks[-1], chart.height - 48, top)
+        chart.y_axis(marks)
+    at = chart.x.marks(8) if x_marks is None else x_marks
+    chart.x_axis(x_label, at, lambda mark: f"{mark:,g}", grid=log)
+    if band is not None:
+        low, high = band
+        chart.path(chart.points([*high, *reversed(low)]), closed=True, fill="--edge", opacity=0.38)
+    for line in drawn:
+        color, mark = looks[line.label]
+        places = chart.points(line.points)
+        width = 2.6 if line.bold else 1.6
+        chart.path(places, stroke=color, stroke_width=width, dash="5 3" if mark == "dashes" else None)
+        for (x, y), tip in zip(places, line.tips):
+            chart.circle(x, y, 4, fill=color, tip=tip)
+        for (x, y), (_, value) in zip(places, line.points if line.tips and line.bold else ()):
+            chart.text(x, y - 11, number(value), anchor="middle", bold=True)
+    said = "; ".join(f"{line.label} ends at {line.points[-1][1]:.4g}" for line in drawn)
+    return chart.svg(title, said)
 
 
-def _legend_after(canvas: Canvas, label: str, entries: Sequence[Entry]) -> None:
-    """In the first row of a figure, after the label of its y axis."""
-    x = text_width(label) + 40
-    legend(canvas, entries, x, 16, WIDTH - x)
+def stacked_bars(
+    stacks: Sequence[Stack],
+    *,
+    title: str,
+    unit: str,
+    limit: float | None = None,
+    words: Mapping[str, str] | None = None,
+) -> str:
+    """Horizontal bars of one scale, the largest parts first, each part with its colour; `limit` is a line across.
+
+    Parts below half a per cent of the longest bar are summed up as "other". Raises ValueError without any bar.
+    """
+    longest = max((stack.total for stack in stacks), default=0.0)
+    if longest <= 0:
+        raise ValueError("A figure of stacked bars needs at least one bar with a length.")
+    left, right, row = 250.0, WIDTH - 60.0, 34.0
+    words = words or {}
+    colors = dict(zip(_large(stacks, longest), CURVE_COLORS))
+    chart = Chart()
+    entries = [Entry(words.get(name, name), color) for name, color in colors.items()]
+    head = chart.head(unit, [*entries, Entry("other", "--idle")]) + 3
+    bottom = head + row * len(stacks)
+    x = chart.x = Scale(0, max(longest, limit or 0.0) * 1.04, left, right)
+    chart.y = Scale(0, len(stacks), bottom, head - 4)
+    chart.x_axis("", x.marks(6), grid=True)
+    for index, stack in enumerate(stacks):
+        y, done = head + index * row, 0.0
+        for extra, text in enumerate(wrap(stack.label, left - 14, 11, most=2)):
+            chart.text(left - 10, y + 14 + 13 * extra, text, size=11, anchor="end")
+        small = {name: value for name, value in stack.parts.items() if name not in colors and value > 0}
+        listed = ", ".join(
+            f"{words.get(k, k)} {small[k]:.3g}" for k in sorted(small, key=lambda k: -small[k])
+        )
+        parts = [(words.get(name, name), stack.parts.get(name, 0.0), color) for name, color in colors.items()]
+        for name, value, color in [*parts, (f"other ({listed})", sum(small.values()), "--idle")]:
+            if value > 0:
+                tip = f"{name}: {value:.4g} {unit}"
+                chart.box(x(done), y + 4, x(done + value), y + row - 8, fill=color, tip=tip)
+                done += value
+        # In a column of their own, right of the limit: beside short bars the line would cross them.
+        chart.text(right + 10, y + 19, number(stack.total), bold=True)
+    if limit is not None:
+        at = x(limit)
+        chart.line(at, head - 8, at, bottom, stroke="--bad", stroke_width=1.6, dash="5 4")
+        chart.text(at, head - 12, f"limit {number(limit)}", size=SMALL, anchor="middle", fill="--bad")
+    chart.height = bottom + 30
+    return chart.svg(title, "; ".join(f"{stack.label}: {stack.total:.4g} {unit}" for stack in stacks))
+
+
+def _large(stacks: Sequence[Stack], longest: float) -> list[str]:
+    """Parts worth a colour of their own, the largest first, at most as many as there are colours less one."""
+    size: dict[str, float] = {}
+    for stack in stacks:
+        for name, value in stack.parts.items():
+            size[name] = max(size.get(name, 0.0), value)
+    kept = [name for name in sorted(size, key=lambda name: -size[name]) if size[name] > 0.005 * longest]
+    return kept[: len(CURVE_COLORS) - 1]

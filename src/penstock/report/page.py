@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.report.svg import STYLE
+from penstock.report.chart import STYLE
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.report.chart import SMALL, WIDTH, Entry, Plot, Scale, legend, text_width
-from penstock.report.svg import Canvas
+from penstock.report.chart import SMALL, WIDTH, Chart, Entry, Scale, text_width
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 92.0, 16.0, 62.0, 362.0
 _LOWEST, _HIGHEST = -40, 16
 """The first and the end of the exponents with a bin each; what is outside shares one bin at each end."""
 _FARTHEST = -100
@@ -18,6 +17,7 @@ _SMALLEST, _NORMAL, _LARGEST = -24, -14, 16
 _ROUNDS_AWAY = -25
 """Below this exponent fp16 rounds to zero."""
 _FLOOR = 1e-7
+_FAR = 10_000
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -31,6 +31,10 @@ class Shares:
     wrong: float
     """Infinite, or not a number."""
 
+    def between(self, low: int, high: int) -> float:
+        """Those with an exponent in [low, high)."""
+        return sum(share for exponent, share in self.bins.items() if low <= exponent < high)
+
 
 def gradient_figure(shares: Shares, *, scale: float | None, title: str, alone: bool = False) -> str:
     """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16.
@@ -43,53 +47,49 @@ def gradient_figure(shares: Shares, *, scale: float | None, title: str, alone: b
         raise ValueError("A figure of gradients needs at least one value.")
     shift = 0 if scale is None else round(math.log2(scale))
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
-    last = _HIGHEST + (3 if shares.wrong else 1)
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
+    chart = Chart()
     # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
-    x = Scale(low - 3, last, _LEFT, WIDTH - _RIGHT)
-    plot = Plot(Canvas(WIDTH), x, Scale(min(floor, 0.01), 1.0, _BOTTOM, _TOP, log=True))
-    _axes(plot, low, wrong=shares.wrong > 0)
-    _bins(plot, shares, low, shift)
-    _limits(plot)
-    _band(plot, low, 0, "fp16 holds", _BOTTOM + 40)
+    chart.x = Scale(low - 3, _HIGHEST + (3 if shares.wrong else 1), 92.0, WIDTH - 16.0)
+    chart.y = Scale(min(floor, 0.01), 1.0, 362.0, 62.0, log=True)
+    decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
+    chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
+    chart.text(16, 212, "share of the values", anchor="middle", fill="--muted", rotate=-90)
+    chart.x_axis("", range(low, _HIGHEST + 1, 4), lambda exponent: _power(int(exponent)))
+    _bins(chart, shares, low, shift)
+    _limits(chart)
+    _band(chart, low, 0, "fp16 holds", chart.y.start + 40)
     if scale is not None:
-        _band(plot, low, shift, f"at loss scale {_power(shift)}", _BOTTOM + 66)
+        _band(chart, low, shift, f"at loss scale {_power(shift)}", chart.y.start + 66)
     entries = [Entry("held by fp16", "--accent"), Entry("held with fewer bits", "--soft")]
     entries += [Entry("saved by the loss scale", "--c1")] if scale is not None else []
     entries += [Entry("lost or infinite", "--bad"), Entry("zero in fp32 too", "--base")]
-    below = _BOTTOM + (74 if scale is None else 100)
-    plot.canvas.height = legend(plot.canvas, entries, _LEFT, below, WIDTH - _LEFT) - 6
-    return plot.canvas.svg(title, _said(shares, shift), alone=alone)
+    below = chart.y.start + (74 if scale is None else 100)
+    chart.height = chart.legend(entries, chart.x.start, below, WIDTH - chart.x.start) - 6
+    return chart.svg(title, _said(shares, shift), alone=alone)
 
 
-def _axes(plot: Plot, low: int, *, wrong: bool) -> None:
-    decades = [10.0**-d for d in range(round(-math.log10(plot.y.low)) + 1)]
-    plot.y_axis("", decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
-    middle = (_TOP + _BOTTOM) / 2
-    plot.canvas.text(16, middle, "share of the values", anchor="middle", fill="--muted", rotate=-90)
-    plot.x_axis("", range(low, _HIGHEST + 1, 4), lambda exponent: _power(int(exponent)))
-    for place, words in [(low - 2.5, "0")] + ([(_HIGHEST + 2.5, "inf")] if wrong else []):
-        plot.canvas.text(plot.x(place), _BOTTOM + 19, words, anchor="middle", fill="--muted", size=SMALL)
-
-
-def _bins(plot: Plot, shares: Shares, low: int, shift: int) -> None:
-    def bar(place: int, share: float, fill: str, words: str) -> None:
-        if share > 0:
-            left, right = plot.x(place) + 1, plot.x(place + 1) - 1
-            top = min(plot.y(max(share, plot.y.low)), _BOTTOM - 1.5)
-            tip = f"{words}: {percent(share)}"
-            plot.canvas.rect(left, top, right - left, _BOTTOM - top, fill=fill, radius=1.5, tip=tip)
-
-    def between(first: int, end: int) -> float:
-        return sum(share for exponent, share in shares.bins.items() if first <= exponent < end)
-
-    bar(low - 3, shares.zero, "--base", "zero")
-    bar(low - 1, between(-10_000, low), "--bad", f"below {_power(low)}")
+def _bins(chart: Chart, shares: Shares, low: int, shift: int) -> None:
+    bottom = chart.y.start
+    bars: list[tuple[float, float, str, str]] = [
+        (low - 3, shares.zero, "--base", "zero"),
+        (low - 1, shares.between(-_FAR, low), "--bad", f"below {_power(low)}"),
+    ]
     for exponent in range(low, _HIGHEST):
         words = f"{_power(exponent)} to {_power(exponent + 1)}"
-        bar(exponent, shares.bins.get(exponent, 0.0), _fate(exponent, shift), words)
-    bar(_HIGHEST, between(_HIGHEST, 10_000), _fate(_HIGHEST, shift), f"from {_power(_HIGHEST)}")
-    bar(_HIGHEST + 2, shares.wrong, "--bad", "infinite or not a number")
+        bars.append((exponent, shares.bins.get(exponent, 0.0), _fate(exponent, shift), words))
+    above = shares.between(_HIGHEST, _FAR)
+    bars.append((_HIGHEST, above, _fate(_HIGHEST, shift), f"from {_power(_HIGHEST)}"))
+    bars.append((_HIGHEST + 2, shares.wrong, "--bad", "infinite or not a number"))
+    for place, share, fill, words in bars:
+        if share > 0:
+            top = min(chart.y(max(share, chart.y.low)), bottom - 1.5)
+            tip = f"{words}: {percent(share)}"
+            chart.box(chart.x(place) + 1, bottom, chart.x(place + 1) - 1, top, fill=fill, radius=1.5, tip=tip)
+    for place, _, _, words in bars[:: len(bars) - 1]:
+        if words == "zero" or shares.wrong > 0:
+            name = "0" if words == "zero" else "inf"
+            chart.text(chart.x(place + 0.5), bottom + 19, name, anchor="middle", fill="--muted", size=SMALL)
 
 
 def _fate(exponent: int, shift: int) -> str:
@@ -101,48 +101,48 @@ def _fate(exponent: int, shift: int) -> str:
     return "--soft" if exponent < _NORMAL else "--accent"
 
 
-def _limits(plot: Plot) -> None:
+def _limits(chart: Chart) -> None:
     for exponent, number, words in (
         (_SMALLEST, _power(_SMALLEST), "smallest fp16"),
         (_NORMAL, _power(_NORMAL), "smallest normal"),
         (_LARGEST, "65,504", "largest fp16"),
     ):
-        x = plot.x(exponent)
-        plot.canvas.line(x, _TOP - 8, x, _BOTTOM, stroke="--ink", dash="4 3")
+        x, top = chart.x(exponent), chart.y.stop
+        chart.line(x, top - 8, x, chart.y.start, stroke="--ink", dash="4 3")
         x = min(x, WIDTH - 4 - text_width(words, SMALL) / 2)  # the last one stands near the edge
-        plot.canvas.text(x, _TOP - 26, number, anchor="middle", bold=True)
-        plot.canvas.text(x, _TOP - 12, words, anchor="middle", size=SMALL, fill="--muted")
+        chart.text(x, top - 26, number, anchor="middle", bold=True)
+        chart.text(x, top - 12, words, anchor="middle", size=SMALL, fill="--muted")
 
 
-def _band(plot: Plot, low: int, shift: int, words: str, y: float) -> None:
+def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
     """What fp16 holds of the unscaled values, when they are multiplied by 2^shift first."""
 
     def x(exponent: int) -> float:
-        return plot.x(min(max(exponent - shift, low - 1), _HIGHEST + 1))
+        return chart.x(min(max(exponent - shift, low - 1), _HIGHEST + 1))
 
     for first, last, fill, note in (
         (_SMALLEST, _NORMAL, "--soft", ", with fewer bits"),
         (_NORMAL, _LARGEST, "--accent", ""),
     ):
         tip = f"{_power(first - shift)} to {_power(last - shift)}{note}"
-        plot.canvas.rect(x(first), y, x(last) - x(first), 12, fill=fill, radius=2, tip=tip)
-    if x(_SMALLEST) - _LEFT > 130:
-        plot.canvas.text(x(_SMALLEST) - 8, y + 10.5, words, anchor="end", size=SMALL, fill="--muted")
+        chart.box(x(first), y, x(last), y + 12, fill=fill, radius=2, tip=tip)
+    if x(_SMALLEST) - chart.x.start > 130:
+        chart.text(x(_SMALLEST) - 8, y + 10.5, words, anchor="end", size=SMALL, fill="--muted")
     else:
-        plot.canvas.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")
+        chart.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")
 
 
 def _said(shares: Shares, shift: int) -> str:
-    def between(low: int, high: int) -> str:
-        return percent(sum(share for exponent, share in shares.bins.items() if low <= exponent < high))
-
-    far = 10_000
+    held = [-_FAR, _ROUNDS_AWAY, _NORMAL, _LARGEST, _FAR]
+    lost, fewer, whole, infinite = (percent(shares.between(*ends)) for ends in itertools.pairwise(held))
     text = (
-        f"zero {percent(shares.zero)}; lost in fp16 {between(-far, _ROUNDS_AWAY)}; with fewer bits "
-        f"{between(_ROUNDS_AWAY, _NORMAL)}; whole {between(_NORMAL, _LARGEST)}; infinite {between(_LARGEST, far)}"
+        f"zero {percent(shares.zero)}; lost in fp16 {lost}; with fewer bits {fewer}; whole {whole}; "
+        f"infinite {infinite}"
     )
     if shift:
-        text += f"; lost at loss scale {_power(shift)}: {between(-far, _ROUNDS_AWAY - shift)}"
+        text += (
+            f"; lost at loss scale {_power(shift)}: {percent(shares.between(-_FAR, _ROUNDS_AWAY - shift))}"
+        )
     return text
 
 

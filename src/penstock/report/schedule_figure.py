@@ -7,8 +7,7 @@ rank's second and later model chunks are tints of the same colours. What stays e
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.report.chart import WIDTH, Entry, Plot, Scale, legend, number
-from penstock.report.svg import Canvas
+from penstock.report.chart import WIDTH, Chart, Entry, Scale, number
 from penstock.schedules import Kind, Simulation, Span
 
 MOST_CELLS = 20_000
@@ -52,30 +51,29 @@ def schedule_figure(
     ranks = len(simulation.schedule.ranks)
     row = min(30.0, max(12.0, 640.0 / ranks))
     bottom = _TOP + ranks * row
-    canvas = Canvas(WIDTH, bottom + 44)
-    plot = Plot(canvas, Scale(low, high, _LEFT, WIDTH - _RIGHT), Scale(ranks, 0, bottom, _TOP))
-    _rows(plot, simulation, row, memory_unit)
+    chart = Chart(bottom + 44)
+    chart.x, chart.y = Scale(low, high, _LEFT, WIDTH - _RIGHT), Scale(ranks, 0, bottom, _TOP)
+    _rows(chart, simulation, row, memory_unit)
     tints = _tints(simulation)
     for span in shown:
-        _cell(plot, span, row, tints[span.action.stage])
-    marks = plot.x.marks(10)
-    plot.x_axis(f"time [{unit}]" if unit else "time", marks, lambda mark: number(mark, marks))
+        _cell(chart, span, row, tints[span.action.stage])
+    chart.x_axis(f"time [{unit}]" if unit else "time", chart.x.marks(10))
     used = {action.kind for order in simulation.schedule.ranks for action in order}
     entries = [entry for kind, entry in _KINDS.items() if kind in used]
     if len(simulation.schedule.placement) > ranks:
         entries.append(
             Entry("later chunks are fainter", f"color-mix(in srgb, var(--ink) {_TINTS[1]}%, var(--card))")
         )
-    legend(canvas, entries, _LEFT, 19, WIDTH - _RIGHT - 300)
+    chart.legend(entries, _LEFT, 19, WIDTH - _RIGHT - 300)
     idle = f"{100 * float(simulation.bubble_fraction):.1f} %"
-    canvas.text(WIDTH - _RIGHT, 19, f"bubble {idle} of the ranks' time", anchor="end", bold=True)
+    chart.text(WIDTH - _RIGHT, 19, f"bubble {idle} of the ranks' time", anchor="end", bold=True)
     schedule = simulation.schedule
     took = f"{number(float(simulation.makespan))} {unit}".rstrip()
     said = (
         f"{schedule.micro_batches} micro-batches through {schedule.stages} stages on {ranks} ranks: "
         f"{took}, of which {idle} are idle."
     )
-    return canvas.svg(title, said, alone=alone)
+    return chart.svg(title, said, alone=alone)
 
 
 def _tints(simulation: Simulation) -> list[int]:
@@ -90,12 +88,12 @@ def _tints(simulation: Simulation) -> list[int]:
     return [100 if c == 0 else round(first - (first - last) * (c - 1) / steps) for c in chunk]
 
 
-def _cell(plot: Plot, span: Span, row: float, tint: int) -> None:
-    x1 = plot.x(max(float(span.start), plot.x.low))
-    x2 = plot.x(min(float(span.end), plot.x.high))
-    y, hue, solid = plot.y(span.rank), _KINDS[span.action.kind].color, tint == 100
-    plot.canvas.rect(
-        x1, y + 2, x2 - x1, row - 4,
+def _cell(chart: Chart, span: Span, row: float, tint: int) -> None:
+    x1 = chart.x(max(float(span.start), chart.x.low))
+    x2 = chart.x(min(float(span.end), chart.x.high))
+    y, hue, solid = chart.y(span.rank), _KINDS[span.action.kind].color, tint == 100
+    chart.box(
+        x1, y + 2, x2, y + row - 2,
         fill=hue if solid else f"color-mix(in srgb, var({hue}) {tint}%, var(--card))",
         stroke="--card" if solid else hue,
         radius=min(2.0, (x2 - x1) / 4),
@@ -105,16 +103,16 @@ def _cell(plot: Plot, span: Span, row: float, tint: int) -> None:
     size = min(12.0, row - 5, (x2 - x1 - 2) / (0.62 * len(words)))
     if size >= _SMALLEST:
         middle, fill = y + row / 2 + 0.36 * size, "--card" if solid else "--ink"
-        plot.canvas.text((x1 + x2) / 2, middle, words, size=size, anchor="middle", fill=fill)
+        chart.text((x1 + x2) / 2, middle, words, size=size, anchor="middle", fill=fill)
 
 
-def _rows(plot: Plot, simulation: Simulation, row: float, memory_unit: str) -> None:
+def _rows(chart: Chart, simulation: Simulation, row: float, memory_unit: str) -> None:
     """Each rank's name, its empty time line, and the most it holds."""
-    canvas, size, right = plot.canvas, min(12.0, row - 2), plot.x.stop + 8
-    canvas.text(right, _TOP - 8, f"holds {memory_unit}".rstrip(), size=11, fill="--muted")
+    size, right = min(12.0, row - 2), chart.x.stop + 8
+    chart.text(right, _TOP - 8, f"holds {memory_unit}".rstrip(), size=11, fill="--muted")
     for rank, peak in enumerate(map(float, simulation.peak_memory)):
-        y = plot.y(rank)
-        canvas.rect(_LEFT, y + 2, plot.x.stop - _LEFT, row - 4, fill="--paper", stroke="--line", radius=2)
+        y = chart.y(rank)
+        chart.box(_LEFT, y + 2, chart.x.stop, y + row - 2, fill="--paper", stroke="--line", radius=2)
         base = y + row / 2 + 0.36 * size
-        canvas.text(_LEFT - 8, base, f"rank {rank}", size=size, anchor="end", fill="--muted")
-        canvas.text(right, base, f"{peak:.0f}" if peak == int(peak) else number(peak), size=size)
+        chart.text(_LEFT - 8, base, f"rank {rank}", size=size, anchor="end", fill="--muted")
+        chart.text(right, base, f"{peak:.0f}" if peak == int(peak) else number(peak), size=size)

@@ -1,15 +1,10 @@
 """Which kernel computes attention."""
 
-from dataclasses import replace
-
 from penstock.config.plan import AttentionBackend
-from penstock.ladder.rung import Rung, Setting, Situation, register
+from penstock.ladder.rung import Rung, Setting, Situation, plan, register
 
 
 def _rung(backend: AttentionBackend, place: int, why: str) -> Rung:
-    def apply(setting: Setting, situation: Situation) -> Setting:
-        return replace(setting, plan=replace(setting.plan, attention=backend))
-
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if backend not in situation.attention:
             return f"the model cannot be switched to {backend} attention"
@@ -22,18 +17,13 @@ def _rung(backend: AttentionBackend, place: int, why: str) -> Rung:
         place=place,
         title=f"{backend} attention",
         why=why,
-        apply=apply,
+        apply=plan(attention=backend),
         obstacle=obstacle,
     )
 
 
-register(
-    _rung(
-        "plain",
-        600,
-        "Two batched products with the scores in memory: more traffic, but quick products for short ones.",
-    )
-)
+_PLAIN = "Two batched products with the scores in memory: more traffic, but quick products for short ones."
+register(_rung("plain", 600, _PLAIN))
 register(_rung("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."))
 register(
     _rung("efficient", 620, "Pins the memory-efficient kernel of torch, which keeps no scores in memory.")

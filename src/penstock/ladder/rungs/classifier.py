@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.config.model import ViTConfig
-from penstock.ladder.rung import Rung, Setting, Situation, register
+from penstock.ladder.rung import Rung, Setting, Situation, register, vision_only
 
 
 def _apply(setting: Setting, situation: Situation) -> Setting:
@@ -12,11 +12,9 @@ def _apply(setting: Setting, situation: Situation) -> Setting:
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if not isinstance(setting.model, ViTConfig):
-        return "it changes a Vision Transformer of Penstock's, and this model is your own"
-    if setting.model.classifier == "pooled":
+    if isinstance(setting.model, ViTConfig) and setting.model.classifier == "pooled":
         return "the model has a pooled classifier already"
-    return None
+    return vision_only(setting)
 
 
 register(

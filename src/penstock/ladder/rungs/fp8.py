@@ -1,13 +1,6 @@
 """Matrix products of the blocks in fp8."""
 
-from dataclasses import replace
-
-from penstock.ladder.rung import Rung, Setting, Situation, register
-
-
-def _apply(setting: Setting, situation: Situation) -> Setting:
-    return replace(setting, plan=replace(setting.plan, fp8=True))
-
+from penstock.ladder.rung import Rung, plan, register
 
 register(
     Rung(
@@ -16,7 +9,7 @@ register(
         place=750,
         title="fp8 products",
         why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
-        apply=_apply,
+        apply=plan(fp8=True),
         changes_numerics=True,
     )
 )

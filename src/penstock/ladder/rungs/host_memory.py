@@ -1,13 +1,7 @@
 """Freed host memory stays mapped."""
 
-from dataclasses import replace
-
 from penstock.host_memory import unavailable
-from penstock.ladder.rung import Rung, Setting, Situation, register
-
-
-def _apply(setting: Setting, situation: Situation) -> Setting:
-    return replace(setting, plan=replace(setting.plan, host_memory="keep"))
+from penstock.ladder.rung import Rung, Setting, Situation, plan, register
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
@@ -21,7 +15,7 @@ register(
         title="keep freed memory",
         why="The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the "
         "same pages again.",
-        apply=_apply,
+        apply=plan(host_memory="keep"),
         obstacle=_obstacle,
     )
 )

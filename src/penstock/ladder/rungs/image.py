@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.config.model import ViTConfig
-from penstock.ladder.rung import Rung, Setting, Situation, register
+from penstock.ladder.rung import Rung, Setting, Situation, register, vision_only
 
 _SIZE = 256
 
@@ -17,15 +17,9 @@ def _larger(size: int, patch: int) -> int:
 
 
 def _apply(setting: Setting, situation: Situation) -> Setting:
-    assert isinstance(setting.model, ViTConfig)  # `_obstacle` holds this
+    assert isinstance(setting.model, ViTConfig)  # `vision_only` holds this
     larger = _larger(setting.model.image_size, setting.model.patch_size)
     return replace(setting, model=replace(setting.model, image_size=larger))
-
-
-def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if not isinstance(setting.model, ViTConfig):
-        return "it changes a Vision Transformer of Penstock's, and this model is your own"
-    return None
 
 
 register(
@@ -36,7 +30,7 @@ register(
         why="224 pixels make 14 × 14 patches, 256 make 16 × 16: powers of two that tiles divide. A sample is then more "
         "work, so this is compared in model FLOP/s, and is reported rather than carried.",
         apply=_apply,
-        obstacle=_obstacle,
+        obstacle=lambda setting, situation: vision_only(setting),
         changes_numerics=True,
         compared_by="flops",
         carried=False,

@@ -1,18 +1,10 @@
 """Sequence before batch inside the blocks."""
 
-from dataclasses import replace
-
-from penstock.ladder.rung import Rung, Setting, Situation, register
-
-
-def _apply(setting: Setting, situation: Situation) -> Setting:
-    return replace(setting, plan=replace(setting.plan, layout="batch_second"))
+from penstock.ladder.rung import Rung, Setting, Situation, plan, register
 
 
 def _obstacle(setting: Setting, situation: Situation) -> str | None:
-    if "batch_second" not in situation.layouts:
-        return "the model knows one layout only"
-    return None
+    return None if "batch_second" in situation.layouts else "the model knows one layout only"
 
 
 register(
@@ -21,7 +13,7 @@ register(
         place=500,
         title="batch second",
         why="Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
-        apply=_apply,
+        apply=plan(layout="batch_second"),
         obstacle=_obstacle,
     )
 )

@@ -1,9 +1,7 @@
 """Several processes: whole replicas, shards, and shards in groups, each rank with the baseline's micro-batch."""
 
-from dataclasses import replace
-
 from penstock.config.plan import Sharding
-from penstock.ladder.rung import Rung, Setting, Situation, register
+from penstock.ladder.rung import Rung, Setting, Situation, plan, register
 
 
 def group_size(procs: int) -> int:
@@ -12,10 +10,8 @@ def group_size(procs: int) -> int:
 
 
 def _rung(sharding: Sharding, place: int, title: str, why: str) -> Rung:
-    def apply(setting: Setting, situation: Situation) -> Setting:
-        shard = group_size(situation.procs) if sharding == "hsdp" else 1
-        plan = replace(setting.plan, dp=situation.procs, sharding=sharding, shard=shard)
-        return replace(setting, plan=plan)
+    def shard(situation: Situation) -> int:
+        return group_size(situation.procs) if sharding == "hsdp" else 1
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if situation.procs == 1:
@@ -27,6 +23,7 @@ def _rung(sharding: Sharding, place: int, title: str, why: str) -> Rung:
             )
         return None
 
+    apply = plan(dp=lambda situation: situation.procs, sharding=sharding, shard=shard)
     return Rung(
         name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle, twin=True
     )  # fmt: skip

@@ -16,7 +16,16 @@ import torch
 from penstock import probe as probe_room
 from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
 from penstock.errors import EnvironmentProblem
-from penstock.probe import keep, machine_for, machine_name, matmul_precision, probe, products, resolve_device
+from penstock.probe import (
+    keep,
+    load,
+    machine_for,
+    machine_name,
+    matmul_precision,
+    probe,
+    products,
+    resolve_device,
+)
 from penstock.probe.rates import page_seconds
 
 pytestmark = pytest.mark.alone
@@ -90,6 +99,24 @@ def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
             assert (one.m, one.k, one.n) in {(s.m, s.n, s.k) for s in forward}
             assert (other.k, other.m, other.n) == (one.m, one.k, one.n)
     assert {s.form for s in measured.gemm if s.dtype == "int8"} == {"forward"}
+
+
+def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip that slows down sustains what it does at the end, not on the mean."""
+    now = 0.0
+
+    def slower() -> None:
+        nonlocal now
+        now += 0.01 if now < 20 else 0.02
+
+    monkeypatch.setattr(load.time, "perf_counter", lambda: now)
+    readings = load.under_load(slower, CPU, seconds=60.0)
+    assert len(readings) == pytest.approx(20 + 20, abs=2)
+    assert all(one.clock_mhz is None and one.watts is None for one in readings)
+    assert load.sustained_share(readings, burst=100.0) == pytest.approx(0.5)
+    assert load.sustained_share(readings, burst=1.0) == 1.0
+    told = [load.Reading(10.0, 1900.0, 500.0), load.Reading(8.0, 1500.0, 690.0)]
+    assert "80.0% of its burst, at 1500 MHz after 1900 MHz, at 690 W" in load.said(told, 0.8)
 
 
 def test_a_page_costs_what_its_own_thread_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +255,19 @@ def test_a_cache_that_cannot_be_written_is_said(
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+def test_a_gpu_sustains_less_than_its_burst() -> None:
+    machine = probe("cuda")
+    assert 0.5 < machine.sustained_share <= 1.0
+    assert "under load for 60 s" in machine.notes[-1]
+
+
+@pytest.mark.gpu
 def test_a_gpu_is_matched_with_its_datasheet() -> None:
     machine = probe("cuda", quick=True)
     sheet = machine_for("cuda")
     assert machine.device == "cuda"
+    assert machine.sustained_share == 0.0  # a quick probe does not load it for a minute
     for kind in ("fp32", "fp16"):
         assert 0 < machine.achievable_flops[kind] < 1.05 * machine.peak_flops[kind]
     if sheet.source == "datasheet":

@@ -208,6 +208,18 @@ def test_gradients_run_at_the_rate_measured_of_their_form() -> None:
     )
 
 
+def test_a_gpu_runs_at_what_it_was_measured_to_sustain() -> None:
+    h100 = load_machine("h100")
+    loaded = replace(h100, sustained_share=0.5 * DEFAULT.gemm_share_hopper)
+    sample = GemmSample(dtype="bf16", m=8192, n=8192, k=8192, flops_per_second=700e12)
+    for machine in (h100, replace(h100, gemm=(sample,))):
+        calibrated, measured = (
+            _rate(replace(machine, sustained_share=share), "bf16", 8192, 8192, 8192)
+            for share in (0.0, loaded.sustained_share)
+        )
+        assert measured == pytest.approx(0.5 * calibrated, rel=0.01)
+
+
 def test_without_measurement_odd_shapes_are_slower_than_round_ones() -> None:
     gpu = load_machine("h100")
     best = gpu.achievable_flops["bf16"]

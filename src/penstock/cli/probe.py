@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config.load import to_dict
-from penstock.config.machine import Machine, save_machine
+from penstock.config.machine import GemmSample, Machine, save_machine
 
 
 def probe(
@@ -31,7 +31,7 @@ def probe(
     device
         auto, cpu, cuda or cuda:N.
     quick
-        Take seconds instead of about a minute, with fewer shapes.
+        Take seconds instead of a minute or two: fewer shapes, and of a GPU no rate under a minute of load.
     output
         Also write the machine to this .toml or .json file, for --machine.
     as_json
@@ -62,20 +62,27 @@ def _summary(machine: Machine) -> Table:
     table.add_row("one small operator", f"{machine.launch_seconds * 1e6:,.2f} µs")
     if machine.operator_seconds:
         table.add_row("one operator of a training step", f"{machine.operator_seconds * 1e6:,.2f} µs")
+    if machine.sustained_share:
+        table.add_row("sustained under load", f"{machine.sustained_share:.1%} of the best rate")
     if machine.collective_bytes_per_second is not None:
         table.add_row("all-reduce bus bandwidth", f"{machine.collective_bytes_per_second / 1e9:,.2f} GB/s")
     return table
 
 
 def _products(machine: Machine) -> Table:
-    """One row per shape, one column per type, in GFLOP/s."""
+    """One row per shape and form, one column per type, in GFLOP/s."""
     kinds = list(dict.fromkeys(sample.dtype for sample in machine.gemm))
-    rates = {(sample.m, sample.n, sample.k, sample.dtype): sample.flops_per_second for sample in machine.gemm}
+    rates = {(_product(sample), sample.dtype): sample.flops_per_second for sample in machine.gemm}
     table = Table(title="matrix products, GFLOP/s", title_justify="left")
     table.add_column("m × n × k")
     for kind in kinds:
         table.add_column(kind, justify="right")
-    for m, n, k in dict.fromkeys((sample.m, sample.n, sample.k) for sample in machine.gemm):
-        cells = [rates.get((m, n, k, kind)) for kind in kinds]
-        table.add_row(f"{m} × {n} × {k}", *("–" if rate is None else f"{rate / 1e9:,.0f}" for rate in cells))
+    for product in dict.fromkeys(map(_product, machine.gemm)):
+        cells = [rates.get((product, kind)) for kind in kinds]
+        table.add_row(product, *("–" if rate is None else f"{rate / 1e9:,.0f}" for rate in cells))
     return table
+
+
+def _product(sample: GemmSample) -> str:
+    gradient = "" if sample.form == "forward" else f", {sample.form} gradient"
+    return f"{sample.m} × {sample.n} × {sample.k}{gradient}"

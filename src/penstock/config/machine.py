@@ -70,6 +70,8 @@ class Machine:
     peak_flops: dict[str, Positive]
     achievable_flops: dict[str, Positive] = field(default_factory=dict)
     """Best known rate of a large matrix product, by type: from published sweeps, or measured here."""
+    sustained_share: NotNegative = 0.0
+    """Of the best rate, what the chip sustains under load; 0 if it was not measured."""
     memory_bytes: NotNegative = 0.0
     memory_bytes_per_second: NotNegative = 0.0
     launch_seconds: NotNegative = 0.0

@@ -47,11 +47,13 @@ class Products(NamedTuple):
     """How a GPU without measured products cuts them up."""
 
     @classmethod
-    def of(cls, samples: tuple[GemmSample, ...], ceiling: float, chip: Chip | None) -> Products:
-        """From measured shapes, where there are any."""
+    def of(
+        cls, samples: tuple[GemmSample, ...], ceiling: float, chip: Chip | None, share: float = 1.0
+    ) -> Products:
+        """From measured shapes, where there are any; long runs sustain `share` of what was measured."""
         measured: dict[ProductForm, list[tuple[float, float, float, float]]] = {}
         for s in samples:
-            one = (math.log(s.m), math.log(s.n), math.log(s.k), s.flops_per_second)
+            one = (math.log(s.m), math.log(s.n), math.log(s.k), share * s.flops_per_second)
             measured.setdefault(s.form, []).append(one)
         return cls(measured, ceiling, None if measured else chip)
 

@@ -150,7 +150,7 @@ def _rates(
         best = _sustained(machine, kind, constants)
         chip = Chip(best, multiprocessors, constants.tile_depth, memory)
         ceiling = machine.peak_flops[kind] if samples or not cpu else best
-        return Products.of(samples, ceiling, None if cpu else chip)
+        return Products.of(samples, ceiling, None if cpu else chip, sustained_share(machine, constants))
 
     return Rates(
         machine=machine,
@@ -187,17 +187,27 @@ HOST_BYTES_PER_SECOND = 50e9
 
 
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
-    """The rate of long runs of large products: measured where it was, else the sweep's, else from the peak."""
+    """The rate of long runs of large products: of the best that was measured, or that a sweep found, or of the peak,
+    the share that the chip sustains."""
     measured = [sample.flops_per_second for sample in machine.gemm if sample.dtype == type_]
     if measured:
-        return max(measured)
+        return max(measured) * sustained_share(machine, constants)
     best = machine.achievable_flops.get(type_)
     if best is None and type_ == "fp16":
         best = machine.achievable_flops.get("bf16")
     if machine.device == "cpu":
         return best or machine.peak_flops[type_]
-    share = constants.gemm_share_hopper if "fp8" in machine.peak_flops else constants.gemm_share
-    return (best or constants.unmeasured_share * machine.peak_flops[type_]) * share
+    return (best or constants.unmeasured_share * machine.peak_flops[type_]) * sustained_share(
+        machine, constants
+    )
+
+
+def sustained_share(machine: Machine, constants: Constants) -> float:
+    """Of bursts, what the chip sustains: as measured under a minute of load, else as calibrated."""
+    if machine.device == "cpu":
+        return 1.0
+    calibrated = constants.gemm_share_hopper if "fp8" in machine.peak_flops else constants.gemm_share
+    return machine.sustained_share or calibrated
 
 
 def exponentials_per_second(peak: float, multiprocessors: int) -> float:

@@ -26,7 +26,7 @@ from penstock.config.machine import (
 )
 from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.probe.operators import kernel_samples, operator_seconds
-from penstock.probe.products import gemm_samples, matmul_precision, measured_again
+from penstock.probe.products import gemm_samples, matmul_precision, measured_again, sustained
 from penstock.probe.rates import (
     all_reduce_bandwidth,
     launch_seconds,
@@ -47,12 +47,13 @@ _BUSY = 1.5
 
 
 def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bool = False) -> Machine:
-    """Measure `device` (`auto`: the current GPU, else the CPU) in about a minute, or in seconds with `quick`.
+    """Measure `device` (`auto`: the current GPU, else the CPU) in a minute or two, or in seconds with `quick`.
 
     Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
     the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once, unless
     `alone`). On a GPU with a datasheet here, `peak_flops`, links and power are the datasheet's, and `achievable_flops`
-    is measured. Elsewhere the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
+    is measured, and unless `quick` also the share of it that a minute of load sustains. Elsewhere the peak is the best
+    rate measured. Raises `EnvironmentProblem` if there is no such device.
     """
     where = resolve_device(device)
     with _undisturbed(), torch.no_grad():
@@ -64,6 +65,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         page = page_seconds() if on_cpu else 0.0
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
+        share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
         collective = None if alone else all_reduce_bandwidth(where, quick)
     best: dict[str, float] = {}
     for sample in samples:
@@ -80,11 +82,13 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         operator_seconds=operator,
         page_seconds=page,
         collective_bytes_per_second=collective,
+        sustained_share=share,
         gemm=tuple(samples),
         kernels=tuple(kernels),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
     )
-    return _with_datasheet(machine, where)
+    machine = _with_datasheet(machine, where)
+    return replace(machine, notes=(*machine.notes, words)) if words else machine
 
 
 def machine_for(device: str | torch.device = "auto") -> Machine:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.config.machine import GemmSample
+from penstock.probe import load
 from penstock.probe.rates import seconds
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,19 @@ def _gradient_samples(
     yield GemmSample(dtype=kind.name, m=m, n=k, k=n, flops_per_second=flops / taken, form="input")
     taken = seconds(lambda: gradient.t() @ x, cpu, budget)
     yield GemmSample(dtype=kind.name, m=n, n=k, k=m, flops_per_second=flops / taken, form="weight")
+
+
+def sustained(device: torch.device, samples: list[GemmSample]) -> tuple[float, str]:
+    """The share of its burst that this GPU sustains in its largest bf16 product, or fp16 where it has no bf16, and a
+    line about it."""
+    kinds = {kind.name: kind for kind in _kinds(device)}
+    name = "bf16" if any(sample.dtype == "bf16" for sample in samples) else "fp16"
+    burst = max((s for s in samples if s.dtype == name), key=lambda s: s.m * s.n * s.k)
+    shape = (burst.m, burst.n, burst.k)
+    operands = kinds[name].operands(shape, device, torch.Generator(device=device).manual_seed(0))
+    readings = load.under_load(lambda: kinds[name].product(*operands), device)
+    share = load.sustained_share(readings, burst.flops_per_second / (2.0 * math.prod(shape)))
+    return share, load.said(readings, share)
 
 
 def measured_again(sample: GemmSample, budget: float) -> GemmSample:

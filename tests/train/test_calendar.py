@@ -15,7 +15,7 @@ from penstock.train.calendar import Calendar
 def schedule(samples: int = 100, **changes: object) -> Calendar:
     recipe = Recipe(epochs=3, eval_every_epochs=1.5)
     config = RunConfig(recipe=recipe, plan=Plan(micro_batch=4, accumulate=2), log_every=5)
-    return Calendar.of(replace(config, **changes), samples)  # type: ignore[arg-type]
+    return Calendar(replace(config, **changes), samples)  # type: ignore[arg-type]
 
 
 def steps(test: object, total: int) -> list[int]:

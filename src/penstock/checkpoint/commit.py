@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import file_name, held, share_out, to_json
-from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify, versions
+from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.storage import INDEX, write_chunks, write_json
 from penstock.disk import Written, sync_folder, write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
+from penstock.report.record import versions
 
 _log = logging.getLogger(__name__)
 

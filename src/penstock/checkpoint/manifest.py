@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from penstock.disk import Written, digest_file
 from penstock.errors import CheckpointError
@@ -162,14 +158,3 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = Tr
                 f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
             )
     return manifest
-
-
-def versions() -> dict[str, str]:
-    """The versions of what writes a checkpoint."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("penstock", "numpy", "safetensors"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from penstock.checkpoint.commit import make_empty, publish, remove, steps, write_manifest
 from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
-from penstock.checkpoint.manifest import MANIFEST, Manifest, verify, versions
+from penstock.checkpoint.manifest import MANIFEST, Manifest, verify
 from penstock.checkpoint.reader import Checkpoint, open_verified
 from penstock.checkpoint.snapshot import LOCAL, Piece
 from penstock.checkpoint.storage import INDEX, read_pieces, write_chunks, write_json
 from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
+from penstock.report.record import versions
 
 SHARD_BYTES = 5_000_000_000
 """Hugging Face splits a model's weights into files of this size."""

@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.containers import tensors
-from penstock.data.pool import Pool
+from penstock.data.pool import Pool, Reader
 from penstock.data.sampler import Stream
-from penstock.data.source import Reading, Source, Tally
+from penstock.data.source import Source, Tally
 from penstock.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Loader:
         self.tally = Tally(len(source))
         self._prepare = prepare
         self._stream = Stream(len(source), seed)
-        self._reader: Reader = Pool(source, batch, workers, DEPTH) if workers else InProcess(source, batch)
+        self._reader = Pool(source, batch, workers, DEPTH) if workers else Reader(source, batch)
         self._reading: _ReadAhead | None = None
         self._ahead: _Staged | None = None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -205,47 +205,6 @@ class Loader:
 class _Staged:
     batch: Any
     ready: torch.cuda.Event
-
-
-class Reader(Protocol):
-    """Reads batches of samples in the order in which they were asked for."""
-
-    def submit(self, indices: NDArray[np.int64]) -> None: ...
-
-    def receive(self) -> tuple[NDArray[Any], Reading]:
-        """The oldest batch asked for. Its samples are only valid until the next call."""
-        ...
-
-    def discard(self) -> None:
-        """Drop what was submitted and not received."""
-        ...
-
-    def abort(self) -> None:
-        """Release a thread that waits in `receive`. Called from another thread."""
-        ...
-
-    def close(self) -> None:
-        """End. Nobody may be using the reader."""
-        ...
-
-
-class InProcess:
-    """Reads in the thread that receives."""
-
-    def __init__(self, source: Source, batch: int) -> None:
-        self._source = source
-        self._pending: deque[NDArray[np.int64]] = deque()
-        self._room = np.empty(batch, source.sample)
-        self.submit = self._pending.append
-        self.discard = self.close = self._pending.clear
-
-    def receive(self) -> tuple[NDArray[Any], Reading]:
-        indices = self._pending.popleft()
-        out = self._room[: len(indices)]
-        return out, self._source.read_into(indices, out)
-
-    def abort(self) -> None:
-        pass  # a batch is read to its end
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Reading in several processes, which split each batch among them and write it into memory shared with this one.
+"""Reading batches: in this process, or in several that split each batch among them and write it into shared memory.
 
-The processes are new Python interpreters, not forks: they inherit no lock or thread, and a script needs no
+The processes of a pool are new Python interpreters, not forks: they inherit no lock or thread, and a script needs no
 `if __name__ == "__main__"`. They import no torch. They live as long as the pool, and end when its process does, because
 that closes the pipe.
 """
@@ -65,7 +65,38 @@ class _InFlight(NamedTuple):
     workers: list[_Worker]
 
 
-class Pool:
+class Reader:
+    """Reads batches of up to `batch` samples, in the order in which they were asked for. This one reads in the thread
+    that receives them.
+    """
+
+    def __init__(self, source: Source, batch: int) -> None:
+        self._source = source
+        self._asked: deque[NDArray[np.int64]] = deque()
+        self._out = np.empty(batch, source.sample)
+
+    def submit(self, indices: NDArray[np.int64]) -> None:
+        """Ask for a batch of these samples."""
+        self._asked.append(indices)
+
+    def receive(self) -> tuple[NDArray[Any], Reading]:
+        """The oldest batch asked for. Its samples are only valid until the next call."""
+        indices = self._asked.popleft()
+        out = self._out[: len(indices)]
+        return out, self._source.read_into(indices, out)
+
+    def discard(self) -> None:
+        """Drop what was asked for and not received."""
+        self._asked.clear()
+
+    def abort(self) -> None:
+        """Release a thread that waits in `receive`. Called from another thread. Here a batch is read to its end."""
+
+    def close(self) -> None:
+        """End. Nobody may be using the reader."""
+
+
+class Pool(Reader):
     """`workers` processes that read batches of up to `batch` samples, `depth` of them at a time."""
 
     def __init__(self, source: Source, batch: int, workers: int, depth: int) -> None:
@@ -75,7 +106,7 @@ class Pool:
                 "find it. Move it into a module, or set data.workers to 0."
             )
         slots = depth + 1
-        self._source = source.name
+        self._name = source.name
         self._file = _shared_file(_Room.bytes(slots, batch, source.sample))
         self._room = _Room(self._file.fileno(), slots, batch, source.sample)
         self._free = deque(range(slots))
@@ -98,7 +129,6 @@ class Pool:
         return tuple(worker.process.pid for worker in self._workers)
 
     def submit(self, indices: NDArray[np.int64]) -> None:
-        """Start reading a batch. At most `depth` may be in flight."""
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices
         edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
@@ -109,7 +139,6 @@ class Pool:
             worker.send(part)
 
     def receive(self) -> tuple[NDArray[Any], Reading]:
-        """The oldest batch in flight. Its samples are valid until the next call."""
         if self._shown is not None:
             self._free.append(self._shown)
         request = self._in_flight.popleft()
@@ -121,9 +150,7 @@ class Pool:
             if not isinstance(answer, _Failed):
                 bad += answer
             elif failed is None:
-                told = (
-                    answer.message if answer.told else f"{worker} failed on {self._source}: {answer.message}"
-                )
+                told = answer.message if answer.told else f"{worker} failed on {self._name}: {answer.message}"
                 failed = DataError(told)
         if failed is not None:
             raise failed
@@ -131,18 +158,15 @@ class Pool:
         return self._room.samples[rows], Reading(self._room.ids[rows].copy(), tuple(bad))
 
     def discard(self) -> None:
-        """Wait for the batches in flight, and drop them."""
         while self._in_flight:
             with contextlib.suppress(DataError, OSError):  # OSError: the pipes have been closed
                 self.receive()
 
     def abort(self) -> None:
-        """Kill the processes, which lose nothing by it. Whoever waits for their answers is released."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.process.kill()  # they lose nothing by it
 
     def close(self) -> None:
-        """End the processes. Nobody may be using the pool."""
         self.abort()
         for worker in self._workers:
             worker.process.wait()

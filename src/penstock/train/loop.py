@@ -137,7 +137,7 @@ class _Run:
         self.val_source = self.task.open(config.data, config.model, "val")
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require(config.plan, config.model, self.machine, run=True)
-        self.calendar = Calendar.of(config, len(train_source))
+        self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         self.prediction = predict(config.model, self.machine, config.plan)
 

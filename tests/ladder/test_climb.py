@@ -53,14 +53,14 @@ class Scripted(Subject):
     title, unit = "scripted", "images"
 
     def __init__(self, clock: Clock, cost: Cost, loss: Callable[[Setting, int], float]) -> None:
-        self.device, self.machine = torch.device("cpu"), MACHINE
+        self.device = torch.device("cpu")
         self.first = Setting(model=MODEL, plan=Plan(micro_batch=8))
         self.clock, self.cost, self.loss = clock, cost, loss
         self.built: list[Setting] = []
 
-    def situation(self) -> Situation:
+    def situation(self, machine: Machine) -> Situation:
         return Situation(
-            machine=MACHINE,
+            machine=machine,
             micro_batch=8,
             attention=("plain", "sdpa"),
             layouts=("batch_first", "batch_second"),
@@ -109,7 +109,7 @@ def _climb(
     subject = Scripted(clock, cost, loss)
     defaults: dict[str, Any] = {"rounds": 3, "round_seconds": 0.01, "loss_steps": 4}
     config = LadderConfig(**{**defaults, **settings})
-    report = _Climb(subject, config, lambda result: None).run(choose(config.rungs, config.skip))
+    report = _Climb(subject, MACHINE, config, lambda result: None).run(choose(config.rungs, config.skip))
     return report, {rung.name: rung for rung in report.rungs}, subject
 
 
@@ -282,7 +282,9 @@ def test_the_larger_image_is_compared_in_flops_and_never_carried(clock: Clock) -
 
 def test_a_former_best_is_let_go(clock: Clock) -> None:
     subject = Scripted(clock, lambda s: 0.5 if s.plan.matmul == "medium" else 1.0, _loss)
-    climbing = _Climb(subject, LadderConfig(rounds=2, loss_steps=0, round_seconds=0.01), lambda result: None)
+    climbing = _Climb(
+        subject, MACHINE, LadderConfig(rounds=2, loss_steps=0, round_seconds=0.01), lambda result: None
+    )
     climbing.run(choose(("matmul", "layout")))
     medium = replace(subject.first, plan=replace(subject.first.plan, matmul="medium"))
     assert set(climbing.arena._built) == {subject.first, medium}

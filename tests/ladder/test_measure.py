@@ -25,7 +25,7 @@ MODEL = replace(PRESETS["vit-digits"], width=48, depth=2, heads=2, mlp_width=96,
 
 @pytest.fixture
 def subject() -> Configured:
-    return Configured(LadderConfig(model=MODEL, batch=16), torch.device("cpu"), CPU)
+    return Configured(LadderConfig(model=MODEL, batch=16), torch.device("cpu"))
 
 
 def _with(subject: Configured, line: str, **model: object) -> Setting:
@@ -50,7 +50,7 @@ def test_peak_memory_is_near_what_the_planner_says(subject: Configured, line: st
 def test_peak_memory_of_an_update_is_that_of_its_buffers(form: str) -> None:
     """With a single small image weights outweigh activations."""
     model = replace(PRESETS["vit-ti16"], image_size=32, depth=2, classes=10)
-    subject = Configured(LadderConfig(model=model, batch=1), torch.device("cpu"), CPU)
+    subject = Configured(LadderConfig(model=model, batch=1), torch.device("cpu"))
     setting = replace(subject.first, plan=Plan.parse(f"optimizer={form} micro_batch=1"))
     found = measure.peak_memory(measure.contend(subject, setting, 0))
     assert found == pytest.approx(predict(model, CPU, setting.plan).memory_bytes, rel=0.05)
@@ -143,6 +143,6 @@ def test_peak_memory_on_a_gpu_is_near_what_the_planner_says() -> None:
     device = torch.device("cuda")
     machine = replace(CPU, device="cuda", peak_flops={"fp32": 1e13, "tf32": 1e14, "bf16": 1e14})
     model = replace(PRESETS["vit-s16"], depth=4)
-    subject = Configured(LadderConfig(model=model, batch=32), device, machine)
+    subject = Configured(LadderConfig(model=model, batch=32), device)
     found = measure.peak_memory(measure.contend(subject, subject.first, 0))
     assert found == pytest.approx(predict(model, machine, subject.first.plan).memory_bytes, rel=0.1)

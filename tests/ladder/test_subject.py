@@ -40,14 +40,14 @@ def _perceptron() -> tuple[nn.Module, Any, Any]:
 
 
 def _own(factory: Any = _perceptron) -> Own:
-    return Own(factory, "mine", LadderConfig(), DEVICE, CPU)
+    return Own(factory, "mine", LadderConfig(), DEVICE)
 
 
 def test_the_train_command_is_one_that_train_takes() -> None:
     from penstock.config.load import load
     from penstock.config.run import RunConfig
 
-    subject = Configured(LadderConfig(model=PRESETS["vit-b16"]), DEVICE, CPU)
+    subject = Configured(LadderConfig(model=PRESETS["vit-b16"]), DEVICE)
     model = replace(PRESETS["vit-b16"], classifier="pooled", layer_scale=1e-5)
     plan = Plan.parse("precision=O1 optimizer=fused micro_batch=16")
     words = shlex.split(subject.train_command(Setting(model=model, plan=plan)))
@@ -61,7 +61,7 @@ def test_the_train_command_is_one_that_train_takes() -> None:
 
 def test_batches_are_real_images_of_the_models_size() -> None:
     config = ViTConfig(image_size=24, patch_size=8, width=32, depth=1, heads=2, mlp_width=64, classes=12)
-    subject = Configured(LadderConfig(model=config, batch=4), DEVICE, CPU)
+    subject = Configured(LadderConfig(model=config, batch=4), DEVICE)
     first = next(subject.batches(subject.first, 0))
     again = next(subject.batches(subject.first, 0))
     other = next(subject.batches(subject.first, 1))
@@ -96,7 +96,7 @@ def test_a_factory_that_returns_one_model_every_time_is_never_trained_itself() -
 
 def test_a_batch_grows_where_its_samples_are_known() -> None:
     subject = _own()
-    assert subject.situation().splittable
+    assert subject.situation(CPU).splittable
     larger = replace(subject.first, plan=replace(subject.first.plan, micro_batch=12))
     batch = next(subject.batches(larger, 0))
     assert batch["x"].shape == (12, 8)
@@ -111,7 +111,7 @@ def test_a_batch_whose_tensors_disagree_is_left_alone() -> None:
         model, batch, loss = _perceptron()
         return model, {**batch, "weights": torch.ones(3)}, loss
 
-    assert not _own(factory).situation().splittable
+    assert not _own(factory).situation(CPU).splittable
 
 
 def test_what_a_factory_must_return_is_said() -> None:
@@ -131,7 +131,7 @@ def test_a_foreign_transformer_offers_what_its_family_can() -> None:
         batch = {"pixel_values": torch.zeros(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
         return model, batch, lambda model, batch: model(**batch).loss
 
-    situation = _own(factory).situation()
+    situation = _own(factory).situation(CPU)
     assert {"plain", "sdpa"} <= set(situation.attention)
     assert situation.layouts == ("batch_first",)
 

@@ -163,7 +163,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
         image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=16, classes=10
     )
     config = LadderConfig(model=model, batch=2, procs=2, device="cpu")
-    subject = Configured(config, torch.device("cpu"), MACHINE)
+    subject = Configured(config, torch.device("cpu"))
     team = Team(subject, config)
     setting = Setting(model=model, plan=Plan(micro_batch=2, dp=2))
     try:

@@ -8,15 +8,24 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from penstock.precision.histogram import HIGH, LOW, Histogram
 from penstock.report.chart import STYLE
-from penstock.report.precision_figures import Shares, gradient_figure, percent
+from penstock.report.precision_figures import gradient_figure, percent
 
 SVG = "{http://www.w3.org/2000/svg}"
 BINS = {-60: 0.0001, -45: 0.0009, -30: 0.109, -25: 0.1, -20: 0.2, -14: 0.25, 0: 0.03, 15: 0.005, 16: 0.005}
-SHARES = Shares(bins=BINS, zero=0.25, wrong=0.05)
 
 
-def drawn(shares: Shares, scale: float | None = None) -> str:
+def histogram(bins: dict[int, float], zero: float, wrong: float) -> Histogram:
+    """So many of 10,000 values, given as shares."""
+    counts = tuple(round(10_000 * bins.get(exponent, 0.0)) for exponent in range(LOW, HIGH + 1))
+    return Histogram(counts=counts, zeros=round(10_000 * zero), wrong=round(10_000 * wrong), largest=1.0)
+
+
+SHARES = histogram(BINS, zero=0.25, wrong=0.05)
+
+
+def drawn(shares: Histogram, scale: float | None = None) -> str:
     return gradient_figure(shares, scale=scale, title="Gradients", alone=True)
 
 
@@ -92,7 +101,7 @@ def test_limits_and_bands() -> None:
 
 
 def test_the_axis_reaches_what_a_large_scale_saves() -> None:
-    shares = Shares(bins={-50: 0.5, -20: 0.5}, zero=0.0, wrong=0.0)
+    shares = histogram({-50: 0.5, -20: 0.5}, 0.0, 0.0)
     assert "2⁻⁵⁰ to 2⁻⁴⁹" in bars(drawn(shares, 2.0**26))
     assert "below 2⁻⁴⁰" in bars(drawn(shares, 1.0))
 
@@ -108,7 +117,7 @@ def test_all_colours_follow_the_scheme() -> None:
 
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one value"):
-        gradient_figure(Shares(bins={}, zero=0.0, wrong=0.0), scale=None, title="x")
+        gradient_figure(histogram({}, 0.0, 0.0), scale=None, title="x")
 
 
 @pytest.mark.parametrize(

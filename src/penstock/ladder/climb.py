@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock.config.load import load, to_dict
-from penstock.config.machine import load_machine
+from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig
 from penstock.errors import EnvironmentProblem
 from penstock.ladder import measure
@@ -85,8 +85,8 @@ def ladder(
     _require_devices(settled.procs, device)
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
-        subject = subject_of(settled, factory, device, machine)
-        return _Climb(subject, settled, on_result or (lambda result: None)).run(rungs)
+        subject = subject_of(settled, factory, device)
+        return _Climb(subject, machine, settled, on_result or (lambda result: None)).run(rungs)
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
@@ -123,11 +123,11 @@ def _notes(subject: Subject) -> list[str]:
 class _Climb:
     """One climb. `run` reads from top to bottom as what happens."""
 
-    def __init__(self, subject: Subject, config: LadderConfig, on_result: OnResult) -> None:
-        self.subject = subject
+    def __init__(self, subject: Subject, machine: Machine, config: LadderConfig, on_result: OnResult) -> None:
+        self.subject, self.machine = subject, machine
         self.config = config
         self.on_result = on_result
-        self.situation: Situation = subject.situation()
+        self.situation: Situation = subject.situation(machine)
         self.arena = Arena(subject, config.seed, config.round_seconds, Team(subject, config))
         self.deadline = _Deadline(config.budget)
         self.loss_steps = config.loss_steps
@@ -249,7 +249,7 @@ class _Climb:
         )
 
     def _predict(self, setting: Setting) -> Prediction:
-        work, machine = self.subject.workload(setting), self.subject.machine
+        work, machine = self.subject.workload(setting), self.machine
         if setting.plan.gpus > 1:
             machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
         return predict_workload(work, machine, setting.plan)
@@ -363,7 +363,7 @@ class _Climb:
             batch=self.subject.first.plan.micro_batch,
             rounds=self.config.rounds,
             loss_steps=self.loss_steps,
-            machine=to_dict(self.subject.machine),
+            machine=to_dict(self.machine),
             environment=record.environment(),
             command=command_of(self.config),
             wall_seconds=time.perf_counter() - self.deadline.start,

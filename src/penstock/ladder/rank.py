@@ -62,7 +62,7 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
     sys.path[:] = [*hello.path, *(entry for entry in sys.path if entry not in hello.path)]
     torch.set_num_threads(hello.threads)
     device = local_device(torch.device(hello.device))
-    subject = subject_of(hello.config, None, device, hello.machine)
+    subject = subject_of(hello.config, None, device)
     with joined(Plan(dp=hello.config.procs), device, timeout=PATIENCE) as dims, measure.side_by_side():
         subject.rank = dims.rank
         bench = _Bench(subject)

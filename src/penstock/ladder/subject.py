@@ -18,7 +18,6 @@ from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import option_words, title
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.config.rules import require
 from penstock.config.run import DataConfig, Recipe
 from penstock.containers import replaced
 from penstock.data import Loader
@@ -47,7 +46,6 @@ class Subject(ABC):
     first: Setting
     """The baseline."""
     device: torch.device
-    machine: Machine
     recipe: Recipe
     procs: int = 1
     """Processes that rungs of several may start."""
@@ -56,8 +54,13 @@ class Subject(ABC):
     path: str | None = None
     """The factory as `package.module:name`, where other processes can find it so."""
 
+    splittable: bool = True
+    """Whether its batch can be made larger."""
+    data: str
+    """Where its batches come from."""
+
     @abstractmethod
-    def situation(self) -> Situation:
+    def situation(self, machine: Machine) -> Situation:
         """What rungs may ask about."""
 
     @abstractmethod
@@ -94,23 +97,23 @@ class Subject(ABC):
 class Configured(Subject):
     """A Penstock model, at its family's task on a data source."""
 
-    def __init__(self, config: LadderConfig, device: torch.device, machine: Machine) -> None:
+    def __init__(self, config: LadderConfig, device: torch.device) -> None:
         self.title = title(config.model)
-        self.device, self.machine = device, machine
+        self.device = device
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
-        batch = config.batch if config.batch is not None else BATCH[machine.device]
+        batch = config.batch if config.batch is not None else BATCH[device.type]
         self._task = task_of(config.model)
         self._model = config.model
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
         self._source = self._task.open(config.data, config.model, "train")
-        self._data = config.data.source
+        self.data = config.data.source
         self._starts: dict[int, dict[str, Tensor]] = {}
 
-    def situation(self) -> Situation:
+    def situation(self, machine: Machine) -> Situation:
         return Situation(
-            machine=self.machine,
+            machine=machine,
             micro_batch=self.first.plan.micro_batch,
             attention=get_args(AttentionBackend),
             layouts=("batch_first", "batch_second"),
@@ -119,16 +122,9 @@ class Configured(Subject):
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
-        require(setting.plan, setting.model, self.machine, run=True)
-        built = build(
-            setting.model,
-            setting.plan,
-            device=self.device,
-            recipe=self.recipe,
-            seed=seed,
-            machine=self.machine,
-        )
-        _adopt(built.model, self._start(seed))
+        built = build(setting.model, setting.plan, device=self.device, recipe=self.recipe, seed=seed)
+        if setting.model != self._model:
+            _adopt(built.model, self._start(seed))
         return built
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
@@ -148,15 +144,15 @@ class Configured(Subject):
 
     def workload(self, setting: Setting) -> Workload:
         assert setting.model is not None
-        return describe(setting.model, setting.plan, self.machine.device)
+        return describe(setting.model, setting.plan, self.device.type)
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
-        if self._data != DataConfig().source:
-            words.append(f"--data {self._data}")
+        if self.data != DataConfig().source:
+            words.append(f"--data {self.data}")
         return " ".join(words)
 
     def _start(self, seed: int) -> dict[str, Tensor]:
@@ -174,19 +170,18 @@ class Own(Subject):
     other ranks, get its samples drawn anew.
     """
 
-    unit = "samples"
+    unit, data = "samples", "the factory's batch"
 
-    def __init__(
-        self, factory: Factory, name: str, config: LadderConfig, device: torch.device, machine: Machine
-    ) -> None:
+    def __init__(self, factory: Factory, name: str, config: LadderConfig, device: torch.device) -> None:
         self.title = name
         self.path = config.factory or path_of(factory)
         self.procs = config.procs
-        self.device, self.machine = device, machine
+        self.device = device
         self.recipe = Recipe(lr=config.lr)
         self._factory = factory
         model, self._batch, self._loss = self._make(config.seed)
         self._samples = samples_of(self._batch)
+        self.splittable = self._samples is not None
         self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
         self._attention = tuple(
             backend for backend in get_args(AttentionBackend) if _accepts(set_attention, model, backend)
@@ -196,11 +191,11 @@ class Own(Subject):
         )
         self._traces: dict[int, Workload] = {}
 
-    def situation(self) -> Situation:
+    def situation(self, machine: Machine) -> Situation:
         return Situation(
-            machine=self.machine,
+            machine=machine,
             micro_batch=self.first.plan.micro_batch,
-            splittable=self._samples is not None,
+            splittable=self.splittable,
             attention=self._attention,
             layouts=self._layouts,
             procs=self.procs,
@@ -208,15 +203,7 @@ class Own(Subject):
 
     def build(self, setting: Setting, seed: int) -> Built:
         model, _, loss = self._make(seed)
-        return build(
-            model,
-            setting.plan,
-            device=self.device,
-            recipe=self.recipe,
-            loss=loss,
-            seed=seed,
-            machine=self.machine,
-        )
+        return build(model, setting.plan, device=self.device, recipe=self.recipe, loss=loss, seed=seed)
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         plan = setting.plan
@@ -264,15 +251,13 @@ def _blocks_in(model: nn.Module) -> int:
         return 1
 
 
-def subject_of(
-    config: LadderConfig, factory: str | Factory | None, device: torch.device, machine: Machine
-) -> Subject:
+def subject_of(config: LadderConfig, factory: str | Factory | None, device: torch.device) -> Subject:
     """What a configuration, or a factory given instead of its path, brings onto the ladder."""
     if callable(factory):
-        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device, machine)
+        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device)
     if config.factory is not None:
-        return Own(load_factory(config.factory), config.factory, config, device, machine)
-    return Configured(config, device, machine)
+        return Own(load_factory(config.factory), config.factory, config, device)
+    return Configured(config, device)
 
 
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from penstock import errors
-from penstock.config.machine import Machine
 from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory, PenstockError
 from penstock.ladder.forecast import Link
 from penstock.ladder.settings import LadderConfig
@@ -38,7 +37,6 @@ class Hello:
     """What a rank is told first."""
 
     config: LadderConfig
-    machine: Machine
     device: str
     threads: int
     path: list[str]
@@ -112,7 +110,6 @@ class Team:
         self._scratch = tempfile.TemporaryDirectory(prefix="penstock-ladder-")
         hello = Hello(
             config=replace(self._config, factory=self._subject.path),
-            machine=self._subject.machine,
             device=self._subject.device.type,
             threads=threads_of(procs),
             path=[entry or os.getcwd() for entry in sys.path],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.report.chart import SMALL, WIDTH, Chart, Entry, Scale, text_width
+
+if TYPE_CHECKING:
+    from penstock.precision.histogram import Histogram
 
 _LOWEST, _HIGHEST = -40, 16
 """The first and the end of the exponents with a bin each; what is outside shares one bin at each end."""
@@ -21,42 +23,28 @@ _FAR = 10_000
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Shares of all values in a set of gradients."""
-
-    bins: Mapping[int, float]
-    """By exponent e: those with a magnitude in [2^e, 2^(e+1))."""
-    zero: float
-    wrong: float
-    """Infinite, or not a number."""
-
-    def between(self, low: int, high: int) -> float:
-        """Those with an exponent in [low, high)."""
-        return sum(share for exponent, share in self.bins.items() if low <= exponent < high)
-
-
-def gradient_figure(shares: Shares, *, scale: float | None, title: str, alone: bool = False) -> str:
+def gradient_figure(found: Histogram, *, scale: float | None, title: str, alone: bool = False) -> str:
     """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16.
 
     With a loss scale, a power of two, also by what it saves; a second band then shows what fp16 holds under it.
     Raises ValueError where there are no values.
     """
-    present = [share for share in (*shares.bins.values(), shares.zero, shares.wrong) if share > 0]
-    if not present:
+    values = found.values
+    if not values:
         raise ValueError("A figure of gradients needs at least one value.")
+    present = [count / values for count in (*found.counts, found.zeros, found.wrong) if count > 0]
     shift = 0 if scale is None else round(math.log2(scale))
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
     chart = Chart()
     # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
-    chart.x = Scale(low - 3, _HIGHEST + (3 if shares.wrong else 1), 92.0, WIDTH - 16.0)
+    chart.x = Scale(low - 3, _HIGHEST + (3 if found.wrong else 1), 92.0, WIDTH - 16.0)
     chart.y = Scale(min(floor, 0.01), 1.0, 362.0, 62.0, log=True)
     decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
     chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
     chart.text(16, 212, "share of the values", anchor="middle", fill="--muted", rotate=-90)
     chart.x_axis("", range(low, _HIGHEST + 1, 4), lambda exponent: _power(int(exponent)))
-    _bins(chart, shares, low, shift)
+    _bins(chart, found, low, shift)
     _limits(chart)
     _band(chart, low, 0, "fp16 holds", chart.y.start + 40)
     if scale is not None:
@@ -66,28 +54,28 @@ def gradient_figure(shares: Shares, *, scale: float | None, title: str, alone: b
     entries += [Entry("lost or infinite", "--bad"), Entry("zero in fp32 too", "--base")]
     below = chart.y.start + (74 if scale is None else 100)
     chart.height = chart.legend(entries, chart.x.start, below, WIDTH - chart.x.start) - 6
-    return chart.svg(title, _said(shares, shift), alone=alone)
+    return chart.svg(title, _said(found, shift), alone=alone)
 
 
-def _bins(chart: Chart, shares: Shares, low: int, shift: int) -> None:
+def _bins(chart: Chart, found: Histogram, low: int, shift: int) -> None:
     bottom = chart.y.start
     bars: list[tuple[float, float, str, str]] = [
-        (low - 3, shares.zero, "--base", "zero"),
-        (low - 1, shares.between(-_FAR, low), "--bad", f"below {_power(low)}"),
+        (low - 3, found.zeros / found.values, "--base", "zero"),
+        (low - 1, found.between(-_FAR, low), "--bad", f"below {_power(low)}"),
     ]
     for exponent in range(low, _HIGHEST):
         words = f"{_power(exponent)} to {_power(exponent + 1)}"
-        bars.append((exponent, shares.bins.get(exponent, 0.0), _fate(exponent, shift), words))
-    above = shares.between(_HIGHEST, _FAR)
+        bars.append((exponent, found.between(exponent, exponent + 1), _fate(exponent, shift), words))
+    above = found.between(_HIGHEST, _FAR)
     bars.append((_HIGHEST, above, _fate(_HIGHEST, shift), f"from {_power(_HIGHEST)}"))
-    bars.append((_HIGHEST + 2, shares.wrong, "--bad", "infinite or not a number"))
+    bars.append((_HIGHEST + 2, found.wrong / found.values, "--bad", "infinite or not a number"))
     for place, share, fill, words in bars:
         if share > 0:
             top = min(chart.y(max(share, chart.y.low)), bottom - 1.5)
             tip = f"{words}: {percent(share)}"
             chart.box(chart.x(place) + 1, bottom, chart.x(place + 1) - 1, top, fill=fill, radius=1.5, tip=tip)
     for place, _, _, words in bars[:: len(bars) - 1]:
-        if words == "zero" or shares.wrong > 0:
+        if words == "zero" or found.wrong:
             name = "0" if words == "zero" else "inf"
             chart.text(chart.x(place + 0.5), bottom + 19, name, anchor="middle", fill="--muted", size=SMALL)
 
@@ -132,17 +120,15 @@ def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
         chart.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")
 
 
-def _said(shares: Shares, shift: int) -> str:
+def _said(found: Histogram, shift: int) -> str:
     held = [-_FAR, _ROUNDS_AWAY, _NORMAL, _LARGEST, _FAR]
-    lost, fewer, whole, infinite = (percent(shares.between(*ends)) for ends in itertools.pairwise(held))
+    lost, fewer, whole, infinite = (percent(found.between(*ends)) for ends in itertools.pairwise(held))
     text = (
-        f"zero {percent(shares.zero)}; lost in fp16 {lost}; with fewer bits {fewer}; whole {whole}; "
+        f"zero {percent(found.zeros / found.values)}; lost in fp16 {lost}; with fewer bits {fewer}; whole {whole}; "
         f"infinite {infinite}"
     )
     if shift:
-        text += (
-            f"; lost at loss scale {_power(shift)}: {percent(shares.between(-_FAR, _ROUNDS_AWAY - shift))}"
-        )
+        text += f"; lost at loss scale {_power(shift)}: {percent(found.between(-_FAR, _ROUNDS_AWAY - shift))}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""THE ORDER: how a Plan is applied to a model. Read `build` from top to bottom; each step says why it stands there."""
+"""THE ORDER: how a Plan is applied to a model. Read `build` from top to bottom; each step says why it comes there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Built:
     recipe: Recipe
     device: torch.device
     config: ModelConfig | None
-    """None for a module that was handed in."""
+    """None for a model that was given as a module."""
     loss: Loss
     scaler: LossScaler | None
     ema: EMA | None
@@ -92,13 +92,13 @@ def build(
     dims: ParallelDims | None = None,
 ) -> Built:
     """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place; or a
-    function that makes one, which spares the memory of the whole where a Plan shards it.
+    function that makes one. With a function, no rank needs memory for a whole model that the Plan shards.
 
     `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
     every Plan; the global generator is left untouched. `loss` is a Task or any function `loss(model, batch)`; without
     one, the task of the configuration's family is taken, and image classification for a module. Names in the state dict
     are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is
-    built on each of them, in the process group that stands; `dims` is this rank's place in it, if the caller knows it.
+    built on each of them, in the existing process group; `dims` is this rank's place in it, if the caller knows it.
 
     Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
@@ -112,7 +112,7 @@ def build(
         dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
-    # is let go of as soon as this rank has its rows, so that nobody needs memory for all.
+    # is freed as soon as this rank has its rows, so that no rank needs memory for all.
     sharded = plan.sharding != "ddp" and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
@@ -135,13 +135,14 @@ def build(
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
 
-    # What the blocks compute with is settled before they are compiled. What is left at its default is left alone, so
-    # that models which have no choice need none.
+    # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
+    # choice are accepted.
     if config is not None or plan.layout != "batch_first":
         set_layout(module, plan.layout)
     if config is not None or plan.attention != "sdpa":
         set_attention(module, plan.attention)
-    # A block that computes again is compiled so, and whoever gathers its weights does that around both.
+    # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
+    # for both.
     recompute_blocks(module, plan)
     compile_model(module, plan)
 
@@ -244,7 +245,7 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     if plan.compile == "none":
         return
     # One cache of compiled code is shared by all models of a class, and past the limit torch runs eagerly with no more
-    # than a warning: whoever builds several Plans in one process would measure eager under the name of compiled.
+    # than a warning: with several Plans in one process, eager code would be measured under the name of compiled.
     from torch.compiler import config  # late: reading it takes a second
 
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)

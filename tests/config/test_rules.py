@@ -60,8 +60,8 @@ def test_a_broken_rule_says_why(name: str) -> None:
         assert not any(
             words in problem for problem in problems(Plan.parse(line), config, load_machine(machine))
         )
-    if rule.kind == "layout":
-        assert not any(words in problem for problem in problems(Plan.parse(line), config, layout=False))
+    if rule.kind == "degrees":
+        assert not any(words in problem for problem in problems(Plan.parse(line), config, degrees=False))
 
 
 def test_all_problems_come_at_once() -> None:

@@ -2,7 +2,7 @@
 
 A rule is a function that yields whole sentences. Each names the setting, what is wrong and what to do. Its
 parameters are what it needs: the Plan, the model, the machine. Its kind is `types` (types, kernels and device
-features), `layout` (degrees of parallelism, and how they divide the model) or `run` (what can be predicted
+features), `degrees` (of parallelism, and how they divide the model) or `run` (what can be predicted
 but not run yet). Rules of the first two kinds also apply to predictions. `problems` evaluates all rules.
 """
 
@@ -21,7 +21,7 @@ from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems, plan_problems
 from penstock.errors import ConfigError
 
-Kind = Literal["types", "layout", "run"]
+Kind = Literal["types", "degrees", "run"]
 
 CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
 """Attention backends that exist on a CPU (torch/nn/attention)."""
@@ -66,16 +66,16 @@ def problems(
     machine: Machine | None = None,
     *,
     run: bool = False,
-    layout: bool = True,
+    degrees: bool = True,
 ) -> list[str]:
     """Every reason why `plan` is not allowed. Rules that need a model or a machine are skipped if it is not
     given.
 
-    With `run`, rules of the kind `run` are included. Without `layout`, rules of that kind are skipped, for a
-    search that chooses the degrees itself.
+    With `run`, rules of that kind are included. Without `degrees`, rules of that kind are skipped, for a search
+    that chooses the degrees itself.
     """
     found: list[str] = []
-    for check, takes_plan, takes_model, takes_machine in _asked(model is None, machine is None, run, layout):
+    for check, takes_plan, takes_model, takes_machine in _asked(model is None, machine is None, run, degrees):
         arguments = (plan,) * takes_plan + (model,) * takes_model + (machine,) * takes_machine
         found += check(*arguments)
     return list(dict.fromkeys(found)) if found else found
@@ -83,10 +83,10 @@ def problems(
 
 @cache
 def _asked(
-    no_model: bool, no_machine: bool, run: bool, layout: bool
+    no_model: bool, no_machine: bool, run: bool, degrees: bool
 ) -> tuple[tuple[Callable[..., Iterator[str]], bool, bool, bool], ...]:
     """The checks to run, each with flags for whether it takes plan, model and machine."""
-    skipped = {kind for kind, asked in (("run", run), ("layout", layout)) if not asked}
+    skipped = {kind for kind, asked in (("run", run), ("degrees", degrees)) if not asked}
     return tuple(
         (rule.check, "plan" in rule.takes, "model" in rule.takes, "machine" in rule.takes)
         for rule in RULES
@@ -156,7 +156,7 @@ def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
         )
 
 
-@_rule("layout")
+@_rule("degrees")
 def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
     """`shard` is set only with `sharding=hsdp`, and divides the number of replicas."""
     replicas = plan.dp * plan.cp
@@ -168,14 +168,14 @@ def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
         yield f"plan.shard={plan.shard} does not divide the replicas, {named}; use a shard that does."
 
 
-@_rule("layout")
+@_rule("degrees")
 def _sequence_parallel_needs_tensor_parallel(plan: Plan) -> Iterator[str]:
     """`sp` needs tensor parallelism."""
     if plan.sp and plan.tp == 1:
         yield "plan.sp=true splits what tensor parallelism does not, but plan.tp=1; use sp=false, or a larger tp."
 
 
-@_rule("layout")
+@_rule("degrees")
 def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
     """`virtual` above 1 needs an interleaved schedule over several stages, and a multiple of `pp`
     micro-batches."""
@@ -194,7 +194,7 @@ def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
         yield f"plan.virtual={plan.virtual} cuts pipeline stages into chunks, but plan.pp=1; use virtual=1."
 
 
-@_rule("layout")
+@_rule("degrees")
 def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
     """`ep` divides `dp`."""
     if plan.dp % plan.ep:
@@ -204,7 +204,7 @@ def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
 # Rules that need the model.
 
 
-@_rule("layout")
+@_rule("degrees")
 def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the heads of
     keys."""
@@ -231,7 +231,7 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
                 )
 
 
-@_rule("layout")
+@_rule("degrees")
 def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`cp` divides the tokens of a sample, and with `sp`, `tp` divides each part."""
     if plan.cp == 1 and not plan.sp:
@@ -248,7 +248,7 @@ def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
             )
 
 
-@_rule("layout")
+@_rule("degrees")
 def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`pp` is at most the number of blocks. `pp` times `virtual` divides that number, with or without
     embedding and head."""
@@ -265,7 +265,7 @@ def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
         )
 
 
-@_rule("layout")
+@_rule("degrees")
 def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`ep` divides the model's experts."""
     if plan.ep == 1:

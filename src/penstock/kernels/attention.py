@@ -44,7 +44,7 @@ _CPU_PLAIN_UP_TO = 512
 def chosen_backend(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int
 ) -> AttentionBackend:
-    """The backend that `auto` stands for here; any other is returned as it is.
+    """The backend that `auto` means for these inputs; any other is returned as it is.
 
     On a CPU that multiplies bf16 natively the plain form wins for short sequences; elsewhere torch's own choice
     is taken.

@@ -107,12 +107,12 @@ def _one_nan(value: Tensor, out: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def have_triton() -> bool:
-    """Whether Triton is installed; importing it is left to who launches."""
+    """Whether Triton is installed. It is imported only where a kernel is launched."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter stands in for a GPU, which Triton decides by this variable too."""
+    """Whether Triton's interpreter runs kernels in place of a GPU; Triton reads the same variable."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

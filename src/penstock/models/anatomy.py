@@ -1,8 +1,8 @@
 """What a model consists of, as data: stacks of blocks whose parts have roles.
 
-A family is enrolled with `enrol`, by the class path of its module, so that foreign libraries are never imported. A
-module that nobody enrolled is searched for its repeated blocks, which is all that most optimisations need; whatever
-needs roles refuses it with the words that enrol it.
+A family is enrolled with `enrol`, by the class path of its module, so that foreign libraries are never imported. Any
+other module is searched for its repeated blocks, which is all that most optimisations need. Those that need roles
+refuse it, and say how to enrol it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Anatomy:
     stacks: tuple[Stack, ...]
     """In the order in which they run: one, or an encoder and a decoder."""
     unknown: str = ""
-    """Class path of a model that nobody enrolled: its blocks are known, and their parts are not."""
+    """Class path of a model that is not enrolled: its blocks are known, and their parts are not."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Anatomy:
         return (role for role in walk(self.stacks) if isinstance(role, kind))
 
     def role_of(self, parameter: str) -> Role | None:
-        """The role that a parameter belongs to; none where nobody enrolled the model, or a part was added to it."""
+        """The role that a parameter belongs to. None if the model is not enrolled, or the part was added to it."""
         return _nearest(self._owners, parameter)
 
     def depth_of(self, parameter: str) -> int:

@@ -1,7 +1,7 @@
 """The Transformer block.
 
 Shapes: B samples, N tokens, D width, H heads, K features per head. Tokens come as (B, N, D), or as (N, B, D)
-where `sequence_first` is set; everything but attention and stochastic depth is blind to the order.
+where `sequence_first` is set. Only attention and stochastic depth depend on the order.
 
 Modules only ever call their submodules and read sizes from the tensors that they get. So a submodule may be replaced by
 one that holds a share of the weights, or computes in another type.

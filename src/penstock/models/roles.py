@@ -1,8 +1,8 @@
 """Roles: what each part of a model is for, as data.
 
-Whoever treats a part in its own way (weight decay, sharding, fp8, conversion) asks for its role, never for its name or
-class. A role names a module, or a parameter that no module of its own holds. Names are qualified: from the model's
-root in an `Anatomy`, and from wherever `placed` has not yet put a prefix in the declaration of a family.
+What treats parts differently (weight decay, sharding, fp8, conversion) asks for their roles, never for names or
+classes. A role names a module, or a parameter that has no module of its own. In an `Anatomy`, names are qualified from
+the model's root. In the declaration of a family they are relative, and `placed` puts a prefix before them.
 
 Shapes of weights: (out, in), as `nn.Linear` has them; experts put a dimension of experts first.
 """

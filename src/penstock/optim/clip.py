@@ -39,8 +39,8 @@ _LARGE = 64 * _ROW
 
 
 def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 for such), on their device, not waited for.
-    Of sharded gradients it is that of the whole ones, on every rank; all ranks must ask for it.
+    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 if they are), on their device, without
+    waiting. For sharded gradients it is that of the whole ones, on every rank; all ranks must call this.
     """
     if not gradients:
         return torch.zeros(())
@@ -100,8 +100,8 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
     """Scale gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     Give it the optimizer, and a contiguous one takes a single fused pass over each flat buffer; given parameters it
-    works tensor by tensor. The result equals `torch.nn.utils.clip_grad_norm_` but for rounding, and stays on the
-    device: reading it is what would wait. `clipped_step` spares the pass that divides.
+    works tensor by tensor. The result equals that of `torch.nn.utils.clip_grad_norm_` up to rounding. It stays on the
+    device, and reading it waits. `clipped_step` does without the pass that divides.
     """
     gradients = gradients_of(target)
     norm = grad_norm(gradients)
@@ -111,7 +111,7 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
 
 def clipping_divisor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """What gradients are divided by, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is without the scale."""
-    # A norm that is not finite must not make the gaps of a flat buffer so, which nobody would write to again.
+    # The gaps of a flat buffer are never written again, so a norm that is not finite must not reach them.
     divisor = ((norm + _TINY) / max_norm).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
     return divisor if scale is None else divisor * scale.to(norm.device, non_blocking=True)
 
@@ -182,9 +182,10 @@ def clipped_step(
 
 
 def kernel_clips(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
-    """Whether the optimizer's kernel may divide gradients on their way into the update, which spares a pass.
+    """Whether the optimizer's kernel may divide gradients on their way into the update, which saves a pass.
 
-    Of fp32 gradients this gives the same bits as dividing them first. Halves would be rounded once less, so that steps
-    would differ by who takes them; only RemainderAdamW, which never writes to gradients, always divides in its kernel.
+    For fp32 gradients this gives the same bits as dividing them first. Half gradients would be rounded once less, so
+    steps would differ between optimizers. Only RemainderAdamW, which never writes to gradients, always divides in its
+    kernel.
     """
     return isinstance(optimizer, RemainderAdamW) or all(g.dtype == torch.float32 for g in gradients)

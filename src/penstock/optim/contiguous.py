@@ -53,7 +53,7 @@ def contiguous(
     own = optimizer_class.__module__.partition(".")[0] != "torch"
     if not elementwise and (own or name not in _ELEMENTWISE):
         if not own and name in _REASONS:
-            why = f"{name} {_REASONS[name]}, which a flat buffer has lost sight of"
+            why = f"{name} {_REASONS[name]}, which is impossible in a flat buffer"
             remedy = "use it without contiguous"
         else:
             why = f"Penstock does not know {optimizer_class.__module__}.{name}"

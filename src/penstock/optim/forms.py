@@ -1,4 +1,4 @@
-"""AdamW in the four forms a Plan can choose: the same weights, by ever fewer launches."""
+"""AdamW in the four forms a Plan can choose: each gives the same weights by fewer launches."""
 
 from __future__ import annotations
 

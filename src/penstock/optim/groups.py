@@ -60,7 +60,7 @@ def parameter_groups(
     if not groups:
         raise ConfigError(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
-            f"call requires_grad_(True) on the parts that shall learn."
+            f"call requires_grad_(True) on the parts that should learn."
         )
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 
 def steps_by_sgd(optimizer: Optimizer) -> bool:
-    """Whether the update is torch's SGD, be it in flat buffers."""
+    """Whether the update is torch's SGD, in flat buffers or not."""
     return issubclass(getattr(optimizer, "_class", type(optimizer)), SGD)
 
 

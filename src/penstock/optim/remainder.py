@@ -161,7 +161,7 @@ class RemainderAdamW(Optimizer):
 
     @torch.no_grad()
     def fp32_weight(self, parameter: Tensor) -> Tensor:
-        """The exact fp32 weight of one Parameter, new and of its shape. Raises ConfigError for a strange one."""
+        """A copy of the exact fp32 weight of one Parameter. Raises ConfigError for one of another optimizer."""
         local, remainder = self._halves(parameter)
         whole = local.to(torch.float32, copy=True) if remainder is None else join(local, remainder)
         return tensors.whole(parameter, whole)

@@ -22,7 +22,7 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """How a training step treats a model whose gradients are averaged with those of other ranks."""
+    """What a training step does for a model whose gradients are averaged over ranks."""
 
     model: Any
     dims: ParallelDims

@@ -8,14 +8,14 @@ Ranks are numbered row by row of a mesh with the dimensions
     cp             parts of a sample's tokens
     tp             parts of each layer
 
-so that those who talk most are neighbours, on one node as long as it holds them. Expert parallel groups will lie within
-the data parallel dimensions, so they need none of their own.
+so that the ranks that communicate most are neighbours, on one node if it is large enough. Expert parallel groups will
+lie within the data parallel dimensions, so they need no dimension of their own.
 
 | what | ranks that add it up |
 |---|---|
 | a loss, gradients, counts of an evaluation | `LOSS`: they see other samples, or other tokens |
 | the norm of the gradients | those that hold other gradients: `dp_shard` and `tp` through DTensor, then `pp` |
-| samples | nobody: the ranks of one place in `DATA` see the same |
+| samples | none: ranks with the same place in `DATA` see the same samples |
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ParallelDims:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether this process trains by itself."""
         return self.size == 1
 
     @property
@@ -89,7 +89,7 @@ class ParallelDims:
 
     @property
     def data_world(self) -> int:
-        """In how many shares the samples are dealt out."""
+        """Number of shares that the samples are split into."""
         return self.degree(*DATA)
 
     def degree(self, *names: str) -> int:
@@ -97,15 +97,15 @@ class ParallelDims:
         return math.prod(int(getattr(self, name)) for name in names)
 
     def place(self) -> dict[str, int]:
-        """Where this rank stands in each dimension."""
+        """This rank's place in each dimension."""
         found, rest = {}, self.rank
         for name in reversed(DIMENSIONS):
             rest, found[name] = divmod(rest, self.degree(name))
         return found
 
     def group(self, *names: str) -> distributed.ProcessGroup | None:
-        """The ranks that differ from this one in these dimensions alone, of which there must be some. None stands for
-        all ranks, as it does in torch.
+        """The ranks that differ from this one in these dimensions alone; there must be some. None means all ranks, as
+        in torch.
         """
         wide = tuple(name for name in names if self.degree(name) > 1)
         if self.degree(*wide) == self.size:
@@ -116,7 +116,7 @@ class ParallelDims:
         return self.mesh.get_group(wide[0])
 
     def connect(self, device: torch.device) -> ParallelDims:
-        """The same with the mesh and groups of the process group that stands. All ranks must ask for it."""
+        """The same with mesh and groups, out of the existing process group. All ranks must call this."""
         if self.alone:
             return self
         from torch.distributed.device_mesh import init_device_mesh
@@ -146,9 +146,9 @@ ALONE = ParallelDims()
 
 
 def require_size(plan: Plan, size: int) -> None:
-    """Raise `ConfigError` unless `size` processes are what the Plan needs; says which Plans these could run.
+    """Raise `ConfigError` unless the Plan needs `size` processes; says which Plans so many could run.
 
-    A Plan that no processes can run is refused for that: starting as many as it takes would not help.
+    A Plan that cannot be run at all is refused for that reason: no number of processes would help.
     """
     require(plan, run=True)
     if plan.gpus == size:

@@ -39,7 +39,7 @@ from penstock.precision.master import compute_in_fp32, is_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded(DataParallel):
-    """How a training step treats a model whose weights are sharded."""
+    """What a training step does for a model whose weights are sharded."""
 
     plan: Plan
     units: Sequence[Any] = field(default_factory=list)

@@ -24,7 +24,7 @@ def launched() -> int:
 
 def local_device(device: torch.device) -> torch.device:
     """The device of this rank on its node: with a launcher, `cuda` means the GPU whose number is `LOCAL_RANK`."""
-    if str(device) != "cuda" or launched() == 1:  # a GPU that was named by number is taken at its word
+    if str(device) != "cuda" or launched() == 1:  # a GPU given by number is that GPU
         return device
     local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= found:
@@ -39,8 +39,8 @@ def local_device(device: torch.device) -> torch.device:
 def joined(plan: Plan, device: torch.device, *, timeout: float = 1800.0) -> Iterator[ParallelDims]:
     """Inside, this process belongs to the ranks that `torchrun` or `penstock launch` started, and is one of them.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A process group that is there already is used and
-    left standing; otherwise one is made (gloo, and nccl beside it for tensors on GPUs) and ended. `timeout` seconds
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. An existing process group is used and kept;
+    otherwise one is made (gloo, and nccl beside it for tensors on GPUs) and ended. `timeout` seconds
     without an answer from a peer end a collective with an error.
 
     Raises:
@@ -63,14 +63,14 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = 1800.0) -> Iter
     try:
         yield dims_of(plan, device)
         if own:
-            distributed.barrier()  # who leaves first breaks the connections of those still at work
+            distributed.barrier()  # a rank that leaves first breaks the connections of the others
     finally:
         if own:
             distributed.destroy_process_group()
 
 
 def dims_of(plan: Plan, device: torch.device | str) -> ParallelDims:
-    """This rank's place in the process group that stands, for code that joined by itself. Raises as `joined` does."""
+    """This rank's place in the existing process group, for code that made one itself. Raises as `joined` does."""
     size = distributed.get_world_size() if distributed.is_initialized() else 1
     require_size(plan, size)
     if size == 1:

@@ -1,4 +1,4 @@
-"""Letting an optimizer that was made before its model was sharded go on over the shards."""
+"""Gives the shards of a model to an optimizer that was made before the model was sharded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from penstock.parallel.dims import ParallelDims
 _SMALL = 4096
 """Elements; what is smaller is made at once."""
 _ROOM = 32 << 20
-"""Bytes of whole tensors that may stand beside the one being worked on."""
+"""Bytes of whole tensors that may be held beside the one being worked on."""
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "trunc_normal_"}
@@ -85,7 +85,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
         real_args, real_kwargs = replaced((args, kwargs), self._real)
         result = func(*real_args, **real_kwargs)
-        # What was written in place is handed back as the tensor that was asked for.
+        # An in-place operator returns the tensor that it was given, not the real one.
         written = args[0] if name.endswith("_") else kwargs.get("out")
         return written if isinstance(written, Tensor) and isinstance(result, Tensor) else result
 

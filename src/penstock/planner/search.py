@@ -123,7 +123,7 @@ def explore(
     if gpus < 1:
         raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
-    problems = rules.problems(base, model, machine, layout=False)
+    problems = rules.problems(base, model, machine, degrees=False)
     if problems:
         raise ConfigError(problems)
     batch = global_batch or default_batch(model, gpus)

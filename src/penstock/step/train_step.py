@@ -42,8 +42,8 @@ class StepResult:
 class TrainStep:
     """Forward and backward over micro-batches, then clipping, update and averaging.
 
-    The model computes as `apply_precision` had it; everything runs under the Plan's matmul precision, which is restored
-    on return. Gradients are those of the loss averaged over the micro-batches. fp16 gets a dynamic loss scale.
+    The model computes as `apply_precision` has set it up. Everything runs under the Plan's matmul precision, and the
+    former one is restored on return. Gradients are those of the loss averaged over the micro-batches.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 Per element 12 to 14 bytes come in (weight 2, remainder 2, gradient 2 or 4, moments 4 + 4) and 12 go out. With fp32
 weights and a bf16 copy of them the same step reads and writes 40: the gradient cast up, the fused update, the copy.
 
-A program handles BLOCK elements of one tensor. Which, stands in `blocks`; where that tensor's five arrays lie, in
-`table`. Addresses of gradients come in a table of their own, because only they change from step to step.
+A program handles BLOCK elements of one tensor. `blocks` says which, and `table` has the addresses of that tensor's
+arrays. Addresses of gradients have a table of their own, because only they change from step to step.
 
 Every operation is rounded by itself (`enable_fp_fusion=False`, division and square root correctly rounded), so that
 the result is the same on every GPU and in the interpreter. The update waits for memory, not for arithmetic.

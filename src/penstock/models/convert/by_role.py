@@ -1,7 +1,7 @@
 """State dicts from the names of one family to those of another, by the roles of their parts.
 
-What two families call differently has one role, and parts of one role run in the same order in both: whoever declares
-the anatomy of a family has declared its conversion.
+Two families have different names for a part, and the same role. Parts of one role run in the same order in both. So the
+anatomies of two families are all that a conversion needs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _turned(tensor: Tensor, part: Role) -> Tensor:
 
 
 def _corresponding(source: Anatomy, target: Anatomy) -> Iterator[tuple[Role, Role]]:
-    """Parts of one role, in their order, of what stands in the same place of both: before, in block i, or after."""
+    """Pairs of parts that have one role and the same place: before the blocks, in block i, or after the blocks."""
     for theirs, ours in zip(source.stacks, target.stacks):
         blocks = [(their.parts, our.parts) for their, our in zip(theirs.blocks, ours.blocks)]
         for given, wanted in [(theirs.before, ours.before), *blocks, (theirs.after, ours.after)]:

@@ -27,8 +27,8 @@ def save_pretrained(model: ViT, folder: str | Path, *, weights: Mapping[str, Ten
     """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
     such a model, else in Penstock's own names (`model_type` penstock_vit). `from_pretrained` here reads both.
 
-    Each file appears whole or not at all; weights are written last. `weights` stand for the model's state dict where
-    the model itself holds only a part of them.
+    Each file appears whole or not at all; weights are written last. `weights` replace the model's state dict, if the
+    model holds only a part of it.
     """
     folder, config = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ def vit_anatomy(config: ViTConfig) -> Anatomy:
         Norm("norm1"),
         Attention(
             "attention",
-            # Its rows are ordered by head, so it is one matrix for whoever splits it.
+            # Its rows are ordered by head, so it is split as one matrix.
             projections=(Linear("attention.qkv", "column"),),
             out=Linear("attention.out", "row"),
             heads=config.heads,

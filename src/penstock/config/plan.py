@@ -19,6 +19,10 @@ Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 Layout = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math"]
+AUTO_PLAIN_TOKENS = 512
+"""Longest sequence for which `attention=auto` is the plain form on a CPU that multiplies bf16, where it beats torch's
+fused kernel forward and backward together: 4.1 against 13.8 ms with matrix units and 3.3 against 8.6 with vectors of
+512 bits, at 197 tokens and 8 and 2 samples of 6 heads."""
 Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.config.plan import AttentionBackend
+from penstock.config.plan import AUTO_PLAIN_TOKENS, AttentionBackend
 from penstock.errors import ConfigError
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -35,28 +35,22 @@ _PINNED = {
 # How torch words it, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
 
-# Longest sequence for which the plain form beats SDPA on a CPU that multiplies bf16 natively, forward and
-# backward together (4.1 against 13.8 ms at 197 tokens, 8 samples of 6 heads). On a CPU that does not, batched
-# products in bf16 run at about 1 GFLOP/s, and SDPA, whose kernel works in fp32 inside, is 20 times faster.
-_CPU_PLAIN_UP_TO = 512
-
 
 def chosen_backend(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int
 ) -> AttentionBackend:
     """The backend that `auto` means for these inputs; any other is returned as it is.
 
-    On a CPU that multiplies bf16 natively the plain form wins for short sequences; elsewhere torch's own choice
-    is taken.
+    On a CPU with wide vectors or matrix units the plain form wins for short sequences in bf16; elsewhere torch's own
+    choice is taken. Without them batched products in bf16 run at about 1 GFLOP/s, and SDPA, whose kernel works in fp32
+    inside, is 20 times faster.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
     if backend != "auto":
         return backend
-    short = tokens <= _CPU_PLAIN_UP_TO
-    return (
-        "plain" if device.type == "cpu" and dtype == torch.bfloat16 and short and _wide_vectors() else "sdpa"
-    )
+    on_cpu = device.type == "cpu" and dtype == torch.bfloat16
+    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and _wide_vectors() else "sdpa"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, stacks
 from penstock.config.numerics import BYTES, numerics_of
-from penstock.config.plan import Plan
+from penstock.config.plan import AUTO_PLAIN_TOKENS, Plan
 from penstock.planner.blocks import before_split, list_block
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import Op, Workload
@@ -19,8 +19,6 @@ from penstock.planner.shapes import blocks_of, counted_tokens
 
 RELATIVE_BUCKETS = 32
 """Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
-AUTO_PLAIN_TOKENS = 512
-"""Tokens up to which `attention=auto` means plain attention on a CPU in bf16."""
 
 
 def describe(model: ModelConfig, plan: Plan, device: str = "cuda") -> Workload:
@@ -44,8 +42,8 @@ def attention_form(plan: Plan, tokens: int, device: str) -> Form:
     """What an attention backend does: keep the scores (`plain`, `math`) or compute them again (`fused`)."""
     backend = plan.attention
     if backend == "auto":
-        half = numerics_of(plan).half
-        return "plain" if device == "cpu" and half and tokens <= AUTO_PLAIN_TOKENS else "fused"
+        bf16 = numerics_of(plan).compute == "bf16"
+        return "plain" if device == "cpu" and bf16 and tokens <= AUTO_PLAIN_TOKENS else "fused"
     return backend if backend in ("plain", "math") else "fused"
 
 

@@ -33,7 +33,7 @@ from penstock.precision import (
     precision_of,
 )
 from penstock.precision.fp8_linear import convert_to_fp8
-from penstock.precision.remainders import complete
+from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
 from penstock.step import TrainStep
 from penstock.tasks import Loss, classification_loss, task_of
@@ -172,7 +172,9 @@ def build(
             [module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists
         )
     if precision.master == "remainder":
-        complete([optimizer], [module], norms=precision.norms, lists=precision.lists)
+        cast_in_place(
+            [module], torch.bfloat16, norms=precision.norms, lists=precision.lists, completed_by=[optimizer]
+        )
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if not dims.alone and not sharded:

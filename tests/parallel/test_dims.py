@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
+from penstock.optim import clip_grad_norm_, grad_norm
 from penstock.parallel.dims import ALONE, LOSS, ParallelDims, fit_to_ranks, require_size, valid_sizes
 from penstock.parallel.join import dims_of, joined, launched, local_device
 
@@ -151,3 +153,30 @@ def test_losses_are_averaged_over_samples_and_tokens_but_not_over_parts_of_the_m
     found = spawn(_large_groups, 8, "dp=2 sharding=fsdp cp=2 pp=2")
     assert found[2] == [[0, 1, 2, 3], [2, 6]]
     assert found[6] == [[4, 5, 6, 7], [2, 6]]
+
+
+def norm_over_two_dimensions() -> tuple[float, float, list[str]]:
+    """Norm of the gradients of a model that tensor and data parallelism have both split, and of the same one whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
+    x, target = torch.randn(6, 4), torch.randn(6, 4)
+    (model(x) * target).sum().backward()
+    whole = clip_grad_norm_(model.parameters(), 1e9).item()
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp_shard"]).set_force_sum_reduction_for_comms(True)
+    (model(x) * target).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    placements = sorted({type(p).__name__ for g in gradients for p in g.placements})  # type: ignore[attr-defined]
+    return grad_norm(gradients).item(), whole, placements
+
+
+def test_the_norm_over_two_dimensions_is_that_of_the_whole_gradients() -> None:
+    for norm, whole, placements in spawn(norm_over_two_dimensions, 4):
+        assert "_StridedShard" in placements, "the case that this test is about"
+        assert norm == pytest.approx(whole, rel=1e-5)

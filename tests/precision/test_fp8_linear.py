@@ -40,15 +40,16 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
     parameters = dict(model.named_parameters())
     exact = model(images)
     plain = run(model, images)
-    done = convert_to_fp8(model, emulate=True)
-    assert done.converted == tuple(f"blocks.{i}.{name}" for i in range(2) for name in BLOCK)
-    assert done.kept == {"stem.proj": "outside the blocks", "head": "outside the blocks"}
+    kept = convert_to_fp8(model, emulate=True)
+    assert kept == {"stem.proj": "outside the blocks", "head": "outside the blocks"}
+    converted = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
+    assert converted == [f"blocks.{i}.{name}" for i in range(2) for name in BLOCK]
 
     called = []
-    for name in done.converted:
+    for name in converted:
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
     found = run(model, images)
-    assert tuple(called) == done.converted, "each is called, none of its weights used behind its back"
+    assert called == converted, "each is called, none of its weights used behind its back"
     assert found.dtype == torch.bfloat16
     assert 1e-3 < float(((found - plain).norm() / plain.norm()).detach()) < 0.1
     torch.testing.assert_close(model(images), exact)  # outside an accelerated pass it is a plain layer
@@ -60,22 +61,18 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
     torch.testing.assert_close(run(model, images), plain, rtol=0.0, atol=0.0)
 
 
-def test_converting_again_changes_the_scaling_and_what_is_skipped() -> None:
+def test_converting_again_changes_the_scaling() -> None:
     model = ViT(TINY)
     convert_to_fp8(model, emulate=True)
-    done = convert_to_fp8(model, "rowwise", skip=("*.mlp.*",), emulate=True)
-    assert {name.partition(".attention.")[2] for name in done.converted} == {"qkv", "out"}
-    assert done.kept["blocks.0.mlp.up"] == "skipped by name"
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
-    assert tuple(layers) == done.converted
-    assert {module.scaling for module in layers.values()} == {"rowwise"}
+    convert_to_fp8(model, "rowwise", emulate=True)
+    assert {m.scaling for m in model.modules() if isinstance(m, Fp8Linear)} == {"rowwise"}
     assert "fp8=rowwise, emulated" in repr(model)
 
 
 def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
     model = ViT(replace(TINY, mlp_width=60))
-    done = convert_to_fp8(model, emulate=True)
-    assert done.kept["blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
+    kept = convert_to_fp8(model, emulate=True)
+    assert kept["blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
     with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are no multiples of 16"):
         convert_to_fp8(ViT(replace(TINY, width=24, heads=2, mlp_width=40)), emulate=True)
 
@@ -85,9 +82,9 @@ def test_layers_that_compute_in_their_own_way_are_kept() -> None:
         pass
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Own(16, 16)) for _ in range(2)))
-    done = convert_to_fp8(model, emulate=True)
-    assert done.converted == ("0.0", "1.0")
-    assert "computes in its own way" in done.kept["0.1"]
+    kept = convert_to_fp8(model, emulate=True)
+    assert [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)] == ["0.0", "1.0"]
+    assert "computes in its own way" in kept["0.1"]
 
 
 def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +96,6 @@ def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch
         match=r"compute capability 9\.0.*penstock\.precision\.fp8_linear\.convert_to_fp8\(…, emulate=True\)",
     ):
         convert_to_fp8(model, "rowwise")
-    with pytest.raises(ConfigError, match=r"fits no linear layer of the model\. Did you mean 'head'"):
-        convert_to_fp8(model, skip=("haed",), emulate=True)
     wrong: Any = "columnwise"
     with pytest.raises(ConfigError, match="choose tensorwise or rowwise"):
         convert_to_fp8(model, wrong, emulate=True)

@@ -383,7 +383,6 @@ def test_step_hooks_and_tied_weights_survive_the_remainder_form() -> None:
     [
         ({"scaler": {"intial": 8.0}}, "no option 'intial'.*initial"),
         ({"scaler": 8.0}, "must be a dict"),
-        ({"skip": "bogus"}, "must be one of auto, device, host"),
         ({"agree": "yes"}, "must be 'auto', None"),
         ({"losses": "2"}, "whole number"),
         ({"losses": 0}, "whole number"),

@@ -160,6 +160,23 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         )
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module of any model normalises, for who cannot ask its Anatomy: torch's own norms, and modules of other
+    libraries that are called so, hold vectors and no modules.
+    """
+    if isinstance(module, _NORMS):
+        return True
+    if "norm" not in type(module).__name__.lower() or next(module.children(), None) is not None:
+        return False
+    return all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False))
+
+
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside what torch.compile returns."""
     return dict(model.named_children()).get("_orig_mod", model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
@@ -13,7 +13,7 @@ from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
 from penstock.models.roles import Embedding, Role
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All that an optimizer trains."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -107,7 +107,7 @@ def whole_norm(tensors: Sequence[Tensor], norm: Callable[[list[Tensor]], Tensor]
         if kind is not None:
             first = _sharded(alike[0])
             for dimension, placement in enumerate(first.placements):
-                if placement.is_shard():
+                if not placement.is_replicate():  # `is_shard` is false of rows that two dimensions share
                     distributed.all_reduce(square, group=first.device_mesh.get_group(dimension))
         squares.append(square)
     device = squares[0].device

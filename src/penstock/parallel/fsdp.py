@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.optim.tensors import MOVED, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.dims import DATA, ParallelDims
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.rebind import rebind
-from penstock.precision.master import compute_in_fp32, is_norm
+from penstock.precision.master import compute_in_fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,11 @@ from torch import nn
 
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
 from penstock.precision.forward import precision_on
 from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.lists import fp32_modules_of
-from penstock.precision.master import is_norm
 from penstock.precision.settings import precision_of
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -27,10 +27,8 @@ from penstock.precision.checks import check, check_kinds, check_options
 from penstock.precision.copies import strip, widen
 from penstock.precision.forward import apply_precision, unwrapped
 from penstock.precision.fp8_linear import convert_to_fp8
-from penstock.precision.master import MasterWeights
-from penstock.precision.remainders import complete
+from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import Agree, LossScaler, agree_over
-from penstock.precision.scaling import Skip
 from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
@@ -55,7 +53,6 @@ def accelerate(
     losses: int = 1,
     scaler: Mapping[str, Any] | None = None,
     agree: Agree | Literal["auto"] | None = "auto",
-    skip: Skip = "auto",
     **overrides: Any,
 ) -> Any:
     """Train a model in mixed precision: returns what was given, changed in place.
@@ -68,9 +65,8 @@ def accelerate(
     `LossScaler`).
 
     With a loss scale, ranks take one decision about each step: `agree` makes it, by default over the default process
-    group if there is one. `skip` says who skips an overflowed step: the `device`, so that the host never waits, the
-    `host`, or `auto`: the device where the optimizer's kernels can (fused, contiguous), else the host. For optimizers
-    that cannot, `device` keeps a copy of weights and state during each step.
+    group if there is one. An overflowed step is skipped on the device where the optimizer's kernels can (fused,
+    contiguous), so that the host never waits; for others the host asks once a step.
 
     Accelerate after the model is on its device and the optimizer is made, and before DistributedDataParallel.
     torch.compile may come before or after.
@@ -81,7 +77,7 @@ def accelerate(
     models = _listed(model)
     optimizers = _listed(optimizer)
     check_kinds(models, optimizers)
-    check_options(scaler, agree, skip)
+    check_options(scaler, agree)
     device = device_of(models)
     properties = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
@@ -90,7 +86,9 @@ def accelerate(
         for module in bare:
             convert_to_fp8(module, properties.fp8)
     if properties.master == "remainder":
-        complete(optimizers, bare, norms=properties.norms, lists=properties.lists)
+        cast_in_place(
+            bare, torch.bfloat16, norms=properties.norms, lists=properties.lists, completed_by=optimizers
+        )
     session = Session(
         properties,
         bare,
@@ -98,10 +96,12 @@ def accelerate(
         losses=losses,
         scaler=scaler or {},
         agree=agree_over() if agree == "auto" else agree,
-        skip=skip,
     )
     if properties.weights == "half" and properties.master == "none":
-        _cast_in_place(bare, optimizers, properties)
+        assert properties.dtype is not None
+        cast_in_place(bare, properties.dtype, norms=properties.norms, lists=properties.lists)
+        for one in optimizers:
+            _follow_weights(one, properties)
     for module in bare:
         apply_precision(module, properties, device)
     for own in session.gradients:
@@ -229,23 +229,18 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _cast_in_place(models: list[nn.Module], optimizers: list[Optimizer], properties: Precision) -> None:
+def _follow_weights(optimizer: Optimizer, properties: Precision) -> None:
     """O3: parameters keep their identity, so that the optimizer goes on with them; its state follows their type."""
-    dtype = properties.dtype
-    assert dtype is not None
-    # Without an optimizer to keep them, MasterWeights casts and sees to state dicts.
-    MasterWeights.cast(models, dtype, norms=properties.norms, lists=properties.lists)
-    for optimizer in optimizers:
-        _state_follows(optimizer)
-        if loses_updates(optimizer):
-            _log.warning(
-                "torch's fused SGD does not update %s weights on a CPU (pytorch issue 191763), so this optimizer "
-                "goes on unfused.",
-                properties.dtype_name,
-            )
-            for group in optimizer.param_groups:
-                group["fused"], group["foreach"] = False, False
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    _state_follows(optimizer)
+    if loses_updates(optimizer):
+        _log.warning(
+            "torch's fused SGD does not update %s weights on a CPU (pytorch issue 191763), so this optimizer goes on "
+            "unfused.",
+            properties.dtype_name,
+        )
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = False, False
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _state_follows(optimizer: Optimizer) -> None:

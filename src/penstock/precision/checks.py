@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from penstock.models.anatomy import uncompiled
 from penstock.optim.groups import parameters_of
 from penstock.precision.forward import already
 from penstock.precision.scaler import LossScaler
-from penstock.precision.scaling import Skip
 from penstock.precision.settings import Precision
 
 
@@ -41,8 +40,8 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
         raise ConfigError("accelerate was given no model.")
 
 
-def check_options(scaler: Any, agree: Any, skip: Any) -> None:
-    """Refuse options of the loss scale that it does not have, and an `agree` or `skip` that cannot be."""
+def check_options(scaler: Any, agree: Any) -> None:
+    """Refuse options of the loss scale that it does not have, and an `agree` that cannot be called."""
     options = [
         name
         for name in inspect.signature(LossScaler).parameters
@@ -61,8 +60,6 @@ def check_options(scaler: Any, agree: Any, skip: Any) -> None:
         problems.append(
             f"agree is {agree!r}, but must be 'auto', None, or a function of the flag that ranks share."
         )
-    if skip not in get_args(Skip):
-        problems.append(f"skip is {skip!r}, but must be one of {', '.join(get_args(Skip))}.")
     if problems:
         raise ConfigError(problems)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from penstock.config.convert import nearest
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of
 from penstock.models.roles import Experts
@@ -42,16 +39,6 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.scaling}{', emulated' if self.emulate else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What `convert_to_fp8` did."""
-
-    converted: tuple[str, ...]
-    """Qualified names of the layers in fp8."""
-    kept: dict[str, str]
-    """The other linear layers, each with the reason."""
 
 
 def fp8_problem(device: torch.device | str, scaling: Scaling = "tensorwise") -> str | None:
@@ -87,36 +74,29 @@ def convert_to_fp8(
     model: nn.Module,
     scaling: Scaling = "tensorwise",
     *,
-    skip: Sequence[str] = (),
     device: torch.device | str | None = None,
     emulate: bool = False,
-) -> Conversion:
-    """Let the linear layers inside a model's repeated blocks multiply in fp8, in place.
+) -> dict[str, str]:
+    """Let the linear layers inside a model's repeated blocks multiply in fp8, in place; returns the qualified names of
+    the other linear layers, each with the reason.
 
     What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
-    most sensitive and a small part of the work. So do layers whose sides are no multiples of 16, and those whose
-    qualified name fits a pattern of `skip`. Weights stay what they are and so do state dicts; `restore_from_fp8`
-    undoes it, and a second conversion changes `scaling`. Convert before compiling and sharding. `device` is where the
-    model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any device.
+    most sensitive and a small part of the work. So do layers whose sides are no multiples of 16. Weights stay what they
+    are and so do state dicts; `restore_from_fp8` undoes it, and a second conversion changes `scaling`. Convert before
+    compiling and sharding. `device` is where the model will run, by default where its weights are. `emulate` computes
+    the same numbers slowly, on any device.
 
     Raises:
-        ConfigError: the device has no fp8, no layer can be converted, or a pattern fits no linear layer.
+        ConfigError: the device has no fp8, or no layer can be converted.
     """
     if scaling not in SCALINGS:
         raise ConfigError(f"There is no fp8 scaling {scaling!r}; choose {' or '.join(SCALINGS)}.")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    problems = [
-        f"skip names {pattern!r}, which fits no linear layer of the model.{nearest(pattern, linears)}"
-        for pattern in skip
-        if not any(fnmatchcase(name, pattern) for name in linears)
-    ]
     if not emulate:
         devices = {module.weight.device for module in linears.values()} if device is None else {device}
-        problems += sorted({problem for device in devices if (problem := fp8_problem(device, scaling))})
-    if problems:
-        raise ConfigError(problems)
-    anatomy = anatomy_of(model)
-    kept = dict(_kept(linears, anatomy, skip))
+        if problems := sorted({problem for device in devices if (problem := fp8_problem(device, scaling))}):
+            raise ConfigError(problems)
+    kept = dict(_kept(linears, anatomy_of(model)))
     chosen = [name for name in linears if name not in kept]
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
@@ -130,24 +110,20 @@ def convert_to_fp8(
         linears[name].__class__ = Fp8Linear
         linears[name].__dict__.update(scaling=scaling, emulate=emulate)
     _log.info("fp8 (%s) in %d linear layers; kept: %s", scaling, len(chosen), kept or "none")
-    return Conversion(tuple(chosen), kept)
+    return kept
 
 
-def _kept(linears: dict[str, nn.Linear], anatomy: Anatomy, skip: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _kept(linears: dict[str, nn.Linear], anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     blocks = tuple(f"{block}." for block in anatomy.blocks)
     routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
     for name, module in linears.items():
         if not name.startswith(blocks):
             yield name, "outside the blocks"
-        elif any(fnmatchcase(name, pattern) for pattern in skip):
-            yield name, "skipped by name"
         elif name in routers:
             yield name, "a router, whose choice of experts rounding would change"
         elif type(module) not in (nn.Linear, Fp8Linear):
-            yield (
-                name,
-                f"a {type(module).__module__}.{type(module).__qualname__}, which computes in its own way",
-            )
+            kind = type(module)
+            yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
         elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
             yield name, f"{module.in_features} × {module.out_features} are no multiples of {MULTIPLE}"
 

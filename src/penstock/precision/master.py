@@ -8,7 +8,6 @@ none needs to know.
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.remainder import RemainderAdamW
+from penstock.optim.groups import parameters_of
+from penstock.optim.remainder import from_adamw
 from penstock.precision.forward import living
 from penstock.precision.lists import OpLists, fp32_modules_of
 from penstock.precision.state_hooks import (
@@ -35,20 +36,6 @@ from penstock.precision.state_hooks import (
 )
 
 _log = logging.getLogger(__name__)
-_NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
-_NORM_NAME = re.compile(r"norm", re.IGNORECASE)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: torch's own, and leaves of other libraries that are called so and hold vectors."""
-    if isinstance(module, _NORMS):
-        return True
-    if not _NORM_NAME.search(type(module).__name__) or next(module.children(), None) is not None:
-        return False
-    return all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False))
 
 
 class MasterWeights:
@@ -72,29 +59,15 @@ class MasterWeights:
         lists: OpLists | None = None,
     ) -> None:
         self.dtype = dtype
-        trained = {
-            id(p): (optimizer, p)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        trained = {id(p): (optimizer, p) for optimizer in optimizers for p in parameters_of(optimizer)}
         self._masters: dict[Parameter, Parameter] = {}
         """From half weight to master."""
         self._owner: dict[Parameter, Optimizer] = {}
         self._halves: list[tuple[Optimizer, list[Parameter], list[Parameter]]] = []
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
-        seen: set[nn.Module] = set()
-        for model in models:
-            wide = fp32_modules_of(model, lists)
-            for name, module in model.named_modules():
-                if module in wide or module in seen:  # models may share modules
-                    continue
-                seen.add(module)
-                if norms == "fp32" and is_norm(module):
-                    compute_in_fp32(module)
-                    continue
-                self._halve(name, module, trained, swapped, frozen)
+        for name, module in _to_halve(models, norms, lists):
+            self._halve(name, module, trained, swapped, frozen)
         if frozen:
             _log.warning(
                 "%d weights that no optimizer trains, %s among them, are rounded to half precision, in state dicts "
@@ -109,46 +82,6 @@ class MasterWeights:
         self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
         self._shared: dict[Parameter, weakref.ref[Tensor] | None] | None = None
         """The gradient that a half weight and its master had in common when they were last looked at."""
-
-    @classmethod
-    def cast(
-        cls,
-        models: Iterable[nn.Module],
-        dtype: torch.dtype,
-        *,
-        norms: str = "half",
-        buffers: bool = True,
-        lists: OpLists | None = None,
-        remainders: Sequence[RemainderAdamW] = (),
-    ) -> None:
-        """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast
-        too; floating buffers follow if `buffers`, those of fp32 norms excepted. The state dict holds the values in
-        fp32: exactly so for weights that optimizers in `remainders` complete.
-        """
-        seen: set[nn.Module] = set()
-        for model in models:
-            wide = fp32_modules_of(model, lists)
-            kept = {
-                id(p) for module in wide for p in module.parameters(recurse=False)
-            }  # tied to others, perhaps
-            for module in model.modules():
-                if module in wide or module in seen:
-                    continue
-                seen.add(module)
-                if norms == "fp32" and is_norm(module):
-                    compute_in_fp32(module)
-                    continue
-                for _, parameter in own_parameters(module):
-                    if id(parameter) in kept:
-                        continue
-                    if parameter.is_floating_point() and parameter.dtype != dtype:
-                        parameter.data = parameter.data.to(dtype)
-                        parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
-                for key, buffer in own_buffers(module) if buffers else ():
-                    if buffer.is_floating_point():
-                        setattr(module, key, buffer.to(dtype))
-                if own_parameters(module) or own_buffers(module):
-                    Fp32State(dtype, remainders).attach(module)
 
     def _halve(
         self,
@@ -365,6 +298,54 @@ def _parallel_around(
 
 def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool:
     return value is None if reference is None else value is not None and reference() is value
+
+
+def _to_halve(
+    models: Iterable[nn.Module], norms: str, lists: OpLists | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of all whose weights become half, once each. Norms that stay fp32 compute in it from now on."""
+    seen: set[nn.Module] = set()
+    for model in models:
+        wide = fp32_modules_of(model, lists)
+        for name, module in model.named_modules():
+            if module in wide or module in seen:  # models may share modules
+                continue
+            seen.add(module)
+            if norms == "fp32" and is_norm(module):
+                compute_in_fp32(module)
+            else:
+                yield name, module
+
+
+def cast_in_place(
+    models: Sequence[nn.Module],
+    dtype: torch.dtype,
+    *,
+    norms: str = "half",
+    lists: OpLists | None = None,
+    completed_by: Sequence[Optimizer] = (),
+) -> None:
+    """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast too.
+    The state dict holds the values in fp32.
+
+    Each AdamW of `completed_by` becomes a RemainderAdamW, which keeps the 16 bits that complete a bf16 weight to an
+    fp32 one, so that the state dict is exact; then buffers stay fp32. Raises ConfigError for other optimizers.
+    """
+    # Weights of modules that stay fp32 may be tied to others.
+    kept = {p for model in models for module in fp32_modules_of(model, lists) for p in module.parameters()}
+    if norms == "fp32":
+        kept |= {p for model in models for m in model.modules() if is_norm(m) for _, p in own_parameters(m)}
+    remainders = [from_adamw(optimizer, keep_fp32=kept) for optimizer in completed_by]
+    for _, module in _to_halve(models, norms, lists):
+        for _, parameter in own_parameters(module):
+            if parameter not in kept and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+                parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
+        for key, buffer in own_buffers(module) if not remainders else ():
+            if buffer.is_floating_point():
+                setattr(module, key, buffer.to(dtype))
+        if own_parameters(module) or own_buffers(module):
+            Fp32State(dtype, remainders).attach(module)
 
 
 def compute_in_fp32(norm: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.autograd_nodes import NodeModules, tensors_of
+from penstock.precision.follower import Follower, tensors_of
 
 Where = Literal["input", "computation", "output", "backward pass", "gradient of the output", "gradient"]
 
@@ -36,40 +36,29 @@ class Overflow:
         return f"the {self.where} of {self.layer}"
 
 
-class OverflowTrace:
+class OverflowTrace(Follower):
     """While attached, notes on the device which modules make values and gradients that are not finite.
 
     `first` then says which came first in time. Compiled parts run eagerly meanwhile, for their code calls no hooks.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
         self._models = list(models)
         self._notes: list[tuple[Overflow, Tensor]] = []
-        self._handles: list[RemovableHandle] = []
-        self._nodes = NodeModules(self._models, self._watch)
         self._eager: Any = None
 
     def attach(self) -> OverflowTrace:
         """Begin to look; forget what was seen before."""
         self.detach()
         self._notes = []
-        for model in self._models:
-            for name, module in model.named_modules():
-                full = name or type(model).__name__
-                self._handles += [
-                    module.register_forward_pre_hook(self._given(full), with_kwargs=True),
-                    module.register_forward_hook(self._forward(full)),
-                ]
-        self._nodes.attach()
+        self.follow(self._models)
         self._eager = torch.compiler.set_stance("force_eager")
         return self
 
     def detach(self) -> None:
         """Stop looking."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._nodes.detach()
+        self.let_go()
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
@@ -80,26 +69,21 @@ class OverflowTrace:
     def __exit__(self, *_: Any) -> None:
         self.detach()
 
-    def _given(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            around = self._nodes.around
-            made = Overflow(name, "input") if around is None else Overflow(around, "computation", name)
-            self._note(made, tensors_of((args, kwargs)))
+    def entered(self, layer: str, inputs: list[Tensor]) -> None:
+        around = self.running[-2] if len(self.running) > 1 else None
+        self._note(
+            Overflow(layer, "input") if around is None else Overflow(around, "computation", layer), inputs
+        )
 
-        return hook
+    def left(self, layer: str, outputs: list[Tensor]) -> None:
+        self._note(Overflow(layer, "output"), outputs)
 
-    def _forward(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._note(Overflow(name, "output"), tensors_of(output))
-
-        return hook
-
-    def _watch(self, node: Node, layer: str) -> list[RemovableHandle]:
+    def found(self, node: Node, layer: str) -> RemovableHandle:
         def hook(made: Any, given: Any) -> None:
             self._note(Overflow(layer, "gradient of the output"), tensors_of(given))
             self._note(Overflow(layer, "backward pass"), tensors_of(made))
 
-        return [node.register_hook(hook)]
+        return node.register_hook(hook)
 
     @torch.no_grad()
     def _note(self, seen: Overflow, values: list[Tensor]) -> None:

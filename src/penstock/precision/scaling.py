@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ from penstock.precision.scaler import LossScaler
 if TYPE_CHECKING:
     from penstock.precision.session import Session
 
-Skip = Literal["auto", "device", "host"]
 _log = logging.getLogger(__name__)
 
 
 class Gradients:
     """The gradients of one optimizer between two steps."""
 
-    def __init__(self, optimizer: Optimizer, session: Session, *, skip: Skip) -> None:
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self.optimizer = optimizer
         self.session = session
-        self.skip = skip
         self.scale: Tensor | None = None
         """What they are multiplied with; None once they are as they should be, or before any backward pass."""
         self.scaler: LossScaler | None = None
@@ -190,18 +188,15 @@ class Gradients:
         gradients = gradients_of(self.optimizer)
         if not gradients and not self.stash:
             return update()
-        on_device = self.skip == "device" or (self.skip == "auto" and folds(self.optimizer))
         divisor = self.scale
         sparse = any(gradient.is_sparse for gradient in gradients)
-        if folds(self.optimizer) and on_device and not self.stash and divisor is not None and not sparse:
+        if folds(self.optimizer) and not self.stash and divisor is not None and not sparse:
             self.found.append((scaler, (~grad_norm(gradients).isfinite()).float()))
         else:
             divisor = None
             self.unscale()
         found = self._decision()
-        if self.skip == "device" and not folds(self.optimizer):
-            return self._undone(update, found)
-        if folds(self.optimizer) and on_device:
+        if folds(self.optimizer):
             with folded(self.optimizer, grad_scale=divisor, found_inf=found):
                 return update()
         return update() if found.item() == 0.0 else None
@@ -217,28 +212,6 @@ class Gradients:
             merged = found if merged is None else torch.maximum(merged, found.to(merged.device))
         assert merged is not None
         return merged
-
-    def _undone(self, update: Callable[..., Any], found: Tensor) -> Any:
-        """Step, and put weights and state back where the step should not have been: no host decides, at the price of
-        a copy of all that a step changes. State that the first step makes starts from zero if that one is undone.
-        """
-        before = [(p, p.detach().clone()) for p in parameters_of(self.optimizer)]
-        state = {
-            (p, key): value.clone()
-            for p, entries in self.optimizer.state.items()
-            for key, value in entries.items()
-            if isinstance(value, Tensor)
-        }
-        result = update()
-        for parameter, old in before:
-            parameter.copy_(torch.where(found.to(old.device) > 0, old, parameter))
-        for parameter, entries in self.optimizer.state.items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    was = state.get((parameter, key))
-                    old = torch.zeros_like(value) if was is None else was
-                    value.copy_(torch.where(found.to(value.device) > 0, old, value))
-        return result
 
     @torch.no_grad()
     def discard(self) -> None:

@@ -15,7 +15,7 @@ from penstock.errors import NumericError
 from penstock.precision.master import MasterWeights
 from penstock.precision.overflow import OverflowTrace
 from penstock.precision.scaler import PATIENCE, Agree, LossScaler
-from penstock.precision.scaling import Gradients, Skip
+from penstock.precision.scaling import Gradients
 from penstock.precision.settings import Precision
 
 _LATE = 4
@@ -34,7 +34,6 @@ class Session:
         losses: int,
         scaler: Mapping[str, Any],
         agree: Agree | None,
-        skip: Skip,
     ) -> None:
         self.precision = precision
         self.models = models
@@ -51,7 +50,7 @@ class Session:
         self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
         self._search: _Search | None = None
-        self.gradients = [Gradients(optimizer, self, skip=skip) for optimizer in optimizers]
+        self.gradients = [Gradients(optimizer, self) for optimizer in optimizers]
 
     def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
         """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale

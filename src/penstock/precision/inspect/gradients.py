@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from penstock.precision.autograd_nodes import tensors_of
+from penstock.precision.follower import tensors_of
 from penstock.precision.histogram import Histogram
 
 Kind = Literal["activations", "weights"]

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.autograd_nodes import NodeModules, tensors_of
+from penstock.precision.follower import Follower, tensors_of
 
 Phase = Literal["forward", "backward"]
 
@@ -25,15 +25,8 @@ _NAMES = {
 _CASTS = ("_to_copy", "to_copy")
 # Names for the same data, which compute nothing and have no precision.
 _NOTHING = (
-    "detach",
-    "alias",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "_unsafe_view",
-)
+    "detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +43,18 @@ class Operation:
     """What checkpointing computes again in the backward pass counts there."""
 
 
+class _Owners(Follower):
+    """Knows the owner of the node whose backward pass is under way."""
+
+    present = ""
+
+    def found(self, node: Node, layer: str) -> RemovableHandle:
+        def hook(gradients: Any) -> None:
+            self.present = layer
+
+        return node.register_prehook(hook)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every operator that computes with floating numbers, below autocast and autograd, while active."""
 
@@ -57,9 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str, str, Phase]] = Counter()
         self.phase: Phase = "forward"
-        self._nodes = NodeModules([], self._reached)
-        self._node = ""
-        """Owner of the node whose backward pass is under way."""
+        self._owners = _Owners()
         self._paused = False
 
     def __torch_dispatch__(
@@ -94,31 +97,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if "→" not in dtype:
                 return  # a copy, or a move to another device
             name = "cast"
-        layer = self._nodes.running  # in the backward pass too: what checkpointing computes again
-        if layer is None:
-            layer = self._node if self.phase == "backward" else ""
+        if self._owners.running:  # in the backward pass too: what checkpointing computes again
+            layer = self._owners.running[-1]
+        else:
+            layer = self._owners.present if self.phase == "backward" else ""
         self.counts[(name, dtype, layer, self.phase)] += 1
 
     @contextmanager
     def attributing(self, model: nn.Module) -> Iterator[None]:
         """Inside, operators are counted for the module that runs them, or whose backward pass they belong to."""
-        self._nodes = NodeModules([model], self._reached)
-        self._nodes.attach()
+        self._owners.follow([model])
         try:
             yield
         finally:
-            self._nodes.detach()
+            self._owners.let_go()
 
     def turn_back(self, loss: Tensor) -> None:
         """The forward pass is over: what no module made of the graph of `loss` is the loss's own."""
-        self._nodes.own([loss], "")
+        self._owners.own([loss], "")
         self.phase = "backward"
-
-    def _reached(self, node: Node, layer: str) -> list[RemovableHandle]:
-        def hook(gradients: Any) -> None:
-            self._node = layer
-
-        return [node.register_prehook(hook)]
 
     def operations(self) -> tuple[Operation, ...]:
         """What was counted, in the order in which each first ran."""

@@ -34,7 +34,7 @@ _MEGATRON = Plan(
 )
 
 
-MEGATRON = Software(waits=True)
+MEGATRON = Software(host_waits=True)
 """Its timers wait for the device, and its log reads the loss of every step."""
 
 
@@ -126,7 +126,7 @@ def mosaicml(chip: str) -> Iterator[Row]:
             name,
             row["model"],
             float(row["iter_time_s"]),
-            iteration_seconds(model, machine, plan, Software(waits=True)),
+            iteration_seconds(model, machine, plan, Software(host_waits=True)),
         )
 
 
@@ -225,7 +225,7 @@ def bloom() -> Iterator[Row]:
         )
         yield Row(
             "bloom", name, f"{width}/{row['layers']}", float(row["sec_per_it"]),
-            iteration_seconds(model, machine, plan, replace(MEGATRON, blocked=plan.gpus >= 320)),
+            iteration_seconds(model, machine, plan, MEGATRON._replace(launch_blocking=plan.gpus >= 320)),
             section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip

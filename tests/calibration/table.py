@@ -12,8 +12,9 @@ from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.constants import Constants
-from penstock.planner.describe import described, terms_of
+from penstock.planner.describe import describe
 from penstock.planner.rates import rates_of
+from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.step import step
 
 FOLDER = Path(__file__).parent / "tables"
@@ -54,39 +55,14 @@ def decoder(name: str) -> DecoderConfig:
     return found
 
 
-BLOCKED = 20e-6
-"""Seconds between two kernels where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1), on top of the
-usual gap: an eager operator's time on the host, which nothing hides. An estimate, not a fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """What a source says of its software that no Plan can say."""
-
-    blocked: bool = False
-    """Whether each launch waited for its kernel."""
-    waits: bool = False
-    """Whether devices wait between steps until the host has read the loss."""
-    adds_in_products: bool = False
-    """Whether the products that make gradients of weights add them up."""
-    softmax_apart: bool = False
-    """Whether the softmax of scores is computed in fp32, by single operators."""
-
-
-PLAIN = Software()
-
-
 def iteration_seconds(
-    model: ModelConfig, machine: Machine, plan: Plan, software: Software = PLAIN
+    model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK
 ) -> Callable[[Constants], float]:
     """The planner's seconds of one step under given constants."""
-    terms = terms_of(model, plan, machine.device)._replace(softmax_apart=software.softmax_apart)
-    work = described(model, terms)
+    work = describe(model, plan, machine.device, software)
 
     def predict(constants: Constants) -> float:
-        if software.blocked:
-            constants = constants.with_(kernel_seconds=constants.kernel_seconds + BLOCKED)
-        rates = rates_of(machine, plan, constants)
-        return step(work, rates, plan, waits=software.waits, adds_in_products=software.adds_in_products).total
+        rates = rates_of(machine, plan, constants, launch_blocking=software.launch_blocking)
+        return step(work, rates, plan, software).total
 
     return predict

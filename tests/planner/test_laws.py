@@ -72,7 +72,7 @@ def told(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
 
 WITHOUT_EFFECT = (
     {"sharding": "zero1"}, {"sharding": "zero2"}, {"sharding": "fsdp"}, {"schedule": "gpipe"}, {"overlap": False},
-    {"schedule": "zero_bubble"}, {"tp_overlap": "all"}, {"tp_overlap": "none"},
+    {"schedule": "zero_bubble"}, {"tp_overlap": "all"}, {"tp_overlap": "none"}, {"cp_exchange": "gather"},
 )  # fmt: skip
 """On one device."""
 

@@ -111,7 +111,8 @@ def test_muon_pays_for_its_products() -> None:
     products = 32 * (2 * square + 2 * narrow + 3 * wide) / 8
     assert products / 989e12 < muon.seconds["optimizer"] - sgd.seconds["optimizer"] < 1.6 * products / 989e12
     assert sgd.seconds["optimizer"] < adamw.seconds["optimizer"] < muon.seconds["optimizer"]
-    assert muon.memory["optimizer"] == sgd.memory["optimizer"] < adamw.memory["optimizer"]
+    # What is no matrix of a block has AdamW's two moments: here embedding and head, an eighth of all.
+    assert sgd.memory["optimizer"] < muon.memory["optimizer"] < adamw.memory["optimizer"]
     whole = one("llama3-8b", "dp=8 micro_batch=1 algorithm=muon").seconds["optimizer"]
     assert whole > 6 * muon.seconds["optimizer"]
 

@@ -11,6 +11,7 @@ from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
 from penstock.planner.rates import rates_of
+from penstock.planner.software import Software
 from penstock.planner.step import PartTime, layout_of, part_time, step
 
 
@@ -37,7 +38,7 @@ def test_nothing_waits_between_steps_unless_it_is_said() -> None:
     plan = Plan.parse("precision=O1 optimizer=fused compile=blocks micro_batch=64 dp=2")
     work, rates = describe(preset("vit-b16"), plan), rates_of(load_machine("h100"), plan)
     alone = replace(plan, dp=1)
-    waiting, free = (step(work, rates, plan, waits=waits).total for waits in (True, False))
+    waiting, free = (step(work, rates, plan, Software(host_waits=waits)).total for waits in (True, False))
     assert waiting - free == pytest.approx(rates.constants.host_wait_seconds, rel=0.01)
     assert free == pytest.approx(step(describe(preset("vit-b16"), alone), rates, alone).total, rel=0.02)
 
@@ -47,7 +48,9 @@ def test_gradients_that_products_add_up_take_no_pass_of_their_own() -> None:
         "precision=O2 optimizer=fused compile=blocks attention=flash gradients=fp32 tp=8 accumulate=8"
     )
     work, rates = describe(preset("gpt-22b"), plan), rates_of(load_machine("h100"), plan)
-    apart, within = (step(work, rates, plan, adds_in_products=adds).seconds for adds in (False, True))
+    apart, within = (
+        step(work, rates, plan, Software(adds_in_products=adds)).seconds for adds in (False, True)
+    )
     held = work.parameters
     assert apart["optimizer"] - within["optimizer"] == pytest.approx(8 * held * 10 / rates.memory)
 

@@ -22,8 +22,8 @@ MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0
 """Bytes of a master weight, in addition to the weight that forward and backward read. `remainder` is the 16
 bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
 are gathered from them."""
-MOMENTS = {"adamw": 2, "adam8bit": 2, "sgd": 1, "muon": 1}
-"""Numbers that an optimizer keeps per weight."""
+MOMENTS = {"adamw": 2, "adam8bit": 2, "sgd": 1, "muon": 1, "lamb": 2, "adafactor": 0}
+"""Numbers that an optimizer keeps per weight of a matrix; Adafactor's sums over rows and columns are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from penstock.config.convert import BadValue, Count, check_fields, convert, field_types, nearest, word
+from penstock.config.convert import BadValue, Count, Range, check_fields, convert, field_types, nearest, word
 from penstock.config.load import dump_toml, from_dict
 from penstock.errors import ConfigError
 
@@ -28,7 +28,8 @@ HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "operators", "early", "full"]
-Algorithm = Literal["adamw", "adam8bit", "sgd", "muon"]
+Algorithm = Literal["adamw", "adam8bit", "sgd", "muon", "lamb", "adafactor"]
+ContextExchange = Literal["ring", "gather"]
 GradientType = Literal["weights", "fp32", "half"]
 TensorOverlap = Literal["none", "weights", "all"]
 Offload = Literal["none", "optimizer", "activations"]
@@ -93,8 +94,10 @@ class Plan:
     virtual: Count = 1
     """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
     cp: Count = 1
-    """Context parallel degree: number of devices over which a sample's tokens are split; keys and values are
-    passed around a ring."""
+    """Context parallel degree: number of devices over which a sample's tokens are split."""
+    cp_exchange: ContextExchange = "ring"
+    """How these devices exchange keys and values: passed around a ring while attention computes, or all gathered
+    before it."""
     ep: Count = 1
     """Expert parallel degree: number of data parallel replicas over which experts are split."""
     recompute: Recompute = "none"
@@ -102,8 +105,8 @@ class Plan:
     attention and every second matrix product (operators: torch's per-operator policy); or each block from its
     input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
     which omits a block's last product)."""
-    recompute_every: Count = 1
-    """Every n-th block recomputes."""
+    recompute_every: Annotated[float, Range(1)] = 1.0
+    """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
     fp8: Fp8 = False
     """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
     what is summed over."""

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 _ONLY: dict[str, Any] = {
     "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
+    "cp_exchange": "ring",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
 _NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}

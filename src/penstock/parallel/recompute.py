@@ -5,6 +5,7 @@ al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ _ATTENTION = "scaled_dot_product"
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:
     """Let every n-th block recompute, in place; `plan.recompute_every` is n, and `plan.recompute` says what is kept.
+    Where n is not whole, it is the first block from each multiple of n on.
 
     Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
     and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
@@ -29,8 +31,11 @@ def recompute_blocks(model: nn.Module, plan: Plan) -> None:
     """
     if plan.recompute == "none":
         return
-    for block in anatomy_of(model).block_modules(model)[:: plan.recompute_every]:
-        block.forward = _Recomputed(block.forward, plan.recompute)
+    blocks = anatomy_of(model).block_modules(model)
+    chosen = {math.ceil(turn * plan.recompute_every) for turn in range(len(blocks))}
+    for index, block in enumerate(blocks):
+        if index in chosen:
+            block.forward = _Recomputed(block.forward, plan.recompute)
 
 
 class _Recomputed:

@@ -4,3 +4,4 @@ from penstock.planner.prediction import Prediction as Prediction
 from penstock.planner.prediction import predict as predict
 from penstock.planner.search import Space as Space
 from penstock.planner.search import search as search
+from penstock.planner.software import Software as Software

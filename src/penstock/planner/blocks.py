@@ -96,8 +96,13 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
             tensors=4, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
-    if t.cp > 1:
-        ring = Op("ring", "ring", read=2.0 * keys * c * t.cp, axis="context")
+    gathered = 2.0 * keys * c * t.cp
+    if t.cp > 1 and t.gathers_keys:
+        gather = Op("gather", "gather", read=gathered, axis="context")
+        scatter = Op("scatter", "scatter", False, read=gathered, axis="context")
+        to.add(gather, scatter, gather._replace(forward=False))
+    elif t.cp > 1:
+        ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
     window = 0 if cross or not stack.window or stack.window >= seen else stack.window
     core = Op(
@@ -138,11 +143,11 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
             f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each
         )
 
-    tokens, seen, f, all_three = core.m, core.n, int(core.k), queries + keys + scores
+    tokens, seen, f = core.m, core.n, int(core.k)
     to.add(
         product("scores", tokens, seen, f, queries + keys, scores)._replace(kept=kept, group="attention"),
-        product("scores.left", tokens, f, seen, all_three, queries),
-        product("scores.right", seen, f, tokens, all_three, keys),
+        product("scores.left", tokens, f, seen, scores + keys, queries),
+        product("scores.right", seen, f, tokens, scores + queries, keys),
     )
     if block.stack.positions == "alibi":
         to.move(f"{name}.bias", scores, (each, each), (0, 0))

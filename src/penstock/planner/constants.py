@@ -1,8 +1,8 @@
 """Every fitted number of the planner, in one place, each with what it was fitted to.
 
 There are no constants per model, per table or per row. What a datasheet or a probe says is in `Machine`; what follows
-from the algorithms is counted; what is left over is here. `penstock.planner.calibration` refits them and shows what
-errors remain, with each model left out in turn.
+from the algorithms is counted; what is left over is here. `tests/calibration` refits them and shows what errors
+remain, with each model left out in turn.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Constants:
     """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span: fitted."""
     kernel_seconds: float = 2.8e-6
     """Gap between two dependent kernels of a GPU, where the host runs ahead: fitted."""
+    blocking_seconds: float = 20e-6
+    """What the gap is longer by where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1): an eager
+    operator's time on the host, which nothing hides. An estimate, not a fit."""
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
     host_wait_seconds: float = 0.0494

@@ -16,17 +16,18 @@ from penstock.planner.blocks import before_split, list_block
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
+from penstock.planner.software import PENSTOCK, Software
 
 RELATIVE_BUCKETS = 32
 """Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
 
 
-def describe(model: ModelConfig, plan: Plan, device: str = "cuda") -> Workload:
+def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together."""
-    return described(model, terms_of(model, plan, device))
+    return described(model, terms_of(model, plan, device, software))
 
 
-def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda") -> Terms:
+def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Terms:
     """What of `plan` the operators of `model` depend on."""
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
@@ -34,7 +35,8 @@ def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda") -> Terms:
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none",
         attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
-        plan.layout == "batch_first", device == "cpu",
+        plan.layout == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
+        gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
 
 
@@ -112,7 +114,10 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
         if stack.positions == "relative":
             tables.append(RELATIVE_BUCKETS * stack.heads)
     learned, e = -(-sum(tables) // t.tp), t.stream
-    to.move("embedding", rows * d, (e, e), (3 * e, e), kind="copy", weights=learned, tensors=len(tables))
+    to.table(
+        Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=learned, tensors=len(tables)),
+        3 * rows * d * e, rows * d * e,
+    )  # fmt: skip
     if t.tp > 1:
         to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
     if model.embedding_norm:
@@ -138,11 +143,10 @@ def _stem(to: Lister, model: ViTConfig) -> None:
         learned=-(-(features * d + d) // t.tp), kept=rows * features * c,
     )  # fmt: skip
     learned = -(-model.tokens * d // t.tp)
-    to.add(
-        Op("positions", "pointwise", read=rows * d * e, written=rows * d * e, weights=learned, tensors=1),
-        Op("positions", "pointwise", False, read=rows * d * e, written=model.patches * d * e),
-        Op("positions.weight", "reduce", False, launches=0, weights=learned),
-    )
+    to.table(
+        Op("positions", "pointwise", n=d, read=rows * d * e, written=rows * d * e, weights=learned, tensors=1),
+        rows * d * e, model.patches * d * e,
+    )  # fmt: skip
     tokens = t.samples * model.tokens * d
     if model.classifier == "token":
         to.move("class_token", tokens, (e, e), kind="copy", weights=-(-d // t.tp), tensors=1)

@@ -44,6 +44,8 @@ class Terms(NamedTuple):
     """Whether the device is a CPU."""
     serving: bool = False
     """Whether text is generated: tensor parallel devices share experts out too, `ep` of them whole ones."""
+    gathers_keys: bool = False
+    """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
     cached: int = 0
     """Tokens of each sequence whose keys and values lie in the cache."""
     weight: float = 0.0
@@ -190,6 +192,13 @@ class Lister:
         )
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))
+
+    def table(self, ahead: Op, read: float, written: float) -> None:
+        """An operator that reads a table of learned vectors, and the one that adds up their gradients."""
+        behind = Op(ahead.name, ahead.kind, False, read=read, written=written)
+        self.add(
+            ahead, behind, Op(f"{ahead.name}.weight", "reduce", False, launches=0, weights=ahead.weights)
+        )
 
     def norm(self, name: str, rows: float, width: int, *, rms: bool = False, cast: bool = True) -> None:
         """A norm over rows of `width` numbers, and under autocast the cast of its output to the type of products."""

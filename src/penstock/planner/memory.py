@@ -19,7 +19,7 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import Holding, holding
+from penstock.planner.states import Holding, holding, state_numbers
 
 BUFFER_BYTES = 64 * 2**20
 """What collectives keep for themselves, per group."""
@@ -119,7 +119,7 @@ def memory(
     weights = hold.sharded if hold.gathers else hold.held
     parts = {
         "weights": BYTES[numerics.weights] * weights,
-        "optimizer": hold.kept * (numerics.state_bytes - numerics.master_bytes),
+        "optimizer": hold.kept * state_numbers(work, plan.algorithm) * BYTES[numerics.moments],
         "master_weights": hold.kept * numerics.master_bytes,
     }
     if plan.offload == "optimizer":

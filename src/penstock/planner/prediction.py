@@ -17,6 +17,7 @@ from penstock.planner.memory import held, in_flight, memory
 from penstock.planner.operators import Workload
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
+from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.step import step
 from penstock.planner.traced import as_planned
 
@@ -97,14 +98,17 @@ def room(machine: Machine) -> float:
     return MARGIN * machine.memory_bytes - (CONTEXT_BYTES if machine.device == "cuda" else 0.0)
 
 
-def predict(model: ModelConfig, machine: Machine, plan: Plan) -> Prediction:
+def predict(model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK) -> Prediction:
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
+
+    `software` says what is not as in Penstock's own training.
 
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
     _refuse(model, machine, plan)
-    work = describe(model, plan, machine.device)
-    return predicted(work, machine, plan, rates_of(machine, plan), totals(model).parameters)
+    work = describe(model, plan, machine.device, software)
+    rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
+    return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
@@ -130,9 +134,10 @@ def predicted(
     *,
     parts: dict[str, float] | None = None,
     constants: Constants = DEFAULT,
+    software: Software = PENSTOCK,
 ) -> Prediction:
     """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
-    time = step(work, rates, plan)
+    time = step(work, rates, plan, software)
     seconds = time.total
     parts = memory(work, plan, constants, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))

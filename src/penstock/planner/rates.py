@@ -115,12 +115,14 @@ def peak_of(machine: Machine, type_: str) -> float:
     return machine.peak_flops[type_]
 
 
-def rates_of(machine: Machine, plan: Plan, constants: Constants = DEFAULT) -> Rates:
+def rates_of(
+    machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False
+) -> Rates:
     """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
     numerics = numerics_of(plan)
     return _rates(
         machine, product_type(numerics, machine), numerics.compute, numerics.residual, numerics.fp8 != "none",
-        plan.attention, constants,
+        plan.attention, constants, launch_blocking,
     )  # fmt: skip
 
 
@@ -133,6 +135,7 @@ def _rates(
     fp8: bool,
     attention: str,
     constants: Constants,
+    launch_blocking: bool,
 ) -> Rates:
     cpu = machine.device == "cpu"
     peak_name = "fp8" if fp8 else type_
@@ -164,7 +167,9 @@ def _rates(
         attention_backward=backward,
         exponentials=exponentials,
         memory=memory,
-        kernel_seconds=0.0 if cpu else constants.kernel_seconds,
+        kernel_seconds=0.0
+        if cpu
+        else constants.kernel_seconds + launch_blocking * constants.blocking_seconds,
         operator_seconds=(machine.operator_seconds if cpu else 0.0) or machine.launch_seconds,
         page_seconds=machine.page_seconds if cpu else 0.0,
         cpu=cpu,

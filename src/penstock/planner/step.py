@@ -36,6 +36,7 @@ from penstock.planner.pipeline import StageTimes, blocks_by_stage, stage_blocks,
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
+from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import Holding, holding, update_launches
 
 PAGE_BYTES = 4096
@@ -122,7 +123,7 @@ def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
-    gemm = attention = pointwise = expert = weights = shown = hidden = ring = 0.0
+    gemm = attention = pointwise = expert = context = weights = shown = hidden = ring = 0.0
     for op in operators:
         kind = op.kind
         if kind in COLLECTIVE:
@@ -134,8 +135,10 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                     shown += taken
             elif op.axis == "expert":
                 expert += collective_seconds(op, rates, layout.ep, layout.tp * layout.cp)
-            else:
+            elif op.hides:
                 ring += collective_seconds(op, rates, layout.cp, layout.tp)
+            else:
+                context += collective_seconds(op, rates, layout.cp, layout.tp)
             continue
         taken = seconds(op, rates)
         if kind in _ATTENTION and op.name.startswith("attention"):
@@ -146,7 +149,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 weights += taken
         else:
             pointwise += taken
-    context = exposed_seconds(rates, ring, attention) if ring else 0.0
+    if ring:
+        context += exposed_seconds(rates, ring, attention)
     tensor = _tensor(rates, layout, shown, hidden, weights)
     return Parts(gemm, attention, pointwise, tensor, expert, context), weights
 
@@ -193,15 +197,8 @@ class _Stage(NamedTuple):
     """The same of all the other stages together."""
 
 
-def step(
-    work: Workload, rates: Rates, plan: Plan, *, waits: bool = False, adds_in_products: bool = False
-) -> Step:
-    """One optimizer step under `plan`, of which `work` is one micro-batch.
-
-    `waits` says that the devices wait between two steps until the host has read the loss, as some frameworks make them;
-    Penstock's own training does not. `adds_in_products` says that the products that make gradients of weights add them
-    to those of earlier micro-batches, as Megatron's do: then no pass of its own does.
-    """
+def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> Step:
+    """One optimizer step under `plan`, of which `work` is one micro-batch."""
     times, hold, m = _times(work, rates, layout_of(plan)), holding(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
@@ -211,9 +208,9 @@ def step(
         "recompute": m * n * block.again,
         "output": m * stage.ends,
         "data": traffic.data_seconds(work, rates, plan, hold, n, forward, backward),
-        "optimizer": traffic.update_seconds(work, rates, plan, hold, adds_in_products=adds_in_products),
+        "optimizer": traffic.update_seconds(work, rates, plan, hold, adds=not software.adds_in_products),
         "offload": traffic.offload_seconds(work, rates, plan, hold, forward, backward),
-        "host_wait": rates.constants.host_wait_seconds if waits and plan.gpus > 1 else 0.0,
+        "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0,
         "bubble": 0.0,
     }

@@ -19,7 +19,7 @@ from penstock.planner.memory import held
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
-from penstock.planner.states import Holding, accumulation_bytes, update_bytes
+from penstock.planner.states import Holding, accumulation_bytes, state_numbers, update_bytes
 
 IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
@@ -48,6 +48,8 @@ def data_seconds(
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate
     found += times * blocks * _gathered(work, rates, plan, hold, group, forward / blocks, backward / blocks)
+    # Embedding and head are gathered before the first block and scattered after the last, behind nothing.
+    found += times * _ends(rates, plan, hold, group)
     if outer is not None:
         whole = reduce_seconds(outer, hold.sharded * size)
         # Behind what the transfers within the group leave of the backward pass.
@@ -75,18 +77,28 @@ def _gathered(
 ) -> float:
     """Per block and micro-batch: gathering weights (twice) and scattering gradients (once), beside so many seconds of a
     block."""
-    numerics = numerics_of(plan)
     gather, again, scatter = _shared_out(work, rates, plan, hold, group)
-    # Flat buffers are filled and emptied on the device's own time: a read and a write of each weight, of each
-    # gradient, and of its division by the number of replicas.
-    passes = 1 if plan.pp > 1 else 2
-    moved = 2 * passes * BYTES[numerics.gathered] + 4 * BYTES[numerics.reduction]
-    copies = (hold.block_dense + hold.block_experts) * moved / rates.memory
+    copies = (hold.block_dense + hold.block_experts) * _copied(plan, 1 if plan.pp > 1 else 2) / rates.memory
     if not plan.overlap or rates.cpu:
         return gather + again + scatter + copies
     exposed = exposed_seconds(rates, gather, forward) + exposed_seconds(rates, again + scatter, backward)
     # The first block's gathering and the last one's scattering have nothing to hide behind.
     return exposed + (gather + scatter) / max(1, work.units) + copies
+
+
+def _ends(rates: Rates, plan: Plan, hold: Holding, group: Group) -> float:
+    """Gathering the weights of the ends, which stay from forward to backward, and scattering their gradients."""
+    numerics = numerics_of(plan)
+    gather = gather_seconds(group, hold.ends * BYTES[numerics.gathered])
+    scatter = gather_seconds(group, hold.ends * BYTES[numerics.reduction])
+    return gather + scatter + hold.ends * _copied(plan, 1) / rates.memory
+
+
+def _copied(plan: Plan, passes: int) -> float:
+    """Bytes per weight that filling and emptying flat buffers takes on the device's own time: a read and a write of
+    each weight in each pass, of each gradient, and of its division by the number of replicas."""
+    numerics = numerics_of(plan)
+    return 2 * passes * BYTES[numerics.gathered] + 4 * BYTES[numerics.reduction]
 
 
 def _shared_out(
@@ -149,12 +161,10 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
     return steady + 2.0 * (plan.pp - 1) * one
 
 
-def update_seconds(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, *, adds_in_products: bool
-) -> float:
-    """Of a step: the update, on the device or in host memory, Muon's products, and adding up gradients."""
-    moved = hold.kept * update_bytes(plan)
-    added = 0.0 if adds_in_products else accumulation_bytes(plan, hold)
+def update_seconds(work: Workload, rates: Rates, plan: Plan, hold: Holding, *, adds: bool = True) -> float:
+    """Of a step: the update, on the device or in host memory, Muon's products, and with `adds` adding up gradients."""
+    moved = hold.kept * update_bytes(plan, state_numbers(work, plan.algorithm))
+    added = accumulation_bytes(plan, hold) if adds else 0.0
     if plan.offload == "optimizer":
         return moved / rates.host_update + added / rates.memory
     found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory

@@ -1,0 +1,22 @@
+"""What the software of a run does that no Plan says; the defaults are Penstock's own training."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Software(NamedTuple):
+    """How a run's software differs from Penstock's."""
+
+    launch_blocking: bool = False
+    """Whether each launch waits for its kernel's end, as under CUDA_LAUNCH_BLOCKING=1."""
+    host_waits: bool = False
+    """Whether the devices wait between two steps of a distributed run until the host has read the loss."""
+    adds_in_products: bool = False
+    """Whether the products that make gradients of weights add them to those of earlier micro-batches, as Megatron's do:
+    then no pass of its own does."""
+    softmax_apart: bool = False
+    """Whether the softmax of scores is computed in fp32, by single operators, even where other operators are fused."""
+
+
+PENSTOCK = Software()

@@ -1,0 +1,189 @@
+"""Predictions against closed formulas: each thing is priced, and priced once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import penstock
+from penstock.config.machine import load_machine
+from penstock.config.model import DecoderConfig, preset
+from penstock.config.plan import Plan
+from penstock.config.trainable import plan_problems
+from penstock.planner import Prediction, Software, predict
+from penstock.planner.collectives import gather_seconds, group_of
+from penstock.planner.describe import describe
+from penstock.planner.rates import HOST_LINK_SHARE, rates_of
+from penstock.planner.states import update_bytes
+
+H100 = load_machine("h100")
+HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flash", micro_batch=1)
+LLAMA, MIXTRAL = preset("llama3-8b"), preset("mixtral-8x7b")
+
+
+def at(model: object = LLAMA, **changes: object) -> Prediction:
+    return predict(model, H100, replace(HALF, **changes))  # type: ignore[arg-type]
+
+
+def test_expert_parallelism_exchanges_each_visit_four_times() -> None:
+    """There and back, in both passes; each device sends its tokens' visits, of which one in eight stays."""
+    assert isinstance(MIXTRAL, DecoderConfig)
+    rates = rates_of(H100, HALF)
+    visits = MIXTRAL.sequence * MIXTRAL.experts_per_token
+    moved = visits * MIXTRAL.width * 2.0
+    group = group_of(rates, 8, 1)
+    ramp = rates.constants.ramp_seconds * min(1.0, moved / rates.constants.ramp_bytes) ** 0.5
+    each = moved * 7 / 8 / rates.link + group.step + ramp / 2
+    together, apart = (at(MIXTRAL, dp=8, sharding="fsdp", ep=ep) for ep in (1, 8))
+    assert apart.seconds["expert"] == pytest.approx(MIXTRAL.depth * 4 * each)
+    assert together.seconds["expert"] == 0
+    # A device multiplies as many tokens, those of others by one expert in place of its own by all.
+    work = describe(MIXTRAL, replace(HALF, dp=8, sharding="fsdp", ep=8))
+    flops = sum(n * op.flops for n, op in work.operators() if op.name.startswith("experts.up") and op.forward)
+    assert flops == 2.0 * MIXTRAL.depth * visits * MIXTRAL.width * 2 * MIXTRAL.mlp_width
+    assert apart.mfu * apart.iteration_seconds == pytest.approx(together.mfu * together.iteration_seconds)
+
+
+def test_offloaded_activations_go_over_the_link_twice() -> None:
+    line = {"dp": 8, "sharding": "fsdp", "micro_batch": 2, "accumulate": 3}
+    here, away = at(**line), at(**line, offload="activations")
+    blocks = sum(size for kind, size in here.activations.items())
+    over = blocks / ((H100.host_bytes_per_second or 0) * HOST_LINK_SHARE)
+    exposed = max(0.0, over - here.forward_seconds) + max(0.0, over - here.backward_seconds)
+    assert exposed > 0
+    assert away.seconds["offload"] == pytest.approx(3 * exposed, rel=1e-6)
+    others = {name: seconds for name, seconds in away.seconds.items() if name != "offload"}
+    assert others == {name: seconds for name, seconds in here.seconds.items() if name != "offload"}
+
+
+def test_an_offloaded_update_runs_in_host_memory() -> None:
+    line = {"dp": 8, "sharding": "fsdp"}
+    away, kept = at(**line, offload="optimizer"), at(**line).parameters / 8
+    rates = rates_of(H100, HALF)
+    update = kept * update_bytes(replace(HALF, **line)) / rates.host_update  # type: ignore[arg-type]
+    assert away.seconds["optimizer"] == pytest.approx(update, rel=1e-3)
+    # Gradients of 4 bytes go one way while weights of 4 come the other, for either pass.
+    over = kept * 8 / rates.host - away.forward_seconds - away.backward_seconds
+    assert away.seconds["offload"] == pytest.approx(max(0.0, over), rel=1e-3)
+
+
+def test_fp8_multiplies_and_casts_once_each() -> None:
+    model = preset("gpt-22b")
+    assert isinstance(model, DecoderConfig)
+    plain, eight = at(model), at(model, fp8=True)
+    rates = rates_of(H100, replace(HALF, fp8=True))
+    assert rates.fp8 is not None
+    rows, d = model.sequence, model.width
+    saved = cast = 0.0
+    for n, k in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)):
+        for one in ((rows, n, k), (rows, k, n), (n, k, rows)):
+            over_rows = one == (n, k, rows)
+            half = rates.products.seconds(*one, over_rows=over_rows)
+            saved += half - rates.fp8.seconds(*one, over_rows=over_rows)
+        # Inputs forward and gradients backward: read for their largest number, read again, and written in a byte.
+        cast += (rows * k + rows * n) * 5.0 / rates.memory + 2 * rates.kernel_seconds
+    assert plain.seconds["gemm"] - eight.seconds["gemm"] == pytest.approx(model.depth * saved, rel=1e-6)
+    assert eight.seconds["pointwise"] - plain.seconds["pointwise"] == pytest.approx(
+        model.depth * cast, rel=1e-6
+    )
+    same = ("attention", "output", "optimizer", "data")
+    assert [eight.seconds[name] for name in same] == [plain.seconds[name] for name in same]
+
+
+def test_plain_attention_moves_its_scores_eleven_times() -> None:
+    """On a chip that multiplies in no time, what is left is traffic.
+
+    Forward: scores are written, softmax reads and writes them, and the values' product reads them. Backward: a product
+    writes gradients, one reads the softmax's result, softmax reads both and writes once, and two products read that.
+    Each of the six products moves two of queries, keys, values and results besides.
+    """
+    model = replace(preset("gpt-22b"), dropout=0.0)
+    assert isinstance(model, DecoderConfig)
+    fast = replace(H100, achievable_flops=dict.fromkeys(H100.peak_flops, 1e30))
+    plan = replace(HALF, attention="plain", layout="batch_second")
+    rates = rates_of(fast, plan)
+    scores = 2.0 * model.heads * model.sequence**2
+    rows = 2.0 * model.sequence * model.width
+    moved = 11 * scores + 12 * rows
+    seconds = moved / rates.memory + 8 * rates.kernel_seconds
+    assert predict(model, fast, plan).seconds["attention"] == pytest.approx(model.depth * seconds, rel=1e-4)
+
+
+def test_all_keys_gathered_at_once_hide_behind_nothing() -> None:
+    model = replace(LLAMA, sequence=131072)
+    assert isinstance(model, DecoderConfig)
+    ring, gather = (at(model, cp=8, recompute="full", cp_exchange=kind) for kind in ("ring", "gather"))
+    rates = rates_of(H100, HALF)
+    each = gather_seconds(group_of(rates, 8, 1), 2.0 * model.sequence * model.kv * model.head_width * 2)
+    # Forward and again for the backward pass, whose gradients are scattered; recomputation gathers a third time.
+    assert gather.seconds["context"] == pytest.approx(3 * model.depth * each)
+    assert ring.seconds["context"] == pytest.approx(3 * model.depth * rates.taken * each)
+    assert gather.seconds["recompute"] > ring.seconds["recompute"]
+    assert at(cp_exchange="gather").iteration_seconds == at().iteration_seconds
+
+
+def test_embedding_and_head_are_gathered_and_scattered_beside_the_blocks() -> None:
+    line = {"dp": 64, "sharding": "fsdp", "accumulate": 2}
+    large, small = at(**line), at(replace(LLAMA, vocabulary=64), **line)
+    rates = rates_of(H100, HALF)
+    group = group_of(rates, 64, 1)
+
+    def ends(words: int) -> float:
+        weights = 2.0 * words * 4096 + 4096
+        # Each is copied out of and into flat buffers of 2 bytes, its gradient into and out of 4 and divided there.
+        return (
+            gather_seconds(group, 2 * weights)
+            + gather_seconds(group, 4 * weights)
+            + weights * 20 / rates.memory
+        )
+
+    found = large.seconds["data"] - small.seconds["data"]
+    assert found == pytest.approx(2 * (ends(128256) - ends(64)))
+
+
+def test_any_share_of_the_blocks_recomputes() -> None:
+    line = {"dp": 8, "sharding": "fsdp", "recompute": "full"}
+    every, most = at(**line), at(**line, recompute_every=1.25)
+    assert most.seconds["recompute"] == pytest.approx(0.8 * every.seconds["recompute"])
+    none = at(dp=8, sharding="fsdp")
+    kept = 0.8 * every.memory["activations"] + 0.2 * none.memory["activations"]
+    assert most.memory["activations"] == pytest.approx(kept, rel=1e-3)
+    assert not [*plan_problems(Plan.parse("recompute=full recompute_every=1.25"))]
+
+
+def test_a_launch_that_waits_for_its_kernel_costs_the_host_s_time() -> None:
+    plain = at()
+    blocking = predict(LLAMA, H100, HALF, Software(launch_blocking=True))
+    launches = sum(n * op.launches for n, op in describe(LLAMA, HALF).operators())
+    more = launches * rates_of(H100, HALF).constants.blocking_seconds
+    assert blocking.iteration_seconds - plain.iteration_seconds == pytest.approx(more)
+
+
+def test_optimizers_keep_and_move_what_they_say() -> None:
+    adamw, lamb, adafactor, muon = (
+        at(dp=8, sharding="fsdp", algorithm=name) for name in ("adamw", "lamb", "adafactor", "muon")
+    )
+    assert isinstance(LLAMA, DecoderConfig)
+    d, kv, hidden, words, depth = 4096, 1024, 14336, 128256, 32
+    assert lamb.memory["optimizer"] == adamw.memory["optimizer"]
+    # A sum for each row and each column of a matrix, packed projections as one; one number for each other weight.
+    sums = (
+        depth * ((d + d + 2 * kv) + (d + d) + (d + 2 * hidden) + (d + hidden) + 2 * d) + 2 * (words + d) + d
+    )
+    assert adafactor.memory["optimizer"] == pytest.approx(4 * sums / 8, rel=1e-3)
+    matrices = depth * (2 * d * d + 2 * d * kv + 3 * d * hidden)
+    assert muon.memory["optimizer"] == pytest.approx(4 * (2 * muon.parameters - matrices) / 8, rel=1e-6)
+    fused = Plan(optimizer="fused")
+    # LAMB writes the update and reads it and the weights again; Adafactor has no moments to read and write.
+    assert update_bytes(replace(fused, algorithm="lamb")) == 32 + 12
+    assert update_bytes(replace(fused, algorithm="adafactor")) == 32 - 16 + 12
+    assert lamb.seconds["optimizer"] > adamw.seconds["optimizer"] > adafactor.seconds["optimizer"]
+    for name in ("lamb", "adafactor", "muon"):
+        assert [*plan_problems(Plan(algorithm=name))]  # type: ignore[arg-type]
+
+
+def test_what_a_search_tries_is_said_by_the_package() -> None:
+    space = penstock.Space(tp=(8,), pp=(1,), sharding=("zero1",))
+    found = penstock.search(preset("gpt-22b"), H100, 16, space=space)
+    assert {(one.plan.tp, one.plan.pp, one.plan.sharding) for one in found} == {(8, 1, "zero1")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +22,7 @@ from penstock.config.load import load
 R = TypeVar("R")
 
 _GENERAL = "Run"
+_ELSEWHERE = " docs/reference/settings.md lists the fields of the others."
 
 
 def configured(
@@ -35,8 +36,8 @@ def configured(
 
     The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting. `positional` names a setting that may
     also be its first argument. `flags` are settings that are true where they are named; others that are true or false
-    take a value.
-    The settings of families other than the default's are taken too, but not listed by `--help`: they are as many again.
+    take a value. `--help` does not list settings of families other than the default's, which are as many again.
+
     The function is called with the loaded configuration first and its own options by keyword. A `loader` takes the same
     arguments as `penstock.config.load.load`, for verbs whose defaults depend on other settings.
     """
@@ -54,103 +55,76 @@ def configured(
             parameter.replace(annotation=hints.get(name, Any), kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in list(inspect.signature(function).parameters.items())[1:]
         ]
-        options = _options(shown, positional, flags) + _unlisted_options(unlisted)
+        file = Parameter(help="TOML, YAML or JSON file of settings. Options given here override it.")
+        options = [
+            *_options(shown, positional, flags),
+            _option("config", Path, file),
+            *(_unlisted(part, names) for part, names in unlisted.items()),
+            *own,
+        ]
 
         @functools.wraps(function)
         def verb(*arguments: Any, **given: Any) -> R:
-            overrides: dict[str, Any] = {}
-            if arguments and arguments[0] is not None and positional is not None:
-                overrides[positional] = arguments[0]
-            file = given.pop("config", None)
+            overrides = dict(zip([positional], arguments))
+            path = given.pop("config", None)
             for setting in shown:
-                value = given.pop(_identifier(setting.key), None)
-                if value is not None:
+                if (value := given.pop(_identifier(setting.key), None)) is not None:
                     overrides[setting.key] = value
             for part in unlisted:
                 for name, value in (given.pop(_identifier(f"{part}."), None) or {}).items():
                     overrides[f"{part}.{name}"] = value
-            return function(loader(cls, file=file, overrides=overrides), **given)
+            return function(loader(cls, file=path, overrides=overrides), **given)
 
-        verb.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
+        verb.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's
         # For readers of the function's annotations, who do not ask for its signature.
-        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in [*options, *own]}
+        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
         return verb
 
     return decorate
 
 
-def _options(shown: list[Field], positional: str | None, flags: tuple[str, ...]) -> list[inspect.Parameter]:
-    options = []
-    if positional is not None:
-        about = next(setting for setting in shown if setting.key == positional)
-        options.append(
-            inspect.Parameter(
-                positional,
-                inspect.Parameter.POSITIONAL_ONLY,
-                default=None,
-                annotation=Annotated[str | None, Parameter(help=f"Same as --{positional}. {about.help}")],
-            )
-        )
-    options.append(
-        inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                Path | None,
-                Parameter(help="TOML, YAML or JSON file of settings. Options given here override it."),
-            ],
-        )
-    )
+def _option(
+    name: str, kind: Any, about: Parameter, *, place: Any = inspect.Parameter.KEYWORD_ONLY
+) -> inspect.Parameter:
+    return inspect.Parameter(name, place, default=None, annotation=Annotated[kind | None, about])
+
+
+def _options(
+    shown: list[Field], positional: str | None, flags: tuple[str, ...]
+) -> Iterator[inspect.Parameter]:
+    """The listed settings, the positional one first, in a group for each part."""
+    parts = {setting.key.partition(".")[0] for setting in shown if "." in setting.key}
     groups: dict[str, Group] = {}
-    for setting in shown:
+    for setting in sorted(shown, key=lambda setting: setting.key != positional):
         head = setting.key.partition(".")[0]
-        head = head if _is_part(head, shown) else _GENERAL
-        group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
-        flag = setting.key in flags
-        quiet = flag or setting.default is None
-        options.append(
-            inspect.Parameter(
-                _identifier(setting.key),
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[
-                    bool | None if flag else str | None,
-                    Parameter(
-                        name=f"--{setting.key}",
-                        help=setting.help,
-                        group=group,
-                        metavar=None if flag else type_word(setting.kind),
-                        show_default=False if quiet else _constant(default_word(setting.default)),
-                        allow_leading_hyphen=True,
-                        negative="",
-                    ),
-                ],
-            )
+        head = head if head in parts else _GENERAL
+        first, flag = setting.key == positional, setting.key in flags
+        about = Parameter(
+            name=f"--{setting.key}",
+            help=setting.help + (_ELSEWHERE if setting.key.endswith(".family") else ""),
+            group=groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups))),
+            metavar=None if flag else type_word(setting.kind),
+            show_default=False
+            if flag or setting.default is None
+            else _constant(default_word(setting.default)),
+            allow_leading_hyphen=not first,  # or it would take an unknown option for its value
+            negative="",
         )
-    return options
+        place = inspect.Parameter.POSITIONAL_OR_KEYWORD if first else inspect.Parameter.KEYWORD_ONLY
+        yield _option(_identifier(setting.key), bool if flag else str, about, place=place)
 
 
-def _unlisted_options(unlisted: dict[str, list[str]]) -> list[inspect.Parameter]:
-    """One option for each part that has settings `--help` does not list: `--part.NAME VALUE` with any of the names."""
+def _unlisted(part: str, names: list[str]) -> inspect.Parameter:
+    """The option for what `--help` does not list of a part: `--part.NAME VALUE` with any of the names."""
 
-    def option(part: str, names: list[str]) -> inspect.Parameter:
-        def check(_: Any, given: dict[str, str] | None) -> None:
-            for name in given or ():
-                if name not in names:
-                    raise ValueError(f"It is not a setting.{nearest(name, names)}")
+    def check(_: Any, given: dict[str, str] | None) -> None:
+        for name in given or ():
+            if name not in names:
+                raise ValueError(f"It is not a setting.{nearest(name, names)}")
 
-        parameter = Parameter(name=f"--{part}", show=False, allow_leading_hyphen=True, validator=check)
-        kind = Annotated[dict[str, str] | None, parameter]
-        only = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(_identifier(f"{part}."), only, default=None, annotation=kind)
-
-    return [option(part, names) for part, names in unlisted.items()]
-
-
-def _is_part(head: str, shown: list[Field]) -> bool:
-    return any(setting.key.startswith(f"{head}.") for setting in shown)
+    about = Parameter(name=f"--{part}", show=False, allow_leading_hyphen=True, validator=check)
+    return _option(_identifier(f"{part}."), dict[str, str], about)
 
 
 def _identifier(key: str) -> str:

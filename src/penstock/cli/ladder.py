@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli._app import configured
+from penstock.config.load import load
 from penstock.errors import ExitCode
 from penstock.ladder.settings import LadderConfig
 
@@ -16,25 +17,15 @@ if TYPE_CHECKING:
     from penstock.ladder.result import RungResult
 
 
-def factory_as_model(verb: Callable[..., int]) -> Callable[..., int]:
-    """Let `--model package.module:factory` mean `--factory package.module:factory`. A preset's name has no colon."""
-
-    @wraps(verb)
-    def wrapped(*arguments: Any, **given: Any) -> int:
-        for place in ("argument", "setting__model"):
-            value = arguments[0] if place == "argument" and arguments else given.get(place)
-            if isinstance(value, str) and ":" in value:
-                given["setting__factory"] = value
-                given.pop(place, None)
-                arguments = () if place == "argument" else arguments
-        return verb(*arguments, **given)
-
-    wrapped.__signature__ = verb.__signature__  # type: ignore[attr-defined]
-    return wrapped
+def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
+    """`load`, for which `--model package.module:factory` means that factory. A preset's name has no colon."""
+    given = dict(overrides)
+    if ":" in str(given.get("model")):
+        given["factory"] = given.pop("model")
+    return load(cls, file=file, overrides=given)
 
 
-@factory_as_model
-@configured(LadderConfig, positional="model", flags=("alone", "quick"))
+@configured(LadderConfig, positional="model", flags=("alone", "quick"), loader=load_or_factory)
 def ladder(config: LadderConfig) -> int:
     """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
     fixed = frozenset[str]() if asked.base is None else Plan.named(asked.base)
     if base is not None:
         batch = check_base(base, fixed, gpus, batch)
-    check_writable(asked.toml, asked.html)
     found = explore(asked.model, machine, gpus, global_batch=batch, base=base, fixed=fixed, keep=None)
     if not found.predictions:
         raise OutOfMemory(nothing_fits(asked.model, machine, gpus, found))
@@ -151,33 +149,17 @@ def plan_file(config: ModelConfig, best: Prediction) -> str:
     )
 
 
-def check_writable(*paths: str | None) -> None:
-    """Raise what `write` would raise for any of `paths`, before long work starts. Their contents stay as they are."""
-    for path in paths:
-        if path is not None:
-            with _refusing(Path(path)) as file:
-                new = not file.exists()
-                file.open("ab").close()
-                if new:
-                    file.unlink()
-
-
 def write(path: str, text: str) -> None:
     """Write `text`, and create the folders for it. Raises EnvironmentProblem if that fails."""
-    with _refusing(Path(path)) as file:
-        file.write_text(text, encoding="utf-8")
-    print(f"written: {path}", file=sys.stderr)
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[Path]:
+    file = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         why, remedy = error.strerror, "choose another path"
-        if path.is_dir():
+        if file.is_dir():
             remedy = "give the name of a file in it"
-        elif path.parent.exists() and not path.parent.is_dir():
-            why = f"{path.parent} is not a folder"
+        elif file.parent.exists() and not file.parent.is_dir():
+            why = f"{file.parent} is not a folder"
         raise EnvironmentProblem(f"{path} cannot be written: {why}; {remedy}.") from error
+    print(f"written: {path}", file=sys.stderr)

@@ -10,7 +10,7 @@ from penstock.cli.plan_config import PlanConfig
 from penstock.cli.plan_layouts import write
 from penstock.config.convert import plain
 from penstock.config.machine import Machine
-from penstock.planner.scaling_laws import LAWS, ParametricLaw, kaplan, optima
+from penstock.planner.scaling_laws import LAWS, ParametricLaw, optima
 from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, page, plain_console, terminal_table
 
@@ -18,8 +18,6 @@ ASSUMED_MFU = 0.45
 """The MFU that converts a budget of device hours to FLOPs, because no model is given."""
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
 """Sizes of over-trained models, relative to the optimum."""
-CHINCHILLA = 5.76e23
-"""The compute of Hoffmann et al. 2022's model, at which the laws are compared."""
 
 
 def answer(asked: PlanConfig, machine: Machine) -> None:
@@ -85,12 +83,12 @@ def _allocations(compute: float, served: float) -> list[dict[str, Any]]:
 
 
 def scaling_page(lead: str, compute: float, served: float) -> str:
-    """A page that compares the laws, with their differences and the trade-off of over-training."""
+    """A page that compares the laws, with the trade-off of over-training."""
     tiles = [
         Tile(value=f"{one.tokens_per_parameter:.3g}", words=f"tokens per parameter, {one.law}", lead=i == 0)
         for i, one in enumerate(optima(compute))
     ]
-    sections = [_laws(compute, served), _disagreement(), _smaller(compute, served)]
+    sections = [_laws(compute, served), _smaller(compute, served)]
     footer = "Computed by penstock plan --compute. Losses are of each law's own data and tokenizer."
     return page(f"What {compute:.4g} FLOPs train best", lead, tiles, sections, footer)
 
@@ -113,18 +111,6 @@ def _laws(compute: float, served: float) -> Section:
     heads = [*map(Cell, ("parameters", "tokens", "per parameter", "loss")), Cell("FLOPs", minor=True)]
     return Section(
         title="The optimum, by each law", columns=[Cell("law", words=True), *heads], rows=rows, facts=sources
-    )
-
-
-def _disagreement() -> Section:
-    words = ", ".join(f"{one.law} {one.tokens_per_parameter:.3g}" for one in optima(CHINCHILLA))
-    return Section(
-        title="How far apart the laws are",
-        text=f"At {CHINCHILLA:.3g} FLOPs, where Chinchilla was trained with 20 tokens per parameter, they advise: "
-        f"{words}. The rounded exponents that Hoffmann et al. print give "
-        f"{LAWS[0].optimum(CHINCHILLA).tokens_per_parameter:.1f} where Besiroglu et al.'s refit of the same points "
-        f"gives {LAWS[2].optimum(CHINCHILLA).tokens_per_parameter:.1f}. Kaplan et al. "
-        f"({kaplan(CHINCHILLA).tokens_per_parameter:.2g}) counted no embeddings, and used only small models.",
     )
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli._app import configured
-from penstock.cli.ladder import factory_as_model
+from penstock.cli.ladder import load_or_factory
 from penstock.config.scale import ScaleConfig
 from penstock.errors import ExitCode
 
 
-@factory_as_model
-@configured(ScaleConfig, positional="model")
+@configured(ScaleConfig, positional="model", loader=load_or_factory)
 def scale(config: ScaleConfig) -> int:
     """Measure how large a model's gradients are, and choose the constant loss scale that fits them into fp16.
 

@@ -24,20 +24,16 @@ def command_of(config: LadderConfig) -> str:
     """The command that climbs again with these settings, wherever the call came from."""
     words = ["penstock ladder"]
     words.append(f"--model {config.factory}" if config.factory else " ".join(option_words(config.model)))
-    plain = LadderConfig()
-    for name in (
-        "batch", "procs", "rungs", "skip", "alone", "quick", "rounds", "round_seconds", "loss_steps", "seeds", "lr",
-        "budget", "device", "machine", "seed",
-    ):  # fmt: skip
-        value = getattr(config, name)
-        if value == getattr(plain, name) or (
-            config.quick and name in ("rounds", "loss_steps", "round_seconds")
-        ):
+    plain, quick = LadderConfig(), ("rounds", "loss_steps", "round_seconds")
+    for f in fields(config):
+        value = getattr(config, f.name)
+        given = value != getattr(plain, f.name) and not (config.quick and f.name in quick)
+        if not given or f.name in ("model", "factory", "output"):
             continue
-        if value is True:
-            words.append(f"--{name}")
+        if f.name == "data":
+            words.append(f"--data {value.source}")
+        elif value is True:
+            words.append(f"--{f.name}")
         else:
-            words.append(f"--{name} {','.join(value) if isinstance(value, tuple) else value}")
-    if config.data.source != "digits":
-        words.append(f"--data.source {config.data.source}")
+            words.append(f"--{f.name} {','.join(value) if isinstance(value, tuple) else value}")
     return " ".join(words)

@@ -31,28 +31,26 @@ def schedule_figure(
     title: str,
     unit: str = "",
     memory_unit: str = "",
-    window: tuple[float, float] | None = None,
     alone: bool = False,
 ) -> str:
     """One `<svg>` element; `alone` makes it a file of its own. `unit` and `memory_unit` name those of the costs.
 
-    `window` is the part of the time to show, all of it by default. Raises `ConfigError` for an empty window and for
-    more than 20,000 actions in it, which no page shows.
+    Raises `ConfigError` for more than 20,000 actions, which no page shows.
     """
-    low, high = window if window else (0.0, float(simulation.makespan))
-    if not low < high:
-        raise ConfigError(f"The figure's window must rise, but it is from {low:g} to {high:g}.")
-    shown = [span for span in simulation.timeline() if float(span.end) > low and float(span.start) < high]
+    shown = simulation.timeline()
     if len(shown) > MOST_CELLS:
         raise ConfigError(
-            f"The figure would have {len(shown):,} actions, more than {MOST_CELLS:,}; give it a window of the time, "
-            "or draw a schedule of fewer micro-batches, which has the same shape."
+            f"The figure would have {len(shown):,} actions, more than {MOST_CELLS:,}; draw a schedule of fewer "
+            "micro-batches, which has the same shape."
         )
     ranks = len(simulation.schedule.ranks)
     row = min(30.0, max(12.0, 640.0 / ranks))
     bottom = _TOP + ranks * row
     chart = Chart(bottom + 44)
-    chart.x, chart.y = Scale(low, high, _LEFT, WIDTH - _RIGHT), Scale(ranks, 0, bottom, _TOP)
+    chart.x, chart.y = (
+        Scale(0.0, float(simulation.makespan), _LEFT, WIDTH - _RIGHT),
+        Scale(ranks, 0, bottom, _TOP),
+    )
     _rows(chart, simulation, row, memory_unit)
     tints = _tints(simulation)
     for span in shown:
@@ -89,8 +87,7 @@ def _tints(simulation: Simulation) -> list[int]:
 
 
 def _cell(chart: Chart, span: Span, row: float, tint: int) -> None:
-    x1 = chart.x(max(float(span.start), chart.x.low))
-    x2 = chart.x(min(float(span.end), chart.x.high))
+    x1, x2 = chart.x(float(span.start)), chart.x(float(span.end))
     y, hue, solid = chart.y(span.rank), _KINDS[span.action.kind].color, tint == 100
     chart.box(
         x1, y + 2, x2, y + row - 2,

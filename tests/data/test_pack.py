@@ -213,3 +213,20 @@ def test_the_layout_is_pinned(folder: Path) -> None:
     row = np.load(path / "index.npy")[1]
     image = np.frombuffer(shard, np.uint8, 32 * 32 * 3, int(row["offset"])).reshape(32, 32, 3)
     np.testing.assert_array_equal(source.read(np.array([1]))[0][0], image)
+
+
+@pytest.mark.parametrize("records", ["raw", "jpeg"])
+def test_a_pack_of_the_version_before_is_read(records: str) -> None:
+    """Ten grey squares of 8 pixels, packed by version 0.1.0 at commit 254a614."""
+    path = Path(__file__).parent / "pack-1" / records
+    verify(path)
+    train, val = opened(path), opened(path, "val")
+    assert (train.classes, train.labels.tolist(), val.labels.tolist()) == (
+        ("cat", "dog"),
+        [0] * 4 + [1] * 4,
+        [0, 1],
+    )
+    levels = [
+        int(np.median(image)) for source in (train, val) for image in source.read(np.arange(len(source)))[0]
+    ]
+    assert levels == pytest.approx([0, 20, 40, 60, 100, 120, 140, 160, 80, 180], abs=1)

@@ -1,4 +1,4 @@
-"""Ranks that write or read one checkpoint together: all succeed, or all raise the same error."""
+"""Ranks that do some work together, such as writing one checkpoint: all succeed, or all raise an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.errors import EnvironmentProblem, PenstockError
 
 T = TypeVar("T")
 
@@ -24,6 +24,14 @@ class RankProblem(Exception):
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.error}"
 
+    def plain(self) -> BaseException:
+        """The error itself on the rank that failed; elsewhere one that names the rank."""
+        if self.__cause__ is not None:
+            return self.__cause__
+        if isinstance(self.error, PenstockError):
+            return type(self.error)(f"On rank {self.rank}: {self.error}")
+        return EnvironmentProblem(f"Rank {self.rank} failed with {self.error}")
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
@@ -36,21 +44,24 @@ class Coordinator:
     def all(self, what: Callable[[], T]) -> list[T]:
         """Every rank calls `what`, and gets the results of all ranks.
 
+        `what` may use no collectives. Results and errors are pickled.
+
         Raises:
             RankProblem: a rank of several failed; it holds the error of the lowest. A single process raises its own.
         """
         if self.group is None:
             return [what()]
         outcome: tuple[bool, Any]
+        own: Exception | None = None
         try:
             outcome = (True, what())
         except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
-            outcome = (False, _portable(error))
+            own, outcome = error, (False, _portable(error))
         outcomes: list[Any] = [None] * self.world
         dist.all_gather_object(outcomes, outcome, group=self.group)
         for rank, (done, value) in enumerate(outcomes):
             if not done:
-                raise RankProblem(rank, value)
+                raise RankProblem(rank, value) from (own if rank == self.rank else None)
         return [value for _, value in outcomes]
 
     def first(self, what: Callable[[], T]) -> T:
@@ -96,3 +107,23 @@ def new_group() -> dist.ProcessGroup:
     """A gloo group of all processes. All of them must call this."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
+
+
+def collect(what: Callable[[], T]) -> list[T]:
+    """Every rank of all calls `what`, and gets the results of all ranks, by rank.
+
+    If one fails, all raise: that rank its own error, the others one of the same type that names the rank, or an
+    `EnvironmentProblem` where the error is none of ours. So no rank waits for one that has given up.
+    """
+    try:
+        return current_coordinator().all(what)
+    except RankProblem as problem:
+        raise problem.plain() from None
+
+
+def main_first(what: Callable[[], T]) -> T:
+    """Rank 0 of all calls `what`. The others wait for it and get its result, or an error as from `collect`."""
+    try:
+        return current_coordinator().first(what)
+    except RankProblem as problem:
+        raise problem.plain() from None

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from penstock.build import build
-from penstock.config.load import dump_toml, from_dict, to_dict
-from penstock.config.machine import Machine
+from penstock.checkpoint.coordinator import main_first
+from penstock.config.load import dump_toml
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
@@ -31,7 +31,7 @@ from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
-from penstock.parallel.agree import Ballot, average, main_first
+from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
 from penstock.tasks import task_of
@@ -130,8 +130,7 @@ class _Run:
 
         # What is trained, on what, and how long that should take.
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
-        machine = main_first(lambda: to_dict(machine_of(config, device)), dims)
-        self.machine = from_dict(Machine, machine, origin="the machine of rank 0")
+        self.machine = main_first(lambda: machine_of(config, device))
         self.task = task_of(config.model)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")

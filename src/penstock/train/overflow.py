@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.checkpoint.coordinator import collect
 from penstock.errors import NumericError
-from penstock.parallel.agree import collect
-from penstock.parallel.dims import ALONE
 from penstock.precision import LossScaler
 from penstock.precision.scaler import PATIENCE
 from penstock.step import TrainStep
@@ -41,10 +40,9 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
         if step.scaler is None and step.skips is None:
             raise
         first = step.first_overflow(micro_batches)
-        dims = step.replicas.dims if step.replicas else ALONE
-        found = collect(None if first is None else str(first), dims)
+        found = collect(lambda: None if first is None else str(first))
         rank, place = next(((rank, place) for rank, place in enumerate(found) if place), (0, None))
-        where = "the latest batch" if dims.alone else f"the latest batch of rank {rank}"
+        where = "the latest batch" if len(found) == 1 else f"the latest batch of rank {rank}"
         told = (
             f"In {where} the overflow begins in {place}."
             if place

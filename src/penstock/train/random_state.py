@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 
+from penstock.checkpoint.coordinator import collect
 from penstock.parallel import ParallelDims
 
 
@@ -46,14 +46,9 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def random_states(device: torch.device, dims: ParallelDims) -> list[dict[str, Any]]:
+def random_states(device: torch.device) -> list[dict[str, Any]]:
     """`random_state` of every rank, by rank, on all of them."""
-    own = random_state(device)
-    if dims.alone:
-        return [own]
-    states: list[Any] = [None] * dims.size
-    distributed.all_gather_object(states, own)
-    return states
+    return collect(lambda: random_state(device))
 
 
 def restore_random(

@@ -10,11 +10,11 @@ from typing import Any
 
 from penstock import checkpoint
 from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.coordinator import main_first
 from penstock.config.load import from_dict, to_dict
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.parallel import ParallelDims
-from penstock.parallel.agree import main_first
 from penstock.train.lock import RunLock
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
         def hold() -> None:
             stack.enter_context(lock)
 
-        main_first(hold, dims)
+        main_first(hold)
         yield lock
 
 
@@ -77,7 +77,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
             set_aside(output / name)
 
     if not resume:
-        main_first(all_aside, dims)
+        main_first(all_aside)
         return None
     checkpoint.clean(output / "checkpoints")
     stored = checkpoint.find(output / "checkpoints")

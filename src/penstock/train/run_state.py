@@ -13,6 +13,7 @@ from torch import nn
 from penstock import checkpoint
 from penstock.build import Built
 from penstock.checkpoint import Checkpoint, Snapshot
+from penstock.checkpoint.coordinator import collect
 from penstock.config.load import to_dict
 from penstock.config.run import RunConfig
 from penstock.data import Loader
@@ -20,7 +21,6 @@ from penstock.errors import NumericError
 from penstock.models.convert import load_weights
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims
-from penstock.parallel.agree import together
 from penstock.train.evaluate import Evaluation
 from penstock.train.loss_monitor import LossMonitor
 from penstock.train.pending import REMEDY
@@ -70,7 +70,7 @@ class RunState:
             NumericError: names weights that are not finite, which a checkpoint must not hold.
         """
         built, step = self.built, self.progress.step
-        together(lambda: require_finite(built.model, step), self.dims)
+        collect(lambda: require_finite(built.model, step))
         weights = {"weights": built.model.state_dict()}
         if built.ema is not None:
             weights["ema"] = built.ema.state_dict()
@@ -82,7 +82,7 @@ class RunState:
                 "scaler": built.scaler.state_dict() if built.scaler else None,
                 "watch": self.monitor.state_dict(),
                 "loader": self.loader.state_dict(),
-                "random": random_states(self.built.device, self.dims),
+                "random": random_states(self.built.device),
                 "progress": self.progress.state_dict(),
             },
             config=to_dict(self.config),

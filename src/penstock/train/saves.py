@@ -9,11 +9,11 @@ from typing import Any
 
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
+from penstock.checkpoint.coordinator import main_first
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.models.convert import save_pretrained
 from penstock.parallel import ParallelDims, whole_state
-from penstock.parallel.agree import main_first
 from penstock.train.resume import set_aside
 
 
@@ -68,5 +68,5 @@ def export(model: Any, output: Path, dims: ParallelDims) -> Path:
         set_aside(folder)
         partial.rename(folder)
 
-    main_first(write, dims)
+    main_first(write)
     return folder

@@ -34,12 +34,11 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_trainable
 from penstock.data.loader import tensors_in
-from penstock.ladder.measure import Contender, peak_memory
-from penstock.ladder.rung import Setting
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device
 from penstock.report.record import environment
+from penstock.step.memory import step_with_memory
 
 CASES = (
     ("vit-digits", "micro_batch=64"),
@@ -177,12 +176,8 @@ def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any
     built, batch, prediction = prepared(case, device)
     batches = [batch] * case.plan.accumulate
     took = step_seconds(built, batches, device)
-    step = Contender(
-        setting=Setting(model=None, plan=case.plan), device=device, built=built, micro_batches=batches,
-        step_seconds=took, compile_seconds=None,
-    )  # fmt: skip
-    held = peak_memory(step) - sum(one.nbytes for one in tensors_in(batch))
-    del built, batch, batches, step
+    held = step_with_memory(built.step, batches)[1] - sum(one.nbytes for one in tensors_in(batch))
+    del built, batch, batches
     gc.collect()
     machines.append(probe(device, quick=not precise))
     said = [prediction(machine) for machine in machines]

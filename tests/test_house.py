@@ -44,7 +44,9 @@ ALLOWED: dict[str, set[str]] = {
     "optim": BASE | ASKED | {"kernels", "models"},
     "precision": BASE | ASKED | {"containers", "kernels", "models", "optim"},
     "parallel": BASE | ASKED | {"containers", "kernels", "models", "optim", "precision"},
-    "step": BASE | ASKED | {"host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
+    "step": BASE
+    | ASKED
+    | {"containers", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "step", "tasks"},
     "checkpoint": BASE | ASKED | {"disk", "kernels", "models"},
 }

@@ -200,7 +200,10 @@ def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig
         assert summary["predicted"][name] == before[name] == getattr(prediction, name)
     assert summary["measured"]["step_seconds_median"] > 0
     assert 0 < summary["measured"]["data_wait_share"] <= 1
-    assert summary["measured"]["memory_kind"] == "growth of the process"
+    assert summary["measured"]["memory_kind"] == "of tensors"
+    assert summary["measured"]["memory_bytes"] == pytest.approx(
+        summary["predicted"]["memory_bytes"], rel=0.05
+    )
 
 
 def test_the_exported_model_is_the_one_that_was_evaluated(config: RunConfig) -> None:

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from penstock.build import Built
-from penstock.containers import tensors as tensors_in
 from penstock.host_memory import set_host_memory
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
-from penstock.optim.groups import parameters_of
-from penstock.optim.tensors import local
 from penstock.parallel.agree import average, slowest
+from penstock.step.memory import step_with_memory
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
@@ -189,42 +184,8 @@ def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: flo
 
 
 def peak_memory(contender: Warm) -> int:
-    """Bytes of tensors at the worst moment of one step, with weights and optimizer state.
-
-    A GPU's allocator keeps that count. On a CPU the resident size of the process says little, so one step is run
-    under torch's memory profiler, which sees every allocation of tensors, those of compiled code too.
-    """
-    device = contender.device
-    resident = _between_steps(contender)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        contender.step()
-        _wait(device)
-        return resident + torch.cuda.max_memory_allocated(device) - before
-    return resident + _allocated_by(contender)
-
-
-def _between_steps(contender: Warm) -> int:
-    """Bytes that are there when a step starts: weights, buffers, optimizer state, batch; each storage once.
-
-    Gradients of the last step are let go first, as they would be within the step, where neither count would see it.
-    Those in a buffer that stays are counted: a reference that keeps nothing alive tells which these are.
-    """
-    model, optimizer = contender.built.model, contender.built.optimizer
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    gradients = [
-        weakref.ref(local(p.grad).untyped_storage()) for p in model.parameters() if p.grad is not None
-    ]
-    optimizer.zero_grad(set_to_none=True)
-    tensors += tensors_in(list(optimizer.state.values()))
-    tensors += parameters_of(optimizer)
-    tensors += tensors_in(contender.micro_batches)
-    with torch.no_grad():
-        storages = [local(tensor).untyped_storage() for tensor in tensors]
-    storages += [storage for reference in gradients if (storage := reference()) is not None]
-    buckets = 0 if contender.built.replicas is None else contender.built.replicas.held_bytes()
-    return buckets + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    """Bytes of tensors at the worst moment of one step, with weights and optimizer state."""
+    return step_with_memory(contender.built.step, contender.micro_batches)[1]
 
 
 def trained(subject: Subject, setting: Setting, seed: int, steps: int) -> LossRun:
@@ -261,25 +222,6 @@ def side_by_side() -> Iterator[None]:
         automatic_dynamic_shapes=False,
     ):
         yield
-
-
-def _allocated_by(contender: Warm) -> int:
-    """The highest sum of what one step allocates less what it frees."""
-    # The profiler's own messages would go to stderr; it reads this when it first starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        contender.step()
-    assert recorded.profiler is not None
-    results = recorded.profiler.kineto_results
-    assert results is not None
-    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak
 
 
 def _close(batches: Any) -> None:

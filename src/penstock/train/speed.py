@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,19 +111,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_memory() -> int:
-    """Bytes that the process occupies now; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return 0
-    return pages * resource.getpagesize()
-
-
-def used_memory(device: torch.device, *, before: int) -> dict[str, Any]:
-    """What training needed, to be held against a prediction: on a CPU the growth of the process over `before`."""
-    if device.type == "cuda":
-        return {"memory_bytes": peak_memory(device), "memory_kind": "allocated at most"}
-    return {"memory_bytes": max(peak_memory(device) - before, 0), "memory_kind": "growth of the process"}

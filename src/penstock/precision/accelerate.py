@@ -171,14 +171,14 @@ def scale_loss(
             "scale_loss was given a loss that it has scaled already; open it once for each loss, on the loss itself."
         )
     if not any(own.prepared and own.scaler is scaler for own in all_of):
-        session.settle(scaler)  # never between the micro-batches of one step
+        session.move_scale(scaler)  # never between the micro-batches of one step
     scaled = scaler.scaled(loss)
     for own in all_of:
         own.prepare(scaler)
         own.yielded = weakref.ref(scaled)
     yield scaled
     for own in all_of:
-        own.look()
+        own.remember()
 
 
 def clip_grad_norm_(optimizer: Optimizer | Sequence[Optimizer], max_norm: float) -> Tensor:
@@ -205,7 +205,7 @@ def unscale_(optimizer: Optimizer) -> None:
 def scalers_of(optimizer: Optimizer) -> list[LossScaler]:
     """The loss scalers an accelerated optimizer shares, one per loss, up to date; empty where nothing is scaled."""
     session = gradients_beside(optimizer).session
-    session.settle_all()
+    session.move_scales()
     return session.scalers
 
 

@@ -350,24 +350,18 @@ def cast_in_place(
 
 def compute_in_fp32(norm: nn.Module) -> None:
     """Let a norm with fp32 weights take half inputs, compute in fp32 and give its output the input's type."""
-    keep_handles(norm, norm.register_forward_pre_hook(_ToFp32()), norm.register_forward_hook(_BackToInput()))
+    keep_handles(norm, norm.register_forward_pre_hook(_to_fp32), norm.register_forward_hook(_as_input))
 
 
-class _ToFp32:
-    """Casts a norm's half inputs to fp32; a class, so that a model with it can be pickled and copied."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(a.float() if _half(a) else a for a in args)
+def _to_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.float() if _half(a) else a for a in args)
 
 
-class _BackToInput:
-    """Gives a norm's output the type of its input, so that half activations stay half."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
-        if isinstance(output, Tensor) and first is not None and output.is_floating_point():
-            return output.to(first.dtype)
-        return output
+def _as_input(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+    if isinstance(output, Tensor) and first is not None and output.is_floating_point():
+        return output.to(first.dtype)
+    return output
 
 
 def _half(value: Any) -> bool:

@@ -73,7 +73,7 @@ class Gradients:
             self.scaler = scaler
         self.prepared = True
 
-    def look(self) -> None:
+    def remember(self) -> None:
         """A scaled backward pass is over: remember the gradients, so that the step can tell whether they were changed
         before the scale was taken off.
         """

@@ -70,7 +70,7 @@ class Session:
         for own in self.gradients:
             own.forget()
 
-    def settle(self, scaler: LossScaler) -> None:
+    def move_scale(self, scaler: LossScaler) -> None:
         """Move the scale by what was noted since it last moved.
 
         Raises:
@@ -111,10 +111,10 @@ class Session:
                 held = parameter if self.masters is None else self.masters.master_of(parameter)
                 yield name, held.grad
 
-    def settle_all(self) -> None:
+    def move_scales(self) -> None:
         """Move every scale; none is in use."""
         for scaler in self.scalers:
-            self.settle(scaler)
+            self.move_scale(scaler)
 
 
 @dataclass(slots=True)

@@ -159,8 +159,15 @@ def properties_of(
     if problems:
         raise ConfigError(problems)
     half, problem = _dtype(checked, dtype, device)
-    base = _base(checked, half)
-    overrides = _weights_decide(base, overrides)
+    base = precision_of(
+        Plan(precision=checked, dtype="fp16" if half == torch.float16 else "bf16") if half else Plan()
+    )
+    if checked == "O3":
+        # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
+        base = replace(base, loss_scale=1.0)
+    if overrides.get("weights") == "fp32" and base.weights == "half":
+        # fp32 weights need no master and no half norms.
+        overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
     found = replace(base, **overrides)
     problems = ([problem] if problem else []) + list(_contradictions(found))
     if problems:
@@ -196,22 +203,7 @@ def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | 
     )
 
 
-def _base(level: Level, half: torch.dtype | None) -> Precision:
-    if half is None:
-        return precision_of(Plan())
-    base = precision_of(Plan(precision=level, dtype="fp16" if half == torch.float16 else "bf16"))
-    # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
-    return replace(base, loss_scale=1.0) if level == "O3" else base
-
-
 _OVERRIDES = tuple(f.name for f in fields(Precision) if f.name not in ("level", "dtype"))
-
-
-def _weights_decide(base: Precision, overrides: dict[str, Any]) -> dict[str, Any]:
-    """What follows from another override, unless it is given too: fp32 weights need no master and no half norms."""
-    if overrides.get("weights") == "fp32" and base.weights == "half":
-        return {"master": "none", "norms": "fp32", "autocast": True, **overrides}
-    return overrides
 
 
 def _level(level: str) -> Level:

@@ -126,32 +126,23 @@ class Fp32State:
         )
 
     def attach(self, module: nn.Module) -> None:
+        """See to what is saved of a module and loaded into it, from now on."""
         target: Any = module
         module.__dict__["_penstock_stored"] = self
         keep_handles(
             module,
-            target.register_state_dict_post_hook(_Saving(self)),
-            target.register_load_state_dict_pre_hook(_Loading(self)),
-            target.register_load_state_dict_post_hook(_Loaded(self)),
+            target.register_state_dict_post_hook(self),
+            target.register_load_state_dict_pre_hook(self._loading),
+            target.register_load_state_dict_post_hook(self._loaded),
         )
 
-
-class _StoredHook:
-    def __init__(self, stored: Fp32State) -> None:
-        self.stored = stored
-
-
-class _Saving(_StoredHook):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """A state dict was made. torch marks this hook by an attribute, which a method could not take."""
         for key, value in (*own_parameters(module), *own_buffers(module)):
-            name = prefix + key
-            if name not in state or value.dtype != self.stored.dtype:
-                continue
-            state[name] = self.stored.fp32(value)
+            if prefix + key in state and value.dtype == self.dtype:
+                state[prefix + key] = self.fp32(value)
 
-
-class _Loading(_StoredHook):
-    def __call__(
+    def _loading(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -159,20 +150,17 @@ class _Loading(_StoredHook):
                 "load_state_dict(assign=True) would replace the half weights that master weights stand behind; load "
                 "without assign, or load before the model is accelerated."
             )
-        self.stored.wide = {}
+        self.wide = {}
         for key, parameter in own_parameters(module):
             value = state.get(prefix + key)
-            if not isinstance(value, Tensor) or not self.stored.knows(parameter):
-                continue
-            if value.shape == parameter.shape:  # else torch reports it
-                self.stored.wide[parameter] = value
+            # Of another shape torch reports it.
+            if isinstance(value, Tensor) and value.shape == parameter.shape and self.knows(parameter):
+                self.wide[parameter] = value
 
-
-class _Loaded(_StoredHook):
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        for parameter, value in self.stored.wide.items():
-            self.stored.take(parameter, value)
-        self.stored.wide = {}
+    def _loaded(self, module: nn.Module, _: Any) -> None:
+        for parameter, value in self.wide.items():
+            self.take(parameter, value)
+        self.wide = {}
 
 
 def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

@@ -82,7 +82,7 @@ def _methods(cls: type[Optimizer]) -> dict[str, Any]:
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         session = gradients_beside(self).session
-        session.settle_all()
+        session.move_scales()
         packed = cls.state_dict(self)
         packed[_KEY] = {
             "precision": session.precision.level,

@@ -26,7 +26,7 @@ from penstock.precision.lists import (
 )
 from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import functions_of, name_of
-from penstock.precision.lists.op_lists import watched
+from penstock.precision.lists.op_lists import intercepted
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -90,7 +90,7 @@ class TestData:
     )
     def test_the_defaults_watch_no_calls(self, dtype: torch.dtype, device: str) -> None:
         lists = default_lists(dtype, device)
-        assert watched(lists, device) == {}
+        assert intercepted(lists, device) == {}
         with region(lists, device, dtype):
             assert _get_current_function_mode_stack() == []
 
@@ -256,7 +256,7 @@ class TestPromotion:
         widest = torch.float32 if policy == "promote" else dtype
         alone = {torch.float32: widest, dtype: dtype}
         assert lists.policies()[name] == policy
-        assert all(called != name for _, called in watched(lists, "cpu").values())
+        assert all(called != name for _, called in intercepted(lists, "cpu").values())
         with accelerated(lists, dtype):
             for dtypes in ((dtype, torch.float32), (torch.float32, dtype)):
                 assert call(name, Make("cpu", *dtypes)).dtype == widest

@@ -12,11 +12,12 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import penstock
 from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
+from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.script import Interception
 from penstock.precision.script import pairing as pairing_module
 
@@ -344,12 +345,30 @@ def test_engines_with_mixed_precision_of_their_own_are_refused() -> None:
     assert optimizer.param_groups
 
 
+def test_an_adamw_completes_half_weights_in_place() -> None:
+    model, exact = _net(), _net()
+    with _run("O2", dtype="bf16", master="remainder"):
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(X).square().sum().backward()
+            optimizer.step()
+    assert isinstance(optimizer, RemainderAdamW)
+    assert model[0].weight.dtype == torch.bfloat16
+    plain = AdamW(exact.parameters(), lr=0.01)
+    for _ in range(5):
+        plain.zero_grad()
+        exact(X).square().sum().backward()
+        plain.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, exact.state_dict()[name], rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"precision": "o1"}, "begins with a small o"),
         ({"dtype": "int8"}, "int8"),
-        ({"precision": "O2", "master": "remainder"}, "makes a new optimizer"),
         ({"precision": "O3", "dtype": "fp16", "loss_scale": 8.0}, "use O2"),
         ({"nonsense": 1}, "no property"),
         ({"precision": "O0", "dtype": "bf16"}, "no effect with O0"),

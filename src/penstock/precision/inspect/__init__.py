@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.precision.inspect.gradients import LayerGradients
-from penstock.precision.inspect.measure import gradient_histogram
-from penstock.precision.inspect.operations import Operation
-from penstock.precision.inspect.report import PrecisionReport, report
-
-__all__ = ["LayerGradients", "Operation", "PrecisionReport", "gradient_histogram", "report"]
+from penstock.precision.inspect.gradients import LayerGradients as LayerGradients
+from penstock.precision.inspect.gradients import gradient_histogram as gradient_histogram
+from penstock.precision.inspect.operations import Operation as Operation
+from penstock.precision.inspect.report import PrecisionReport as PrecisionReport
+from penstock.precision.inspect.report import report as report

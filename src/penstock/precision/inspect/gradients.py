@@ -1,21 +1,35 @@
-"""Which gradients fp16 would turn to zero or to infinity, layer by layer, at two loss scales."""
+"""The gradients of a model: how large they are over some batches, and which of them fp16 would lose, layer by layer."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.precision.follower import tensors_of
-from penstock.precision.histogram import Histogram
+from penstock.precision.forward import unwrapped
+from penstock.precision.histogram import GradientHistogram, Histogram, Meter
+from penstock.precision.inspect.undisturbed import (
+    Loss,
+    checked,
+    default_loss,
+    gradients,
+    in_fp32,
+    moved,
+    undisturbed,
+)
+from penstock.precision.session import device_of
 
 Kind = Literal["activations", "weights"]
-Note = Callable[[str, Tensor], None]
+Note = Callable[[str, Kind, Tensor], None]
+"""Is told a gradient, with its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +53,53 @@ class LayerGradients:
     """Largest finite magnitude, without loss scale."""
 
 
+def gradient_histogram(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    between: Callable[[Any], None] | None = None,
+) -> GradientHistogram:
+    """Measure the gradients of a model on batches, in fp32, leaving weights, gradients, buffers and generators alone.
+
+    `loss(model, batch)` returns a scalar; without it the model's own loss is taken, or the cross entropy of an (inputs,
+    targets) pair. Accelerated models are measured as if they were not. `between(batch)` is called after each batch: a
+    training step there lets the histogram cover training and not the first weights alone, as the paper's does.
+
+    Raises:
+        ConfigError: there is no batch, no loss, or nothing to train.
+    """
+    bare = unwrapped(model)
+    meters: dict[Kind, Meter] = {"activations": Meter(), "weights": Meter()}
+    count = 0
+    for batch in batches:
+        given = moved(batch, device_of([bare]))
+        pass_in_fp32(bare, given, loss, lambda _, kind, gradient: meters[kind].add(gradient))
+        count += 1
+        if between is not None:
+            between(batch)
+    if not count:
+        raise ConfigError("There is no batch to measure gradients on; give at least one.")
+    return GradientHistogram(
+        activations=meters["activations"].read(), weights=meters["weights"].read(), batches=count
+    )
+
+
+def pass_in_fp32(model: nn.Module, batch: Any, loss: Loss | None, note: Note) -> Tensor:
+    """A forward and a backward pass without loss scale; returns the loss, and tells `note` of each gradient."""
+    with undisturbed(model), in_fp32(model), torch.enable_grad():
+        with _watched(model, note):
+            value = checked((loss or default_loss)(model, batch))
+            found = gradients(model, value)
+        for name, gradient in found:
+            if gradient is not None:
+                note(name.rpartition(".")[0] or type(model).__name__, "weights", gradient)
+    return value.detach()
+
+
 @contextmanager
-def watched(model: nn.Module, note: Note) -> Iterator[None]:
-    """Inside, `note(layer, gradient)` is called for each gradient of a layer's output that a backward pass computes.
+def _watched(model: nn.Module, note: Note) -> Iterator[None]:
+    """Inside, `note` is told each gradient of a layer's output that a backward pass computes.
 
     Layers are modules without children and those with parameters of their own; a tensor that passes through
     several (Identity, a container's result) counts once, for the first.
@@ -56,7 +114,7 @@ def watched(model: nn.Module, note: Note) -> Iterator[None]:
                 known = seen.get(id(tensor))
                 if tensor.requires_grad and not (known is not None and known() is tensor):
                     seen[id(tensor)] = weakref.ref(tensor)
-                    tensor.register_hook(lambda g: note(name, g))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda g: note(name, "activations", g))  # type: ignore[no-untyped-call]
 
         return look
 

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import apply_precision, unwrap_forward, unwrapped
 from penstock.precision.histogram import LARGEST, Meter, power_of_two
-from penstock.precision.inspect.gradients import Kind, LayerGradients, layer_gradients, together, watched
+from penstock.precision.inspect.gradients import Kind, LayerGradients, layer_gradients, pass_in_fp32, together
 from penstock.precision.inspect.operations import Operation, Recorder
 from penstock.precision.inspect.table import describe
 from penstock.precision.inspect.undisturbed import (
@@ -27,7 +27,6 @@ from penstock.precision.inspect.undisturbed import (
     checked,
     default_loss,
     gradients,
-    in_fp32,
     moved,
     undisturbed,
 )
@@ -121,7 +120,10 @@ def report(
     with torch.enable_grad():
         with _in_precision(bare, settled) as subject:
             recorder, value, overflow = _recorded(subject, batch, wanted, passing)
-        meters, value_fp32 = _measured(bare, batch, wanted)
+        meters: dict[tuple[str, Kind], Meter] = defaultdict(Meter)
+        value_fp32 = pass_in_fp32(
+            bare, batch, wanted, lambda layer, kind, gradient: meters[layer, kind].add(gradient)
+        )
     compared = power_of_two(passing) if passing != 1.0 else STARTING_SCALE
     places = {name or type(bare).__name__: place for place, (name, _) in enumerate(bare.named_modules())}
     found = [
@@ -212,17 +214,3 @@ def _recorded(
         recorder.turn_back(scaled)
         found = gradients(model, scaled)
     return recorder, value.detach(), trace.first(found)
-
-
-def _measured(model: nn.Module, batch: Any, loss: Loss) -> tuple[dict[tuple[str, Kind], Meter], Tensor]:
-    """A pass in fp32 without loss scale: the gradients of each layer, and the loss."""
-    meters: dict[tuple[str, Kind], Meter] = defaultdict(Meter)
-    with undisturbed(model), in_fp32(model):
-        with watched(model, lambda layer, gradient: meters[layer, "activations"].add(gradient)):
-            value = checked(loss(model, batch))
-            found = gradients(model, value)
-        for name, gradient in found:
-            layer = name.rpartition(".")[0] or type(model).__name__
-            if gradient is not None:
-                meters[layer, "weights"].add(gradient)
-    return meters, value.detach()

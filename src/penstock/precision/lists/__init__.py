@@ -6,35 +6,19 @@ on the device, so that a list without differences costs nothing.
 
 from __future__ import annotations
 
-from penstock.precision.lists.functions import (
-    Registration,
-    fp32_function,
-    half_function,
-    promote_function,
-    register_fp32_function,
-    register_half_function,
-    register_promote_function,
-)
-from penstock.precision.lists.mode import region
-from penstock.precision.lists.modules import apply_modules, fp32_modules_of, restore_modules
-from penstock.precision.lists.op_lists import OpLists, autocast_policy, default_lists, differences
-from penstock.precision.lists.table import Policy
-
-__all__ = [
-    "OpLists",
-    "Policy",
-    "Registration",
-    "apply_modules",
-    "autocast_policy",
-    "default_lists",
-    "differences",
-    "fp32_function",
-    "fp32_modules_of",
-    "half_function",
-    "promote_function",
-    "region",
-    "register_fp32_function",
-    "register_half_function",
-    "register_promote_function",
-    "restore_modules",
-]
+from penstock.precision.lists.functions import Registration as Registration
+from penstock.precision.lists.functions import fp32_function as fp32_function
+from penstock.precision.lists.functions import half_function as half_function
+from penstock.precision.lists.functions import promote_function as promote_function
+from penstock.precision.lists.functions import register_fp32_function as register_fp32_function
+from penstock.precision.lists.functions import register_half_function as register_half_function
+from penstock.precision.lists.functions import register_promote_function as register_promote_function
+from penstock.precision.lists.mode import region as region
+from penstock.precision.lists.modules import apply_modules as apply_modules
+from penstock.precision.lists.modules import fp32_modules_of as fp32_modules_of
+from penstock.precision.lists.modules import restore_modules as restore_modules
+from penstock.precision.lists.op_lists import OpLists as OpLists
+from penstock.precision.lists.op_lists import autocast_policy as autocast_policy
+from penstock.precision.lists.op_lists import default_lists as default_lists
+from penstock.precision.lists.op_lists import differences as differences
+from penstock.precision.lists.table import Policy as Policy

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from contextlib import ExitStack
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -36,23 +37,12 @@ def promote_function(function: F) -> F:
     return _wrapped(function, "promote")
 
 
-class Registration:
+class Registration(ExitStack):
     """A function replaced in its module; `remove()`, or the end of a `with` block, puts it back."""
-
-    def __init__(self, owner: Any, name: str, original: Any) -> None:
-        self._owner, self._name, self._original = owner, name, original
 
     def remove(self) -> None:
         """Put the function back as it was."""
-        setattr(self._owner, self._name, self._original)
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+        self.close()
 
 
 def register_half_function(owner: ModuleType | type, name: str) -> Registration:
@@ -95,8 +85,10 @@ def _registered(owner: ModuleType | type, name: str, policy: str) -> Registratio
         replaced: Any = type(stored)(_wrapped(stored.__func__, policy))
     else:
         replaced = _wrapped(original, policy)
+    registration = Registration()
+    registration.callback(setattr, owner, name, stored)
     setattr(owner, name, replaced)
-    return Registration(owner, name, stored)
+    return registration
 
 
 def _wrapped(function: F, policy: str) -> F:

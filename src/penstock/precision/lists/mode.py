@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.precision.lists.kernels import CASTABLE, register
-from penstock.precision.lists.op_lists import HALVES, OpLists, watched
+from penstock.precision.lists.op_lists import HALVES, OpLists, intercepted
 
 # Of autocast's concern: fp64 and fp8 are somebody's own choice.
 _DEVICES = ("cpu", "cuda")
@@ -72,7 +72,7 @@ def prepare(
     if "cpu" in devices:
         register()
     for device_type in devices:
-        rules = watched(lists, device_type)
+        rules = intercepted(lists, device_type)
         for dtype in dtypes:
             if (device_type, dtype) not in lists.modes:
                 mode = ListMode(lists, rules, device_type, dtype) if rules else None

@@ -178,7 +178,7 @@ def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
     return found
 
 
-def watched(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
+def intercepted(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
     """Each function that must be watched on a device, with its list and name; empty where torch.autocast, and the
     modules that `apply_modules` treats, and what `kernels.register` registers, do all that the lists say.
 

@@ -162,7 +162,7 @@ def _scale(taking: list[Gradients]) -> Tensor:
     sessions = {id(own.session): own.session for own in taking}
     for session in sessions.values():
         if not any(own.prepared for own in session.gradients):
-            session.settle_all()  # never between the micro-batches of one step
+            session.move_scales()  # never between the micro-batches of one step
     scales = [session.scalers[0].scale for session in sessions.values()]
     return torch.stack([scale.to(scales[0].device) for scale in scales]).amin()
 

@@ -38,11 +38,6 @@ class Interception:
 
     def __init__(self, *, precision: str = "O1", dtype: str = "auto", say: Say, **overrides: Any) -> None:
         found = properties_of(precision, dtype=dtype, device="meta", **overrides)
-        if found.master == "remainder":
-            raise ConfigError(
-                "master='remainder' makes a new optimizer, and a script goes on with the one it has; leave it out, or "
-                "call penstock.accelerate in the script."
-            )
         if found.weights == "half" and found.master == "none" and found.scales:
             raise ConfigError(
                 f"loss_scale={found.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
@@ -109,7 +104,7 @@ class Interception:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._pairing.made(optimizer)
-            self._watch()
+            self._update_hooks()
 
         return init
 
@@ -126,7 +121,7 @@ class Interception:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self._pairing.called(module)
-                self._watch()
+                self._update_hooks()
             return original(module, *args, **kwargs)
 
         return call
@@ -191,8 +186,8 @@ class Interception:
 
     # -- only while an optimizer waits
 
-    def _watch(self) -> None:
-        """Watch calls of modules, and steps, while there is something to see."""
+    def _update_hooks(self) -> None:
+        """Be told of modules' calls and of steps while there is something to see, and no longer."""
         if self._step_hook is None and (self._pairing.waits or self._account.untold):
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
         if self._pairing.waits and not self._watches:
@@ -204,7 +199,7 @@ class Interception:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._pairing.stepped(optimizer)
         self._account.tell()
-        self._watch()
+        self._update_hooks()
         if not self._pairing.waits and self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None

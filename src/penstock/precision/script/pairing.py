@@ -34,11 +34,11 @@ class Pairing:
     def __init__(self, precision: str, dtype: str, overrides: dict[str, Any], account: Account) -> None:
         self._asked = {"precision": precision, "dtype": dtype, **overrides}
         self._account = account
-        self._waiting: list[weakref.ref[Optimizer]] = []
+        self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """By optimizer, the ids of parameters whose model has not been called yet."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._accelerated: list[weakref.ref[Optimizer]] = []
+        self._accelerated: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that no waiting optimizer trains."""
@@ -55,15 +55,14 @@ class Pairing:
     @property
     def accelerated(self) -> list[Optimizer]:
         """Optimizers, still alive, whose backward passes have to be attended."""
-        self._accelerated = [ref for ref in self._accelerated if ref() is not None]
-        return [optimizer for ref in self._accelerated if (optimizer := ref()) is not None]
+        return list(self._accelerated)
 
     # -- what the script does
 
     def made(self, optimizer: Optimizer) -> None:
         """The script constructed an optimizer."""
         self.made_count += 1
-        self._waiting.append(weakref.ref(optimizer))
+        self._waiting[optimizer] = None
         self._seen.clear()
 
     def extended(self, optimizer: Optimizer, group: Any) -> None:
@@ -95,14 +94,14 @@ class Pairing:
         if not torch.is_grad_enabled():
             return
         root = unwrapped(module)
-        for own in [o for o in self._alive() if "_penstock" in o.__dict__]:
+        for own in [o for o in self._waiting if "_penstock" in o.__dict__]:
             for model in gradients_beside(own).session.models:
                 self._leave(type(model).__name__, [own], "the script accelerates it itself")
                 self._seen.update(model.modules())
         if root in self._seen:
             return
         owned = self._owned(root)
-        takers = [o for o in self._alive() if not owned.isdisjoint(_ids(o))]
+        takers = [o for o in self._waiting if not owned.isdisjoint(_ids(o))]
         if takers:
             self._take(module, root, takers)
         elif not self._join(root, owned):
@@ -114,7 +113,7 @@ class Pairing:
         """An optimizer has made a step."""
         if optimizer in self._partly:
             self._wait_on(optimizer)
-        if not any(optimizer is waiting for waiting in self._alive()):
+        if optimizer not in self._waiting:
             return
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return
@@ -149,14 +148,9 @@ class Pairing:
                 type(owner).__name__, f"weights of its own that it was not called with in {_PATIENCE} steps"
             )
 
-    def _alive(self) -> list[Optimizer]:
-        alive = [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
-        self._waiting = [weakref.ref(optimizer) for optimizer in alive]
-        return alive
-
     def _done(self, optimizers: Iterable[Optimizer]) -> None:
-        gone = {id(optimizer) for optimizer in optimizers}
-        self._waiting = [ref for ref in self._waiting if id(ref()) not in gone]
+        for optimizer in optimizers:
+            self._waiting.pop(optimizer, None)
 
     def _leave(self, what: str, takers: list[Optimizer], why: str) -> None:
         self._account.left(what, why)
@@ -182,7 +176,7 @@ class Pairing:
             if precision.master != "none":
                 _refuse_shared(takers, precision)
         accelerate(models, takers, **self._asked)
-        self._accelerated += [weakref.ref(o) for o in takers if o not in self.accelerated]
+        self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._ours.update(models)
         self._seen.update(root.modules())
@@ -207,7 +201,7 @@ class Pairing:
         models = [root]
         while True:
             owned = {id(p) for model in models for p in model.parameters()}
-            more = [o for o in self._alive() if o not in takers and not owned.isdisjoint(_ids(o))]
+            more = [o for o in self._waiting if o not in takers and not owned.isdisjoint(_ids(o))]
             takers = [*takers, *more]
             others = roots_owning({key for o in takers for key in _ids(o)} - owned, beside=models)
             if not others and not more:

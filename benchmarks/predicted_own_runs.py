@@ -33,7 +33,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_trainable
-from penstock.data.loader import tensors_in
+from penstock.containers import tensors as tensors_in
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device

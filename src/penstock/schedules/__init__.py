@@ -6,10 +6,6 @@ runtime that executes the same orders gets the same result.
 
 from penstock.schedules.action import Action as Action
 from penstock.schedules.action import Kind as Kind
-from penstock.schedules.closed_form import ClosedForm as ClosedForm
-from penstock.schedules.closed_form import Held as Held
-from penstock.schedules.closed_form import closed_form as closed_form
-from penstock.schedules.closed_form import held as held
 from penstock.schedules.communicate import with_communication as with_communication
 from penstock.schedules.costs import Costs as Costs
 from penstock.schedules.diagram import diagram as diagram

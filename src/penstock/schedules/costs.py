@@ -42,23 +42,6 @@ def ratio(part: Number, whole: Number) -> Number:
     return Fraction(part) / whole
 
 
-class Bubble:
-    """What makespan and ideal time of a schedule say about its bubble."""
-
-    makespan: Number
-    ideal: Number
-
-    @property
-    def bubble_over_ideal(self) -> Number:
-        """Time lost, relative to `ideal`: (p − 1) / m for 1F1B with equal stages (Narayanan et al., SC 2021, §2.2)."""
-        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
-
-    @property
-    def bubble_fraction(self) -> Number:
-        """Share of all ranks' time that is idle, between 0 and 1."""
-        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
-
-
 def durations(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
     """Time of each kind of computation, for each stage. Raises `ConfigError`."""
     forward = per_stage("forward", costs.forward, stages)

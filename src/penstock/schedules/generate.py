@@ -22,7 +22,9 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
 
     Raises `ConfigError` for an unknown name and for counts below 1.
     """
-    require_shape(name, ranks, micro_batches, chunks)
+    problems = list(_shape_problems(name, ranks, micro_batches, chunks))
+    if problems:
+        raise ConfigError(problems)
     if name == "gpipe":
         return _gpipe(ranks, micro_batches)
     if name == "zb-h1":
@@ -30,14 +32,8 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
     return _interleaved(ranks, micro_batches, chunks)
 
 
-def require_shape(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """Raise `ConfigError` with every reason why no schedule called `name` has this shape."""
-    problems = list(_shape_problems(name, ranks, micro_batches, chunks))
-    if problems:
-        raise ConfigError(problems)
-
-
 def _shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> Iterator[str]:
+    """Every reason why no schedule called `name` has this shape."""
     if name not in SCHEDULE_NAMES:
         yield f"There is no schedule {name!r}.{nearest(name, SCHEDULE_NAMES)} Known: {', '.join(SCHEDULE_NAMES)}."
     elif chunks > 1 and name != "interleaved":
@@ -77,7 +73,7 @@ def _interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
             _alternate(
                 _chunked(rank, ranks, "F", range(chunks), groups),
                 _chunked(rank, ranks, "B", range(chunks - 1, -1, -1), groups),
-                interleaved_warm_up(rank, ranks, chunks, groups[0], total),
+                _warm_up(rank, ranks, chunks, groups[0], total),
             )
             for rank in range(ranks)
         )
@@ -91,7 +87,7 @@ def micro_batch_groups(ranks: int, micro_batches: int) -> list[int]:
     return [size + 1] * longer + [size] * (rounds - longer)
 
 
-def interleaved_warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
+def _warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
     """Forwards before the first pair of a forward and a backward.
 
     The last rank needs all but the last chunk of the first group. With several chunks, each earlier rank

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.schedules.action import Action, Kind
-from penstock.schedules.costs import Bubble, Costs, Number, durations, memory_changes, per_stage, ratio
+from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
 from penstock.schedules.deadlock import waits
 from penstock.schedules.schedule import Schedule
 
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation(Bubble):
+class Simulation:
     """The result of a simulation. Times and memory are in the units of the costs."""
 
     schedule: Schedule
@@ -45,6 +45,16 @@ class Simulation(Bubble):
     def idle(self) -> tuple[Number, ...]:
         """Time that each rank does not compute."""
         return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble_over_ideal(self) -> Number:
+        """Time lost, relative to `ideal`: (p − 1) / m for 1F1B with equal stages (Narayanan et al., SC 2021, §2.2)."""
+        return ratio(self.makespan - self.ideal, self.ideal) if self.ideal else 0
+
+    @property
+    def bubble_fraction(self) -> Number:
+        """Share of all ranks' time that is idle, between 0 and 1."""
+        return ratio(self.makespan - self.ideal, self.makespan) if self.makespan else 0
 
     def timeline(self) -> list[Span]:
         """Every action with its rank, start and end, by rank and then by time."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from penstock.precision import (
     LossScaler,
     MasterWeights,
     apply_precision,
-    matmul_precision,
     precision_of,
 )
 from penstock.precision.fp8_linear import convert_to_fp8
@@ -66,14 +65,6 @@ class Built:
     """This rank's place among those that train together."""
     replicas: DataParallel | None = None
     """How other ranks take part; None where this process trains alone."""
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, torch's global switches are as the Plan wants them; afterwards as they were. `step` does this by
-        itself; it is for code that runs the model another way.
-        """
-        with matmul_precision(self.plan.matmul):
-            yield
 
     def inference(self) -> AbstractContextManager[None]:
         """Inside, `model` is in eval mode, without gradients, and computes as the Plan says."""

@@ -231,8 +231,6 @@ def test_switches_are_on_inside_and_off_outside() -> None:
         assert not built.model.training
         assert not torch.is_grad_enabled()
     assert seen[1] == ("medium", True)
-    with built.active():
-        assert torch.get_float32_matmul_precision() == "medium"
     assert torch.get_float32_matmul_precision() == before
     assert built.model.training
     assert not built.model.blocks[0].training  # type: ignore[index, union-attr]

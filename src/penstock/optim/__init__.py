@@ -9,7 +9,7 @@ from penstock.optim.contiguous import Contiguous as Contiguous
 from penstock.optim.contiguous import contiguous as contiguous
 from penstock.optim.ema import EMA as EMA
 from penstock.optim.forms import make_optimizer as make_optimizer
+from penstock.optim.groups import learning_rate as learning_rate
 from penstock.optim.groups import parameter_groups as parameter_groups
-from penstock.optim.rate import learning_rate as learning_rate
-from penstock.optim.rate import set_learning_rate as set_learning_rate
+from penstock.optim.groups import set_learning_rate as set_learning_rate
 from penstock.optim.remainder import RemainderAdamW as RemainderAdamW

@@ -1,14 +1,17 @@
-"""Dividing gradients and skipping a step inside an optimizer's own kernel, as torch's GradScaler asks for it."""
+"""Dividing gradients and skipping a step inside an optimizer's own kernel, as torch's GradScaler asks for it, and what
+torch's kernels do wrong there. Their bugs are found by trying them, not by version.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
-
-from penstock.optim.kernel_bugs import begin_momentum, spoils_momentum
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
 
 
 def folds(optimizer: Optimizer) -> bool:
@@ -35,3 +38,65 @@ def folded(
     finally:
         for name in given:
             delattr(optimizer, name)
+
+
+def steps_by_sgd(optimizer: Optimizer) -> bool:
+    """Whether the update is torch's SGD, in flat buffers or not."""
+    return issubclass(getattr(optimizer, "_class", type(optimizer)), SGD)
+
+
+def spoils_momentum(optimizer: Optimizer) -> bool:
+    """Whether a fused step that must be skipped would move the momentum all the same.
+
+    On CUDA torch's fused SGD honours `found_inf` for weights and not for the momentum buffer, which an overflow then
+    fills with infinities (seen by others with torch 2.11; the CPU's kernel is right). With dampening the first step
+    differs from all others, so that `begin_momentum` cannot prepare it.
+    """
+    if not steps_by_sgd(optimizer):
+        return False
+    return any(
+        any(p.is_cuda or (group.get("dampening") and not optimizer.state.get(p)) for p in group["params"])
+        for group in optimizer.param_groups
+        if group.get("momentum")
+    )
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give zeros to the momentum buffers that the next fused step would make.
+
+    torch's fused SGD makes a buffer with `empty_like` and lets its kernel fill it, which the kernel does not do in a
+    step that it skips: an overflow in the first step leaves uninitialised memory. From zero the first step comes out
+    the same, except with dampening; see `spoils_momentum`.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"] or not group["fused"] or group["dampening"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+@cache
+def fused_sgd_works(dtype: torch.dtype) -> bool:
+    """Whether fused SGD on a CPU updates weights of this type.
+
+    Up to torch 2.13 it leaves all of a half-width tensor but the last few numbers as they were (pytorch issue 191763).
+    """
+    weight = Parameter(torch.ones(256, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight == 0.5).all())
+
+
+def loses_updates(optimizer: Optimizer) -> bool:
+    """Whether a step of this optimizer would silently leave weights as they are."""
+    return steps_by_sgd(optimizer) and any(
+        group.get("fused") and any(_broken(p) for p in group["params"]) for group in optimizer.param_groups
+    )
+
+
+def _broken(parameter: Tensor) -> bool:
+    half = parameter.dtype in (torch.float16, torch.bfloat16)
+    return half and parameter.device.type == "cpu" and not fused_sgd_works(parameter.dtype)

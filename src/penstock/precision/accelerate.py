@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.kernel_bugs import loses_updates
+from penstock.optim.fold import loses_updates
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options

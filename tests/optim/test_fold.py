@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from penstock.optim import contiguous
-from penstock.optim.kernel_bugs import fused_sgd_works, loses_updates, spoils_momentum, steps_by_sgd
+from penstock.optim.fold import fused_sgd_works, loses_updates, spoils_momentum, steps_by_sgd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ from typing import Literal
 from penstock.config.convert import word
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, sequences, stacks
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems, plan_problems
 from penstock.errors import ConfigError
@@ -299,7 +300,7 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
 @_rule("types")
 def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
     """The machine has units for the types that the Plan computes in."""
-    if plan.precision != "O0" and plan.dtype not in machine.peak_flops:
+    if numerics_of(plan).half and plan.dtype not in machine.peak_flops:
         able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
         remedy = f"use dtype={able[0]}" if able else "use precision=O0"
         yield f"plan.dtype={plan.dtype} cannot be computed on machine {machine.name}; {remedy}."
@@ -334,7 +335,7 @@ def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
             f"use one of {', '.join(CPU_ATTENTION)}."
         )
     if machine.device == "cuda" and plan.attention in HALF_ONLY_ATTENTION:
-        if plan.precision == "O0":
+        if not numerics_of(plan).half:
             yield (
                 f"plan.attention={plan.attention} computes in half precision only, but plan.precision=O0 is "
                 "fp32; use precision=O1, O2 or O3, or attention=efficient."
@@ -352,7 +353,7 @@ def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
 @_rule("run")
 def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
     """fp16 needs a loss scale, which needs an optimizer that can skip a step on the device."""
-    if plan.precision != "O0" and plan.dtype == "fp16" and plan.optimizer not in SKIPS_ON_DEVICE:
+    if numerics_of(plan).loss_scale and plan.optimizer not in SKIPS_ON_DEVICE:
         yield (
             f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
             f"step without making the host wait; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.ladder.result import Equality, RungResult, Status
 
@@ -57,7 +58,7 @@ def equality(
         steps=len(losses),
         loss=_apart(losses, others),
         norm=_apart(norms, other_norms) if norms and other_norms else None,
-        tolerance=TOLERANCES["fp32" if plan.precision == "O0" else plan.dtype],
+        tolerance=TOLERANCES[numerics_of(plan).compute],
     )
 
 

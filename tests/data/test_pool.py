@@ -26,6 +26,10 @@ def pool_of(batches: Loader) -> Pool:
     return pool
 
 
+def pids(pool: Pool) -> list[int]:
+    return [worker.process.pid for worker in pool._workers]
+
+
 def digits_in(workers: int, batch: int = 8) -> Loader:
     source = open_source(DataConfig(), split="train", channels=1)
     return image_loader(source, batch=batch, image_size=8, classes=10, workers=workers)
@@ -54,20 +58,20 @@ def test_large_batches_do_not_clog_the_pipes() -> None:
 
 def test_processes_stay_and_end_with_the_pool() -> None:
     with digits_in(workers=2) as batches:
-        pids = pool_of(batches).pids
+        found = pids(pool_of(batches))
         for _ in range(20):
             next(batches)
         batches.load_state_dict(batches.state_dict() | {"position": 0})
         next(batches)
-        assert pool_of(batches).pids == pids
-        assert all(psutil.pid_exists(pid) for pid in pids)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert pids(pool_of(batches)) == found
+        assert all(psutil.pid_exists(pid) for pid in found)
+    assert not any(psutil.pid_exists(pid) for pid in found)
 
 
 def test_a_killed_worker_is_named_at_once() -> None:
     with digits_in(workers=2) as batches:
         next(batches)
-        pid = pool_of(batches).pids[1]
+        pid = pids(pool_of(batches))[1]
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(DataError, match=rf"data worker 1 \(process {pid}\) was killed by SIGKILL"):
@@ -80,8 +84,8 @@ def test_a_worker_killed_while_reading_is_named() -> None:
     try:
         pool.submit(np.arange(2))
         time.sleep(0.5)
-        os.kill(pool.pids[0], signal.SIGKILL)
-        with pytest.raises(DataError, match=rf"data worker 0 \(process {pool.pids[0]}\) was killed"):
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        with pytest.raises(DataError, match=rf"data worker 0 \(process {pids(pool)[0]}\) was killed"):
             pool.receive()
     finally:
         pool.close()
@@ -150,19 +154,34 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         source = open_source(DataConfig(), split="train")
         batches = image_loader(source, batch=4, image_size=8, classes=10, workers=2)
         next(batches)
-        print(*batches._reader.pids, flush=True)
+        print(*[worker.process.pid for worker in batches._reader._workers], flush=True)
         time.sleep(60)
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_script_that_ends_does_not_wait_for_its_workers() -> None:
+    start = time.monotonic()
+    done = run_script("""
+        import time
+        from helpers.sources import Sleeps
+        from penstock.data import image_loader
+        batches = image_loader(Sleeps(), batch=20, image_size=8, classes=1, workers=1)
+        batches._start()
+        time.sleep(0.5)
+        print("done")
+    """)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    assert time.monotonic() - start < 15  # what is in flight would take a minute

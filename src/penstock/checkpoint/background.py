@@ -7,11 +7,10 @@ import logging
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint.commit import commit
-from penstock.checkpoint.coordinator import Coordinator, new_group
+from penstock.checkpoint.coordinator import current_coordinator, new_group
 from penstock.checkpoint.snapshot import Parts, Piece, Snapshot, take_apart
 from penstock.disk import SecondThread
 
@@ -32,10 +31,7 @@ class BackgroundSaver:
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
-        self._coordinator = Coordinator()
-        if dist.is_available() and dist.is_initialized():
-            group = new_group()
-            self._coordinator = Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
+        self._coordinator = current_coordinator(new_group())
         self._copies: dict[str, Tensor] = {}
         # Not a daemon: a process that ends normally finishes its save first.
         self._thread = SecondThread("penstock-checkpoint", daemon=False)

@@ -103,8 +103,10 @@ def current_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     return Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-def new_group() -> dist.ProcessGroup:
-    """A gloo group of all processes. All of them must call this."""
+def new_group() -> dist.ProcessGroup | None:
+    """A gloo group of all processes, which must all call this; None for a single process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 

@@ -8,12 +8,13 @@ only take threads from the step, when the batch is asked for. What a batch looks
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,41 +226,50 @@ class _ReadAhead:
         self._reader = reader
         self._requests = requests
         self._pin = pin
-        self._in_flight: deque[_Request] = deque()
-        self._batches: deque[Future[HostBatch | None]] = deque()
-        self._thread: list[int] = []
-        self._executor = ThreadPoolExecutor(
-            1, "penstock-data", initializer=lambda: self._thread.append(threading.get_ident())
-        )
+        self._queue: queue.Queue[HostBatch | BaseException | None] = queue.Queue(maxsize=DEPTH)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
+        self._thread.start()
 
     def next(self) -> HostBatch | None:
         """The next batch, or None at the end. Raises what reading raised. A later call has the same result then."""
-        self._fill()
-        batch = self._batches[0].result()
-        if batch is not None:
-            self._batches.popleft()
-            self._fill()
-        return batch
+        item = self._queue.get()
+        if isinstance(item, HostBatch):
+            return item
+        self._put(item)
+        if item is not None:
+            raise item
+        return None
 
     def stop(self) -> None:
         """End the thread, and drop what it had in flight. The reader can be used again."""
-        own = threading.get_ident() in self._thread  # the garbage collector may run in that very thread
-        self._executor.shutdown(wait=not own, cancel_futures=True)
-        self._reader.discard()
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:  # where the garbage collector may run as well
+            self._thread.join()
 
-    def _fill(self) -> None:
-        while len(self._batches) < DEPTH:
-            self._batches.append(self._executor.submit(self._read))
+    def _run(self) -> None:
+        in_flight: deque[_Request] = deque()
+        try:
+            while not self._stopped.is_set():
+                while len(in_flight) < DEPTH and (request := next(self._requests, None)) is not None:
+                    self._reader.submit(request.ids)
+                    in_flight.append(request)
+                if not in_flight:
+                    self._put(None)
+                    return
+                samples, reading = self._reader.receive()
+                positions = in_flight.popleft().positions
+                self._put(HostBatch(_copied(samples, self._pin), reading.ids, positions, reading.bad))
+        except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
+            self._put(error)
+        finally:
+            self._reader.discard()
 
-    def _read(self) -> HostBatch | None:
-        while len(self._in_flight) < DEPTH and (request := next(self._requests, None)) is not None:
-            self._reader.submit(request.ids)
-            self._in_flight.append(request)
-        if not self._in_flight:
-            return None
-        request = self._in_flight.popleft()
-        samples, reading = self._reader.receive()
-        return HostBatch(_copied(samples, self._pin), reading.ids, request.positions, reading.bad)
+    def _put(self, item: HostBatch | BaseException | None) -> None:
+        while not self._stopped.is_set():
+            with suppress(queue.Full):
+                self._queue.put(item, timeout=0.1)
+                return
 
 
 def _copied(array: NDArray[Any], pin: bool) -> Any:

@@ -123,11 +123,6 @@ class Pool(Reader):
             self.close()
             raise
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers, in order."""
-        return tuple(worker.process.pid for worker in self._workers)
-
     def submit(self, indices: NDArray[np.int64]) -> None:
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices

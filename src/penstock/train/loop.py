@@ -172,7 +172,6 @@ class _Run:
         )
         self.built.step.skips = self.monitor.skipper
         self.state = RunState(config, dims, self.built, self.loader, self.monitor)
-        self.progress = self.state.progress
         if stored:
             self.state.restore(stored)
         elif config.init_from:
@@ -193,7 +192,7 @@ class _Run:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.progress.step
+        return self.state.step
 
     def go(self, lock: RunLock, stop: Requests) -> TrainResult:
         """Train to the end, or until asked to stop."""
@@ -235,7 +234,7 @@ class _Run:
         else:
             result = self.built.step(self.batches)
         self.pending.add(result.loss, result.grad_norm)
-        self.progress.step += 1
+        self.state.step += 1
         self.speedometer.lap()
 
     def _log(self) -> None:
@@ -245,11 +244,11 @@ class _Run:
             numbers = self.pending.read(self.step, skipping=self.monitor.skipper is not None)
             observed = self.monitor.observe(self.step, numbers.losses)
         finite = [loss for loss in numbers.losses if math.isfinite(loss)]
-        self.progress.loss = statistics.fmean(finite or [self.progress.loss])
+        self.state.loss = statistics.fmean(finite or [self.state.loss])
         self._record(
             "steps",
             epoch=self.calendar.epoch(self.step),
-            loss=self.progress.loss,
+            loss=self.state.loss,
             losses=numbers.losses,
             grad_norm=numbers.grad_norm,
             lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
@@ -283,7 +282,7 @@ class _Run:
         with loader, self._final_weights():
             batches = beating(loader, self.step)
             found = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
-        self.progress.evaluation, self.progress.evaluated_at = found, self.step
+        self.state.evaluation, self.state.evaluated_at = found, self.step
         self._record(
             "evaluation",
             epoch=self.calendar.epoch(self.step),
@@ -293,7 +292,7 @@ class _Run:
         )
 
     def _evaluation_is_due(self) -> bool:
-        return self.calendar.evaluates(self.step) and self.progress.evaluated_at != self.step
+        return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
 
     def _save(self, *, stopping: bool = False) -> None:
         """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
@@ -341,7 +340,7 @@ class _Run:
 
     def _finish(self) -> TrainResult:
         """Export what was evaluated, and set what was predicted beside what was measured."""
-        assert self.progress.evaluation is not None  # the last step evaluates before it saves
+        assert self.state.evaluation is not None  # the last step evaluates before it saves
         with self._final_weights():
             folder = export(self.built.model, self.output, self.dims)
         if speed := self.speedometer.whole_run():
@@ -353,8 +352,8 @@ class _Run:
         return TrainResult(
             steps=self.step,
             resumed_at=self.resumed_at,
-            loss=self.progress.loss,
-            evaluation=self.progress.evaluation,
+            loss=self.state.loss,
+            evaluation=self.state.evaluation,
             output=self.output,
             export=folder,
             metrics=self.records.path,

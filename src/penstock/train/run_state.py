@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -30,29 +28,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    loss: float = math.nan
-    """Mean training loss of the last logged steps."""
-    evaluated_at: int = 0
-    evaluation: Evaluation | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the step, which a checkpoint has a place of its own for."""
-        evaluation = self.evaluation.record() if self.evaluation else None
-        return {"loss": self.loss, "evaluated_at": self.evaluated_at, "evaluation": evaluation}
-
-    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave at `step`."""
-        self.step, self.loss, self.evaluated_at = step, state["loss"], state["evaluated_at"]
-        found = state["evaluation"]
-        self.evaluation = Evaluation.of_record(found) if found else None
-
-
-@dataclass(slots=True)
 class RunState:
     """What is trained, on what, and how far it has come, as one rank holds it."""
 
@@ -61,7 +36,12 @@ class RunState:
     built: Built
     loader: Loader
     monitor: LossMonitor
-    progress: Progress = field(default_factory=Progress)
+    step: int = 0
+    """Optimizer steps done."""
+    loss: float = math.nan
+    """Mean training loss of the last logged steps."""
+    evaluated_at: int = 0
+    evaluation: Evaluation | None = None
 
     def snapshot(self) -> Snapshot:
         """All of it as it is now, by reference: nothing is copied. All ranks must call it.
@@ -69,7 +49,7 @@ class RunState:
         Raises:
             NumericError: names weights that are not finite, which a checkpoint must not hold.
         """
-        built, step = self.built, self.progress.step
+        built, step = self.built, self.step
         collect(lambda: require_finite(built.model, step))
         weights = {"weights": built.model.state_dict()}
         if built.ema is not None:
@@ -83,7 +63,11 @@ class RunState:
                 "watch": self.monitor.state_dict(),
                 "loader": self.loader.state_dict(),
                 "random": random_states(self.built.device),
-                "progress": self.progress.state_dict(),
+                "progress": {
+                    "loss": self.loss,
+                    "evaluated_at": self.evaluated_at,
+                    "evaluation": self.evaluation.record() if self.evaluation else None,
+                },
             },
             config=to_dict(self.config),
             plan=self.config.plan.line(),
@@ -107,11 +91,11 @@ class RunState:
             self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
         if not rewinding:
             self.loader.load_state_dict(found.state["loader"])
-        self.progress.load_state_dict(stored.step, found.state["progress"])
+        before = found.state["progress"]
+        self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
+        self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None
         # Last: building and loading may have drawn from them.
-        restore_random(
-            found.state["random"], built.device, dims, seed=self.config.seed, step=self.progress.step
-        )
+        restore_random(found.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
 
     def start_from(self, path: str) -> None:
         """Take the weights of `path`; what they do not fit is drawn anew, and that is said."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import get_args
 
-from calibration.table import Row, Software, decoder, iteration_seconds, read
+from calibration.table import Row, Software, as_xla_does, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, ViTConfig, preset
 from penstock.config.plan import AttentionBackend, Plan
@@ -17,8 +17,8 @@ from penstock.planner.constants import Constants
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import memory
 from penstock.planner.prediction import room
+from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
-from penstock.planner.step import layout_of, part_time
 
 _VITS = {
     "b16": preset("vit-b16"),
@@ -45,13 +45,14 @@ def vit() -> Iterator[Row]:
         dp = int(row["gpus"]) // tp
         jax = row["framework"] == "jax"
         plan = Plan(
-            precision="O1" if jax else "O2", optimizer="fused", compile="whole" if jax else "blocks",
+            precision="O2", gradients="half" if jax else "weights", optimizer="fused",
+            compile="whole" if jax else "blocks",
             attention="plain", tp=tp, dp=dp, micro_batch=int(row["micro_batch"]), accumulate=int(row["accumulate"]),
             overlap=not jax, tp_overlap="none" if jax else "weights",
         )  # fmt: skip
-        seconds = iteration_seconds(
-            model, machine, plan, Software(softmax_apart=not jax, adds_in_products=not jax)
-        )
+        model = replace(model, dropout=0.1) if jax else model
+        software = Software(softmax_apart=not jax, adds_in_products=not jax)
+        seconds = iteration_seconds(model, machine, plan, software, as_xla_does if jax else None)
 
         def predict(constants: Constants, seconds=seconds, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
             return float(plan.global_batch / seconds(constants))
@@ -87,11 +88,19 @@ def _rate(
     model: ModelConfig, machine: Machine, plan: Plan, flops: float, *, both: bool
 ) -> Callable[[Constants], float]:
     (block,) = describe(model, plan).blocks
+    # The plain form takes copies of queries, keys and values from one tensor, and gives their gradients back so.
+    copies = ("split", "merge", "stack") if plan.attention == "plain" else ()
+    kinds = ("", "scores", "softmax", "mask", "values", *copies)
+    passes = (*block.forward, *block.backward) if both else block.forward
+    core = [
+        op
+        for op in passes
+        if op.name.startswith("attention") and op.name.partition(".")[2].split(".")[0] in kinds
+    ]
 
     def predict(constants: Constants) -> float:
-        time = part_time(block, rates_of(machine, plan, constants), layout_of(plan))
-        seconds = time.forward.attention + (time.backward.attention if both else 0.0)
-        return flops / seconds / 1e12
+        rates = rates_of(machine, plan, constants)
+        return flops / sum(price(op, rates) for op in core) / 1e12
 
     return predict
 
@@ -104,7 +113,8 @@ def flash_training() -> Iterator[Row]:
     """TFLOP/s of training decoders with each generation of attention, each with the largest micro-batch that fits.
 
     The source names neither micro-batch nor layout: replicas that share out optimizer states are assumed, and fused
-    kernels around attention, as in its code.
+    kernels around attention, as in its code. What does not fit cannot have run so: then scores are computed again, the
+    remedy of Megatron-LM, which is its example of plain attention.
     """
     sizes = {"GPT3-1.3B": (2048, 24, 16), "GPT3-2.7B": (2560, 32, 32)}
     machine = load_machine("a100-80g")
@@ -123,9 +133,15 @@ def flash_training() -> Iterator[Row]:
             precision="O1", optimizer="fused", compile="blocks", attention=_backend(row["backend"]), dp=8,
             sharding="zero1", micro_batch=1,
         )  # fmt: skip
+
+        def fits(plan: Plan, model: ModelConfig = model) -> bool:
+            return sum(memory(describe(model, plan), plan).values()) <= room(machine)
+
+        if not fits(plan):
+            plan = replace(plan, recompute="selective")
         for micro in (2, 4, 8, 16, 32, 64):
             larger = replace(plan, micro_batch=micro)
-            if sum(memory(describe(model, larger), larger).values()) <= room(machine):
+            if fits(larger):
                 plan = larger
         seconds = iteration_seconds(model, machine, plan)
         flops = plan.micro_batch * tokens * (6 * totals(model).parameters + 12 * depth * width * tokens)

@@ -24,6 +24,7 @@ TITLES = {
     "mosaicml_h100": "MosaicML llm-foundry, H100 (bf16)",
     "torchtitan_speed": "torchtitan, speed",
     "bloom": "BLOOM's layout sweep",
+    "bloom_memory": "BLOOM's layout sweep, memory",
     "nemo": "NeMo on H100, fp8",
     "megatron": "Megatron-LM's README of 2020, A100",
     "vit": "ViTs in NeMo and JAX, A100 and H100",
@@ -31,7 +32,7 @@ TITLES = {
     "attention": "Attention kernels, A100 and H100",
 }
 FILES = {"mosaicml_a100": "mosaicml", "mosaicml_h100": "mosaicml", "torchtitan_memory": "torchtitan"}
-FILES |= {"torchtitan_speed": "torchtitan"}
+FILES |= {"torchtitan_speed": "torchtitan", "bloom_memory": "bloom"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,79 +172,84 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 INTRODUCTION = """# How right the planner is
 
-Written by `python tools/planner_accuracy.py`; a test holds it to what the code says, and fails when a table's
-errors grow. Errors are the prediction over the measurement, less one: of a time, a negative error is a prediction that
-is too fast.
+`python tools/planner_accuracy.py` writes this page. A test holds it to what the code says, and fails when a table's
+errors grow.
 
-Constants are fitted on the tables marked *fitted* and on nothing else. There are none per model, table or row; all of
+An error is the prediction over the measurement, less one. For a time, a negative error is a prediction that is too
+fast.
+
+Constants are fitted on the tables marked *fitted*, and on nothing else. There are none per model, table or row. All of
 them stand in `planner/constants.py`. *Left out* are the errors of a row under constants fitted without any row of its
-model. Tables that are not fitted show how far the planner carries: to another chip, another framework, another
-cluster.
+model. Tables that are not fitted show how far the planner carries: to another chip, framework or cluster.
 
 """
 
 NOTES = """
-What the errors are made of, as far as it is known:
+## What was decided with rows in view
 
-- MosaicML: the largest errors are rows that stand out from their neighbours: 760M at 512 and 1,024 tokens, 1B on 32
-  devices, 30B at 8,192 tokens, 70B on 64 and 13B on 8 devices of 40 GB are measured 10 to 28 % slower than the same
-  model a step away. The last three fill the memory, and the allocator's retries are not modelled. That the 80 GB rows
-  were made with a torch whose checkpointing stops early is inferred from the rows themselves and not stated by their
-  source.
-- Ceilings of matrix products are the best that a sweep found in short bursts; training sustains less of them on purpose
-  (`gemm_share`).
-- H100: the share of the ceiling that long runs sustain (`gemm_share_hopper`) is fitted on MosaicML's rows of H100 and
-  on nothing else, after all other constants. A Hopper chip computes 1.8 times as much per watt of its limit as an A100
-  and lowers its clock further. torchtitan's and NeMo's rows have no say in it. That of B200 and MI300X is a guess.
-- torchtitan, A100: 7 to 9 % too fast throughout. The source says little of the runs; their attention and their loss
-  over 128,256 words run in kernels that this planner takes to be as fast as MosaicML's.
-- torchtitan, H100: cards held to 500 W, whose rates are assumed to fall with the root of the power. Overlapped tensor
-  parallelism gained 4 to 16 % where 20 to 27 % are predicted: that a collective is cut into pieces does not hide all of
-  it. fp8 with a scale per row ran no faster than bf16 there; here it costs what a scale per tensor does. Two rows of
-  context parallelism at 131,072 and 262,144 tokens are half as fast as predicted: torch of that time gathered all keys
-  and values at once and added partial results up in fp32, and ring attention hidden behind its computing is predicted.
-- NeMo: the products that make gradients of weights add them up, so no pass of its own is counted. That was decided when
-  these rows had been seen: with the Hopper share and without it they are 10 % too slow on the mean. No constant is
-  fitted to them, but they are no blind test any more. The same holds for the ViTs of NeMo and JAX, whose softmax and
-  whose hidden collectives were settled with the rows in view, from what is known of that software and not from the
-  sources of the rows.
-- BLOOM: the layout ranked first is within 1.1 % of the fastest in every section. Spearman stays below 0.9 in five of
-  seven, for reasons that lie in how these runs were made and cannot be fitted to. Each figure is one iteration, the
-  second of a run; one layout differs by up to 6 % between days, while a quarter to a half of a section's pairs lie
-  closer together than that, so the share of pairs further apart stands beside the plain rank correlation. The network
-  is taken at what its users measured of it, 20 GB/s of a node's nominal 50: an all-reduce over four of these nodes
-  carried 40.5 Gb/s through the one adapter of each that its rings used, and the groups of replicas here use all four.
-  At the nominal rate errors grew with the number of replicas and with shrinking batches; now the four batches of one
-  layout ("Batchsize Warmup") are all 4 to 5 % too fast. Nodes were set up better from 25 February on, which the source
-  says gained 1 to 5 %; "NHEADs comparison" is from before. What is left is largest for micro-batches of two on 8 tensor
-  parallel devices, 11 to 17 % too fast, though the same products on 320 devices a week before were not. Every launch
-  waited for its kernel, and the 20 µs counted per kernel for that are what `penstock probe` measures of an eager
-  operator on the same generation of host (23 µs); what waiting itself adds is unknown, and the source's own comparisons
-  of it range from nothing to 6 %. Three layouts with heads of 128 numbers, 12, 14 or 26 of them on a device, run 15 %
-  slower than their neighbours, which have 16, 24 or 28 of the same heads; two of them multiply and normalise scores of
-  exactly the shapes of two neighbours (48 and 56 pairs of a sample and a head), so that nothing computed from shapes
-  tells them apart. Heads of 108 numbers, whose rows are no multiple of 16 bytes, run a quarter slower than predicted,
-  as if attention's products were kept from tensor cores. Three more rows stand out: a batch of 1,568 (dp 8, tp 8, pp 6)
-  took as long as that of 2,048 beside it; width 13,824 with micro-batches of one took 43 % longer than with two, and
-  14,336 with 128 heads and micro-batches of four on tp 4 took 21 % longer than with two. A model perfect in all rows
-  but these six, and as wrong there as the others are on the median, would reach 0.895 and 0.81 in the two sections on
-  heads.
-- Attention kernels: the second generation is within 3 to 6 % on the mean in training on both chips. Held against these
-  rows, an earlier model without exponentials, without whole tiles on the diagonal of a causal mask and without a tile's
-  own loads and stores was twice too fast at 512 tokens; what replaced it has no constant of theirs, but these rows
-  were seen when it was decided what is counted, and that the stated shares of peak are those of heads of 128: they are
-  no blind test of it, as the rows of torchtitan are. Heads of 256 need more registers than
-  there are, which is not modelled, nor is the first generation's own dependence on the heads. Unfused attention with
-  a causal mask is 10 to 50 % slower than predicted, most in short sequences and with wide heads, where its products
-  are few and small.
-- Decoders with each generation of attention: neither micro-batch nor layout is stated, and the largest micro-batch that
-  fits a step without accumulation is assumed, which for plain attention may be a single sequence.
-- ViTs: NeMo's rows are within 12 %, 3.5 % on the mean, since their softmax in fp32 by single operators is counted and
-  no wait between steps. JAX's are 14 to 63 % slower than predicted: nothing of how XLA cut these programs into kernels,
-  and of whether the input kept up, is stated; B/16 on H100, where the input has to deliver 11,700 images a second, is
-  the worst. What Meta published of faster ViTs in 2022 are ratios to a baseline whose batch and number of devices are
-  in pictures only, and speeds of CLIP, ViT-5 and data-bound epochs lack the chip, the architecture or the input: no row
-  of those could be asked.
+No constant is fitted to a table marked *not fitted*. Yet some of what is counted was chosen after its errors had been
+seen, so these rows are no blind test. Each choice follows the source of the software that was measured:
+
+- Attention kernels: what a tile computes and moves; what plain attention copies; that its products store their results
+  in the open; that a long row of its softmax is read twice and its mask once for each head.
+- NeMo: gradients add up in the products that make them, and in bf16.
+- ViTs: which kernels compute softmax, norms and dropout under NeMo and under XLA; what type JAX reduces gradients in.
+- torchtitan: what torch's tensor parallelism copies, keeps and cannot overlap; what fp8 sends; what a scale per row
+  casts.
+- BLOOM's memory: what DeepSpeed, nccl and CUDA hold beside tensors.
+- Decoders with each generation of attention: plain attention that does not fit computes its scores again.
+- The fit: MosaicML's table weighs as much as Korthikanti's Table 5, so that neither gains at the other's cost.
+
+## What the errors are made of
+
+**MosaicML.** The largest errors are rows that stand out from their neighbours: 760M at 512 and 1,024 tokens, 1B on 32
+devices, 30B at 8,192 tokens, 70B on 64 and 13B on 8 devices of 40 GB. They are 10 to 28 % slower than the same model a
+step away. The last three fill the memory, and the allocator's retries are not modelled. That the 80 GB rows were made
+with a torch whose checkpointing stops early is inferred from the rows; their source does not say it. Its loss is fused,
+and two metrics compute it again. Nothing says in which type, so the three are counted as torch's own loss. Under the
+fused loss every layout of these rows fits its card, as it must.
+
+**Ceilings of matrix products.** They are the best that a sweep found in short bursts. Training sustains less of them on
+purpose (`gemm_share`).
+
+**H100.** The share of the ceiling that long runs sustain (`gemm_share_hopper`) is fitted on MosaicML's rows of H100
+alone, after all other constants. A Hopper chip computes 1.8 times as much per watt of its limit as an A100 and lowers
+its clock further. The share of B200 and MI300X is a guess.
+
+**torchtitan, memory.** The largest error is tensor parallelism without overlap. What it gathers it also copies, and
+torch's allocator keeps the room of both.
+
+**torchtitan on A100.** All rows are predicted 8 to 12 % too fast. The source says nothing of the network between the
+nodes.
+
+**torchtitan on H100.** The cards are held to 500 W. Rates are assumed to fall with the root of the power. Rows of
+context parallelism over four and eight devices are half as fast as predicted. Their attention takes 1.6 times as long
+for each product as over one or two. Its transfers and its sums in fp32 explain a tenth of that; the rest is unknown.
+fp8 with a scale per row ran no faster than bf16. Its casts are counted, but not that torch's kernel for it is slower
+than cuBLAS. Overlap helped it little: torch did not recognise its products.
+
+**BLOOM, time.** The layout ranked first is within 1.1 % of the fastest in every section. Single figures are less
+certain. Each is one iteration, and one layout differs by up to 6 % between days. A quarter to a half of a section's
+pairs lie closer together than that, so the share of pairs further apart stands beside the rank correlation. The network
+is taken at what its users measured, 20 GB/s of a node's nominal 50. Predictions are 9 % too fast on the mean, most for
+micro-batches of two on 8 tensor parallel devices. Every launch waited for its kernel; what that costs is an estimate.
+Six odd rows are 15 to 43 % slower than their neighbours, and nothing computed from shapes tells them apart.
+
+**BLOOM, memory.** The figures are nvidia-smi's. They include the CUDA context, nccl's buffers, and flat buffers of
+DeepSpeed that find no room in what activations leave. One layout was measured twice, at 44 and at 38.
+
+**Attention kernels.** The second generation is within 3 to 6 % on the mean in training on both chips. Heads of 256 need
+more registers than there are, which is not modelled. Nor is how the first generation depends on the heads. Plain
+attention of up to 1,024 tokens is still predicted a quarter too fast.
+
+**Decoders with each generation of attention.** The source states neither micro-batch nor layout. The largest
+micro-batch that fits without accumulation is assumed.
+
+**ViTs.** NeMo's rows are within 12 %. JAX's source states the model, its dropout and its random numbers, and these are
+counted. It does not state the network, which its rows on several nodes depend on, nor whether the input kept up. B/16
+on H100 would need 16,000 images a second from CPUs. So JAX's rows stay 10 to 40 % slower than predicted. Meta's faster
+ViTs of 2022 are ratios to a baseline whose batch and number of devices are only in pictures. Speeds of CLIP, ViT-5 and
+data-bound epochs lack the chip, the architecture or the input. No row of those could be asked.
 """
 
 

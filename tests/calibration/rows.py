@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 from calibration import blind
-from calibration.table import Row, Software, decoder, iteration_seconds, read
+from calibration.table import Rewrite, Row, Software, as_torch_does, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import memory
-from penstock.planner.operators import Op
+from penstock.planner.memory import group_bytes, in_flight, memory, worst_stage
+from penstock.planner.operators import Op, Workload
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
+from penstock.planner.states import holding
 from penstock.planner.step import PartTime, layout_of, part_time
 
 GIB = 2**30
@@ -30,7 +32,13 @@ GIB = 2**30
 # Megatron-LM of early 2022: fp16 with fp32 master weights, fused kernels, unfused attention, nothing hidden between
 # replicas, and the reduction of inputs' gradients hidden behind those of weights.
 _MEGATRON = Plan(
-    precision="O2", dtype="fp16", optimizer="fused", compile="blocks", attention="plain", overlap=False
+    precision="O2",
+    dtype="fp16",
+    optimizer="fused",
+    compile="blocks",
+    attention="plain",
+    layout="batch_second",
+    overlap=False,
 )
 
 
@@ -99,13 +107,15 @@ def korthikanti_table5() -> Iterator[Row]:
         )
 
 
-def mosaicml(chip: str) -> Iterator[Row]:
-    """Seconds per iteration of MPT under FSDP, eager, with Triton's first flash attention; `chip` is a100 or h100.
+_MOSAICML = {"a100_40gb": "a100-40g", "a100_80gb": "a100-80g", "h100_80gb": "h100"}
+
+
+def mosaicml_plans(chip: str) -> Iterator[tuple[dict[str, str], DecoderConfig, Machine, Plan]]:
+    """MPT under FSDP, eager, with Triton's first flash attention; `chip` is a100 or h100.
 
     The 40 GB rows (mixed precision PURE) reduce gradients in bf16, and repeat blocks whole; those of the 80 GB cards
     (DEFAULT) reduce in fp32, and are taken to be made with torch 2.1 or later, whose checkpointing stops early.
     """
-    machines = {"a100_40gb": "a100-40g", "a100_80gb": "a100-80g", "h100_80gb": "h100"}
     for row in read("mosaicml"):
         if chip not in row["gpu"] or "fp8" in row["precision"]:
             continue
@@ -119,15 +129,29 @@ def mosaicml(chip: str) -> Iterator[Row]:
             dp=int(row["gpus"]),
             sharding="fsdp", micro_batch=int(row["micro_batch"]), accumulate=int(row["accumulate"]), recompute=again,
         )  # fmt: skip
-        machine = load_machine(machines[row["gpu"]])
+        yield row, model, load_machine(_MOSAICML[row["gpu"]]), plan
+
+
+MOSAICML = Software(host_waits=True)
+"""Its loss is one fused kernel (llm-foundry's `loss_fn`), but Composer's two metrics of training compute the loss twice
+more. Nothing says in which type; together they are taken to cost what torch's own loss does."""
+
+
+def mosaicml(chip: str) -> Iterator[Row]:
+    """Seconds per iteration of `mosaicml_plans`."""
+    for row, model, machine, plan in mosaicml_plans(chip):
         name = f"{row['model']}, {row['sequence']} tokens, {row['gpus']} {machine.name}, micro-batch {plan.micro_batch}"
         yield Row(
             f"mosaicml_{chip}",
             name,
             row["model"],
             float(row["iter_time_s"]),
-            iteration_seconds(model, machine, plan, Software(host_waits=True)),
+            iteration_seconds(model, machine, plan, MOSAICML),
         )
+
+
+def _titan_fp8(words: str) -> Any:
+    return "rowwise" if "rowwise" in words else "float8" in words
 
 
 def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
@@ -141,7 +165,7 @@ def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
     if row["ac"] == "selective layer":
         kind, every = "early", 2
     plan = Plan(
-        precision="O2", optimizer="fused", attention="flash", fp8="float8" in row["precision"], tp=tp, sp=tp > 1, cp=cp,
+        precision="O2", optimizer="fused", attention="flash", fp8=_titan_fp8(row["precision"]), tp=tp, sp=tp > 1, cp=cp,
         dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]), recompute=kind,
         recompute_every=every, tp_overlap="all" if "async" in row["techniques"].lower() else "none",
         # The H200 rows are of 2025, when the loss was compiled too.
@@ -150,15 +174,28 @@ def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
     return model, plan
 
 
+def _titan_kernels(row: dict[str, str]) -> Rewrite | None:
+    """Under a scale per tensor, inputs are cast to fp8 before they are gathered (its docs/float8.md)."""
+    if int(row["tp"]) == 1:
+        return None
+    cast = "float8" in row["precision"] and "rowwise" not in row["precision"]
+    return partial(as_torch_does, gathered=0.5 if cast else 1.0)
+
+
 def torchtitan_memory() -> Iterator[Row]:
     """GiB of Llama 3.1 under FSDP2, tensor and context parallelism."""
     for row in read("torchtitan"):
         if row["mem_gib"]:
             model, plan = _titan(row)
             work = describe(model, plan)
+            rewrite = _titan_kernels(row)
+            if rewrite:
+                work = rewrite(work, plan, load_machine("h100"))
 
             def predict(constants: Constants, work=work, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
-                return sum(memory(work, plan, constants).values()) / GIB
+                # torch's own counter, which knows nothing of nccl's buffers.
+                parts = memory(work, plan, constants)
+                return (sum(parts.values()) - parts["communication"]) / GIB
 
             name = f"{row['model']}, {row['seq_len']} tokens, {row['gpus']} GPUs, {row['techniques']}"
             yield Row("torchtitan_memory", name, row["model"], float(row["mem_gib"]), predict)
@@ -178,7 +215,7 @@ def torchtitan_speed() -> Iterator[Row]:
         model, plan = _titan(row)
         machine = load_machine("a100-80g") if "A100" in row["table"] else teton
         machine = load_machine("h200") if "H200" in row["table"] else machine
-        seconds = iteration_seconds(model, machine, plan)
+        seconds = iteration_seconds(model, machine, plan, rewrite=_titan_kernels(row))
         tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
@@ -195,6 +232,26 @@ four nodes reached, whose rings enter and leave each node through one adapter (b
 9e64edec2ad1, experiments/bandwidth/all_reduce_bench-a100-n4.txt, trials after the first)."""
 
 
+def _bloom(row: dict[str, str]) -> tuple[DecoderConfig, Plan, str]:
+    width = int(row["hidden"])
+    model = replace(
+        decoder("bloom-176b"), width=width, depth=int(row["layers"]), heads=int(row["heads"] or 96),
+        mlp_width=4 * width, dropout=0.1,
+    )  # fmt: skip
+    half = "Rebalancing" not in row["section"] and row["section"] != "bf16"
+    micro, dp = int(row["mbs"]), int(row["dp"])
+    plan = replace(
+        _MEGATRON, dtype="fp16" if half else "bf16", gradients="half" if half else "fp32", tp=int(row["tp"]),
+        pp=int(row["pp"]), dp=dp, micro_batch=micro, accumulate=int(row["gbs"]) // micro // dp, recompute="full",
+        sharding="zero1", tp_overlap="none",
+    )  # fmt: skip
+    name = (
+        f"h {width}, {row['layers']} layers, {row['heads'] or '?'} heads, dp {dp} tp {plan.tp} pp {plan.pp}, "
+        f"micro-batch {micro}, batch {row['gbs']}"
+    )
+    return model, plan, name
+
+
 def bloom() -> Iterator[Row]:
     """Seconds per iteration of the layouts tried for BLOOM, under Megatron-DeepSpeed; never fitted to.
 
@@ -207,32 +264,64 @@ def bloom() -> Iterator[Row]:
     for row in read("bloom"):
         if row["sec_per_it"] in ("", "x"):
             continue
-        width = int(row["hidden"])
-        model = replace(
-            decoder("bloom-176b"), width=width, depth=int(row["layers"]), heads=int(row["heads"] or 96),
-            mlp_width=4 * width, dropout=0.1,
-        )  # fmt: skip
-        half = "Rebalancing" not in row["section"] and row["section"] != "bf16"
-        micro, dp = int(row["mbs"]), int(row["dp"])
-        plan = replace(
-            _MEGATRON, dtype="fp16" if half else "bf16", gradients="half" if half else "fp32", tp=int(row["tp"]),
-            pp=int(row["pp"]), dp=dp, micro_batch=micro, accumulate=int(row["gbs"]) // micro // dp, recompute="full",
-            sharding="zero1", tp_overlap="none",
-        )  # fmt: skip
-        name = (
-            f"h {width}, {row['layers']} layers, {row['heads'] or '?'} heads, dp {dp} tp {plan.tp} pp {plan.pp}, "
-            f"micro-batch {micro}, batch {row['gbs']}"
-        )
+        model, plan, name = _bloom(row)
         yield Row(
-            "bloom", name, f"{width}/{row['layers']}", float(row["sec_per_it"]),
+            "bloom", name, f"{model.width}/{row['layers']}", float(row["sec_per_it"]),
             iteration_seconds(model, machine, plan, MEGATRON._replace(launch_blocking=plan.gpus >= 320)),
             section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip
 
 
+_CUDA_CONTEXT = 1573 * 2**20
+"""What a process took on an A100 before any tensor, by the source of BLOOM's sweep."""
+_SMI_UNIT = 1000 * 2**20
+"""nvidia-smi prints MiB; the source notes thousands of them."""
+_REDUCE_BUCKET = 5e8
+"""Numbers in the buffer that DeepSpeed reduces gradients through (reduce_bucket_size, whose default was used)."""
+
+
+def bloom_memory() -> Iterator[Row]:
+    """What nvidia-smi showed of the same runs at their fullest."""
+    for row in read("bloom"):
+        if not row["mem_gb"].isdigit():
+            continue
+        model, plan, name = _bloom(row)
+        work = describe(model, plan)
+
+        def predict(constants: Constants, work: Workload = work, plan: Plan = plan) -> float:
+            return deepspeed_bytes(work, plan, constants) / _SMI_UNIT
+
+        yield Row("bloom_memory", name, f"{model.width}/{row['layers']}", float(row["mem_gb"]), predict)
+
+
+def deepspeed_bytes(work: Workload, plan: Plan, constants: Constants) -> float:
+    """Bytes that a process under Megatron-DeepSpeed of early 2022 holds of a device, by that software's code.
+
+    In fp16, ZeRO-1 adds up half gradients, reduces them through a buffer, and then flattens its share of them and casts
+    it to fp32. In bf16, its optimizer adds the half gradients of each micro-batch, which stay, to fp32 ones, tensor by
+    tensor, each through a copy in fp32. A flat buffer does not fit into the pieces that activations leave behind, so
+    torch's allocator keeps both. The gradient of the embedding, dense, is made beside the one that it is added to. A
+    stage keeps its outputs until their gradients come. Groups are those of tensor parallel devices, of replicas, of a
+    whole replica and of all devices.
+    """
+    hold = holding(work, plan)
+    half = plan.dtype == "fp16"
+    standing = hold.held * (2.0 + (2.0 if half else 6.0)) + hold.kept * 12.0
+    activations = (1.0 + constants.fragmentation) * sum(worst_stage(work, plan).values())
+    largest = max(op.weights for part in work.parts for op in part.forward)
+    flat = 6.0 * hold.kept + 2.0 * _REDUCE_BUCKET + 2.0 * largest if half else (4.0 + 2.0) * largest
+    outputs = in_flight(plan) * work.blocks[0].entering if plan.pp > 1 else 0.0
+    groups = ((plan.tp > 1) + 3) * group_bytes(constants)
+    return standing + activations + flat + outputs + groups + _CUDA_CONTEXT
+
+
 def nemo() -> Iterator[Row]:
-    """Tokens per second per GPU of NeMo in fp8 on H100, cuDNN's attention, collectives hidden; never fitted to."""
+    """Tokens per second per GPU of NeMo in fp8 on H100, cuDNN's attention, collectives hidden; never fitted to.
+
+    Gradients add up and are reduced in bf16, as its launcher's scripts for these runs say (`grad_sync_dtype=bf16` in
+    NVIDIA/NeMo-Framework-Launcher, examples/training/*/h100).
+    """
     presets = {"GPT3-175B": "gpt-175b"}
     machine = load_machine("h100")
     for row in read("nemo"):
@@ -242,7 +331,7 @@ def nemo() -> Iterator[Row]:
         micro = int(row["micro_batch"])
         chunks = virtual if pp > 1 else 1
         plan = Plan(
-            precision="O2", fp8=True, gradients="fp32", optimizer="fused", compile="blocks", attention="cudnn", tp=tp,
+            precision="O2", fp8=True, gradients="half", optimizer="fused", compile="blocks", attention="cudnn", tp=tp,
             sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
             virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
@@ -338,6 +427,7 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "mosaicml_h100": (lambda: mosaicml("h100"), True, "seconds per iteration"),
     "torchtitan_speed": (torchtitan_speed, False, "tokens per second per GPU"),
     "bloom": (bloom, False, "seconds per iteration"),
+    "bloom_memory": (bloom_memory, False, "thousand MiB per GPU"),
     "nemo": (nemo, False, "tokens per second per GPU"),
     "megatron": (megatron, False, "milliseconds per iteration"),
     "vit": (blind.vit, False, "images per second"),

@@ -14,11 +14,16 @@ from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
+from penstock.planner.describe import describe
 from penstock.planner.explain import explain
 from penstock.planner.memory import in_flight, rested
+from penstock.planner.operators import Op
 from penstock.planner.pipeline import blocks_by_stage, stage_blocks, zero_bubble_idle
 from penstock.planner.prediction import Prediction, room
+from penstock.planner.price import seconds as price
+from penstock.planner.rates import rates_of
 from penstock.planner.search import Space, explore, layouts
+from penstock.planner.step import layout_of, part_time
 from penstock.schedules import Costs, generate, simulate
 
 H100 = load_machine("h100")
@@ -333,3 +338,55 @@ def test_embedding_and_head_count_as_blocks_where_only_so_chunks_come_out_even()
     assert by_chunks[8].bubble_fraction < by_chunks[2].bubble_fraction < by_chunks[1].bubble_fraction
     # Each chunk costs transfers of its own.
     assert by_chunks[8].seconds["pipeline"] > 2 * by_chunks[2].seconds["pipeline"]
+
+
+def test_products_of_a_head_store_their_results_in_the_open() -> None:
+    rates = rates_of(load_machine("a100-80g"), Plan(precision="O2"))
+    scores = Op(
+        "attention.scores", "bmm", batch=256, m=512, n=512, k=64, read=1e6, written=256 * 512 * 512 * 2.0
+    )
+    bare = price(scores._replace(written=0.0), rates)
+    assert price(scores, rates) == pytest.approx(bare + scores.written / rates.memory)
+    linear = scores._replace(kind="gemm", written=1e6)
+    assert price(linear, rates) == pytest.approx(price(linear._replace(written=0.0), rates))
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(1024, 1), (2048, 2)])
+def test_a_long_row_of_softmax_is_read_twice_and_a_mask_for_each_head(tokens: int, reads: int) -> None:
+    model = replace(preset("gpt2"), sequence=tokens, dropout=0.0)
+    (block,) = describe(model, Plan(precision="O2", attention="plain", micro_batch=1)).blocks
+    named = {op.name: op for op in block.forward}
+    size = 2.0 * model.heads * tokens**2
+    assert (named["attention.softmax"].read, named["attention.softmax"].written) == (reads * size, size)
+    assert (named["attention.mask"].read, named["attention.mask"].written) == (2 * size, size)
+    assert "attention.scale" not in named
+    (fused,) = describe(
+        model, Plan(precision="O2", attention="plain", compile="blocks", micro_batch=1)
+    ).blocks
+    assert next(op for op in fused.forward if op.name == "attention.softmax").read == size
+
+
+def test_a_scale_per_row_casts_each_factor_for_each_product() -> None:
+    def casts(words: str) -> float:
+        plan = Plan.parse(f"precision=O2 attention=flash compile=blocks micro_batch=8 {words}")
+        (block,) = describe(preset("gpt2"), plan).blocks
+        return sum(op.written for op in (*block.forward, *block.backward) if op.kind == "quantize")
+
+    (block,) = describe(preset("gpt2"), Plan(precision="O2", micro_batch=8)).blocks
+    products = [op for op in block.forward if op.kind == "gemm"]
+    inputs, outputs = (
+        sum(op.batch * op.m * size(op) for op in products) for size in (lambda op: op.k, lambda op: op.n)
+    )
+    weights = sum(op.n * op.k for op in products)
+    assert casts("fp8=true") == inputs + outputs
+    assert casts("fp8=rowwise") == 2 * (inputs + outputs + weights)
+
+
+def test_what_belongs_to_no_single_product_cannot_be_cut() -> None:
+    plan = Plan.parse("precision=O2 attention=flash tp=8 sp=true tp_overlap=all micro_batch=4")
+    rates = rates_of(load_machine("h100"), plan)
+    (block,) = describe(preset("gpt-22b"), plan).blocks
+    apart = replace(block, backward=tuple(op._replace(uncut=op.kind == "scatter") for op in block.backward))
+    whole, cut = (part_time(one, rates, layout_of(plan)) for one in (apart, block))
+    assert whole.forward == cut.forward
+    assert whole.backward.tensor > 2 * cut.backward.tensor

@@ -94,8 +94,7 @@ def test_fp8_products_gain_what_their_casts_leave() -> None:
                 for more in ("", " fp8=true")
             )
             gains[name + compiled] = half / eight
-    assert gains["vit-s16"] < gains["vit-b16"] < gains["vit-h14"]
-    assert gains["vit-s16"] < 1.0 < gains["vit-h14"]
+    assert gains["vit-s16"] < 1.0 < gains["vit-b16"] < gains["vit-h14"]
     assert all(gains[name] < gains[f"{name} compile=blocks"] for name in ("vit-s16", "vit-b16", "vit-h14"))
     assert gains["vit-b16 compile=blocks"] > 1.0
     assert predict(preset("vit-h14"), h100, Plan.parse(FP8 + " fp8=true")).peak_name == "fp8"
@@ -241,7 +240,8 @@ def test_tokens_that_fill_no_line_slow_no_gradient_of_a_weight() -> None:
         for size in (16, 32, 48, 64, 96, 128)
     ]  # fmt: skip
     assert rates == sorted(rates)
-    assert rates[3] < 1.12 * rates[1]
+    # 1.103 times as fast in images per second: the update is shared by more images.
+    assert rates[3] < 1.105 * rates[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
 from penstock.planner.shapes import Block
 
+WARP_SOFTMAX = 1024
+"""Numbers of a row up to which torch's softmax keeps it in registers (its `PersistentSoftmax.cuh`)."""
 ROTARY_EAGER_BYTES = 8
 """Traffic of a rotation written as single operators, one way and per rotated number: it computes in fp32."""
 
@@ -151,7 +153,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
     )
     if block.stack.positions == "alibi":
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
-    _softmax(to, name, scores, each, group, causal=core.causal)
+    _softmax(to, core, scores, each, group)
     if block.stack.dropout and not block.image:
         dropped = each + (c if t.host else 1.0)
         to.move(
@@ -165,9 +167,9 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
     to.move(f"{name}.merge", queries, (c, c), kind="copy")
 
 
-def _softmax(to: Lister, name: str, scores: float, each: float, group: str, *, causal: bool) -> None:
-    """Softmax with its scale and its mask: in one kernel, or each in its own."""
-    t = to.terms
+def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> None:
+    """Softmax with its mask: in one kernel, or each in its own. The product before it scales as it writes."""
+    t, name = to.terms, core.name
     softmax = f"{name}.softmax"
     if t.softmax_apart:
         to.move(f"{name}.cast", scores, (each, 4), (4, each))
@@ -175,11 +177,13 @@ def _softmax(to: Lister, name: str, scores: float, each: float, group: str, *, c
         to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group)
         to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group)
         return
-    if not t.fused and not t.host:
-        to.move(f"{name}.scale", scores, (each, each))
-        if causal:
-            to.move(f"{name}.mask", scores, (each, each), (0, 0))
-    to.move(softmax, scores, (each, each), (2 * each, each), kind="softmax", kept=scores * each, group=group)
+    apart = not t.fused and not t.host
+    if core.causal and apart:
+        # The mask is read again for each head.
+        to.move(f"{name}.mask", scores, (2 * each, each), (0, 0))
+    reads = 2 if apart and core.n > WARP_SOFTMAX else 1
+    read, both = reads * each, 2 * reads * each
+    to.move(softmax, scores, (read, each), (both, each), kind="softmax", kept=scores * each, group=group)
 
 
 def _mlp(

@@ -33,6 +33,8 @@ class Terms(NamedTuple):
     casts: bool = False
     """Whether autocast makes a copy of each weight in the type of products."""
     fp8: bool = False
+    rowwise: bool = False
+    """Whether fp8 numbers have a scale for each row of a product's sum."""
     form: Form = "fused"
     fused: bool = False
     """Whether neighbouring pointwise operators are one kernel."""
@@ -155,6 +157,16 @@ class Lister:
         backward they turn weights, inputs and gradients, whose long side must be that of the sum; fused ones cast
         weights when these are updated, and write turned copies along."""
         t = self.terms
+        if t.rowwise:
+            # Each factor is cast for each product, along its sum. What lies in rows of the sum is read once, what lies
+            # across them twice.
+            across = weights + outputs + inputs
+            self.add(
+                Op(f"{name}.quantize", "quantize", read=t.product * (inputs + weights), written=inputs + weights),
+                Op(f"{name}.quantize", "quantize", False, read=t.product * (outputs + 2 * across),
+                   written=outputs + across, launches=2),
+            )  # fmt: skip
+            return
         ahead, behind = inputs + (0.0 if t.fused else weights), outputs
         turned = 0.0 if t.fused else weights + inputs + outputs
         self.add(

@@ -21,8 +21,12 @@ from penstock.planner.pipeline import stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import Holding, holding, state_numbers
 
-BUFFER_BYTES = 64 * 2**20
-"""What collectives keep for themselves, per group."""
+CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
+"""What nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages, of 8
+lines of 16 bytes for each of 512 threads and of 120 numbers of 8 bytes for each of 640 (its `init.cc`), and 4 MiB for
+long ones (NCCL_BUFFSIZE)."""
+NEIGHBOURS = 3
+"""In each channel: one in the ring, two in the tree."""
 
 
 class Held(NamedTuple):
@@ -58,13 +62,22 @@ def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def held(work: Workload, plan: Plan) -> Held:
     """What a micro-batch keeps, and what its backward pass needs besides."""
-    # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate.
-    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or plan.dp * plan.cp > 1
-    return _held(work, Recompute.of(plan), 0.0 if standing else BYTES[numerics_of(plan).gradients])
+    made = BYTES[numerics_of(plan).gradients]
+    replicas = plan.dp * plan.cp
+    # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate. Then each is
+    # made beside the one that it is added to.
+    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or replicas > 1
+    shared = plan.sharding in ("fsdp", "hsdp") and replicas > 1 and plan.pp == 1
+    return _held(work, Recompute.of(plan), 0.0 if standing else made, 0.0 if shared else made)
+
+
+def group_bytes(constants: Constants = DEFAULT) -> float:
+    """What nccl keeps on a device for one group that it is in."""
+    return constants.collective_multiprocessors * NEIGHBOURS * CONNECTION_BYTES
 
 
 @lru_cache(maxsize=8192)
-def _held(work: Workload, how: Recompute, gradient: float) -> Held:
+def _held(work: Workload, how: Recompute, gradient: float, fresh: float) -> Held:
     if work.kept_bytes is not None:
         return Held({}, {"activations": work.kept_bytes}, {}, work.working_bytes, 0.0)
     blocks: dict[str, float] = {}
@@ -75,32 +88,33 @@ def _held(work: Workload, how: Recompute, gradient: float) -> Held:
         if part.block is None:
             ends[part.name] = own
             if part.name == "exit":
-                output, learned = live_bytes(part, gradient)
+                output, learned = live_bytes(part, gradient, fresh)
             continue
         for source, share in ((own, how.share), (whole, 1 - how.share)):
             for name, size in source.items():
                 if share:
                     blocks[name] = blocks.get(name, 0.0) + part.count * size * share
         remade = max(0.0, sum(whole.values()) - sum(own.values()))
-        working = max(working, live_bytes(part, gradient)[0] + remade + learned)
+        working = max(working, live_bytes(part, gradient, fresh)[0] + remade + learned)
     return Held(blocks, ends["entrance"], ends["exit"], working, output)
 
 
 @lru_cache(maxsize=8192)
-def live_bytes(part: Part, gradient: float) -> tuple[float, float]:
+def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]:
     """The most that a part's backward pass has alive beyond all that is kept when it begins, and what is left at its
-    end: the gradients of its weights, at `gradient` bytes each (0 where they have their place already)."""
+    end: the gradients of its weights, at `gradient` bytes each (0 where they have their place already). One that is
+    being made takes `fresh` bytes for each (0 where it is counted elsewhere)."""
     stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
     alive, most, current = stream, stream, 0.0
     for op in part.backward:
         if op.kind in COLLECTIVE:
             continue
-        alive += op.weights * gradient
-        if not op.weights:
-            alive += op.written
-            most = max(most, alive)
-            alive, current = alive - current, op.written
-        most = max(most, alive)
+        if op.weights:
+            most = max(most, alive + op.weights * max(fresh, gradient))
+            alive += op.weights * gradient
+        else:
+            most = max(most, alive + op.written)
+            alive, current = alive + op.written - current, op.written
         alive -= op.kept
     learned = sum(op.weights for op in part.backward) * gradient
     return most, learned
@@ -130,7 +144,7 @@ def memory(
     parts |= _moments(work, plan, hold, cpu=cpu)
     groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
     found = parts["activations"] + parts["output"] + parts["working"]
-    parts["communication"] = 0.0 if cpu else groups * BUFFER_BYTES
+    parts["communication"] = 0.0 if cpu else groups * group_bytes(constants)
     parts["fragmentation"] = 0.0 if cpu else constants.fragmentation * found
     return parts
 
@@ -141,7 +155,7 @@ def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[st
     numerics = numerics_of(plan)
     reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.dp * plan.cp
-    found = _worst_stage(work, plan)
+    found = worst_stage(work, plan)
     gathered = _gathered(work, plan, hold)
     buckets = 0.0
     # Gradients that were let go of after the last step come as activations go.
@@ -192,7 +206,7 @@ def _temporary(work: Workload, plan: Plan, hold: Holding) -> float:
     return cast
 
 
-def _worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
+def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     """Activations, output and what a backward pass works with, on the stage where they are most together."""
     one = held(work, plan)
     blocks, ends, depth = sum(one.blocks.values()), sum(one.entrance.values()), max(1, work.depth)

@@ -55,6 +55,8 @@ class Op(NamedTuple):
     axis: Axis = ""
     hides: bool = False
     """Whether a collective can hide behind the gradients of weights."""
+    uncut: bool = False
+    """Whether it belongs to no single product that it could be cut into pieces with."""
 
     @property
     def flops(self) -> float:

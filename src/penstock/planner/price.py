@@ -1,10 +1,11 @@
 """What one operator costs on one device: operator × Machine × Numerics → seconds.
 
 On a GPU an operator takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline:
-an insightful visual performance model") and the gap to the next kernel. On a CPU a core packs the factors of a product
-into panels and then multiplies them, and it reads what an activation needs and then computes exponentials: little of
-the moving hides behind the computing, so the two are added. Measured rates are those of operands in a cache; the moving
-is from memory.
+an insightful visual performance model") and the gap to the next kernel. In plain attention the scores are sums over one
+head, so short that storing a tile of them takes as long as computing it, and hides behind nothing of the tile's own:
+what its products write is added. On a CPU a core packs the factors of a product into panels and then multiplies them,
+and it reads what an activation needs and then computes exponentials: little of the moving hides behind the computing,
+so the two are added. Measured rates are those of operands in a cache; the moving is from memory.
 
 A fused attention kernel's thread block loads a tile of queries, goes over the keys that the tile may see, and stores
 its result (Dao 2023, sections 3.1 and 3.3). Matrix products and exponentials run on different units, but each tile
@@ -36,6 +37,8 @@ def seconds(op: Op, rates: Rates) -> float:
     if op.kind in MATRIX:
         by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
         computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows)
+        if op.kind == "bmm":
+            return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
     if op.kind == "attention":
         return fused_seconds(op, rates) + rates.kernel_seconds

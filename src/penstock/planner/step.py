@@ -123,13 +123,15 @@ def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
-    gemm = attention = pointwise = expert = context = weights = shown = hidden = ring = 0.0
+    gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = 0.0
     for op in operators:
         kind = op.kind
         if kind in COLLECTIVE:
             if op.axis == "tensor":
                 taken = collective_seconds(op, rates, layout.tp, 1)
-                if op.hides:
+                if op.uncut:
+                    uncut += taken
+                elif op.hides:
                     hidden += taken
                 else:
                     shown += taken
@@ -152,7 +154,7 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
     if ring:
         context += exposed_seconds(rates, ring, attention)
     tensor = _tensor(rates, layout, shown, hidden, weights)
-    return Parts(gemm, attention, pointwise, tensor, expert, context), weights
+    return Parts(gemm, attention, pointwise, tensor + uncut, expert, context), weights
 
 
 def _tensor(rates: Rates, layout: Layout, shown: float, hidden: float, weights: float) -> float:

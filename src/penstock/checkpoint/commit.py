@@ -232,10 +232,10 @@ def set_aside(path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a file or directory. A kill half way leaves nothing that looks like a checkpoint."""
     if path.is_dir() and not path.is_symlink():
-        doomed = path
+        folder = path
         if path.suffix != ".tmp":
             remove(path.with_name(f"{path.name}.tmp"))
-            doomed = path.rename(path.with_name(f"{path.name}.tmp"))
-        shutil.rmtree(doomed)
+            folder = path.rename(path.with_name(f"{path.name}.tmp"))
+        shutil.rmtree(folder)
     else:
         path.unlink(missing_ok=True)

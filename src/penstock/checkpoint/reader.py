@@ -78,12 +78,12 @@ class Checkpoint:
         if world in (None, self.world) and local_file in self.manifest.files:
             trees[LOCAL] = _read_json(self.path / local_file)
         sets = self.document["weights"]
-        owners = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
+        wanted = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
         for group, tree in trees.items():
             found = _with_parameters(tree, like if group != LOCAL else {})
-            owners |= {f"{group}/{path}": owner for path, owner in found}
+            wanted |= {f"{group}/{path}": parameter for path, parameter in found}
         read: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
-        for name, tensor in self.read(owners).items():
+        for name, tensor in self.read(wanted).items():
             group, _, path = name.partition("/")
             read[group][path] = tensor
         state = {group: unpack(tree, read[group]) for group, tree in trees.items()}
@@ -130,20 +130,20 @@ def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
 
 
 def _with_parameters(
-    tree: Any, like: Mapping[str, Tensor], owner: Tensor | None = None
+    tree: Any, like: Mapping[str, Tensor], parameter: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Every tensor that a document names, with the parameter whose state it is."""
     if isinstance(tree, list):
         for item in tree:
-            yield from _with_parameters(item, like, owner)
+            yield from _with_parameters(item, like, parameter)
     elif isinstance(tree, dict):
         name = tree.get("$tensor", tree.get("$array"))
         if isinstance(name, str):
-            yield name, owner if "$tensor" in tree else None
+            yield name, parameter if "$tensor" in tree else None
             return
         numbered = {**like, **_numbered(tree, like)} if "param_groups" in tree else like
         for key, item in tree["$items"] if "$items" in tree else tree.items():
-            yield from _with_parameters(item, numbered, numbered.get(key, owner))
+            yield from _with_parameters(item, numbered, numbered.get(key, parameter))
 
 
 def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:

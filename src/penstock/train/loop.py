@@ -295,7 +295,7 @@ class _Run:
         return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
 
     def _save(self, *, stopping: bool = False) -> None:
-        """Commit everything that the future of the run depends on; unless `stopping`, only where it looks sound."""
+        """Commit all that the run depends on; unless `stopping`, only if the latest steps were finite."""
         last = stopping or self.step == self.calendar.total
         if last:
             self.saves.wait()

@@ -68,13 +68,11 @@ class LossMonitor:
         return ({"skipped": skipped} if skipped else {}) | ({"spikes": spikes} if spikes else {})
 
     def unsettled(self) -> bool:
-        """Whether the latest steps were not finite, so that nobody knows yet whether the weights are any good. Waits
-        for the device.
-        """
+        """Whether the latest steps were not finite, so that the weights may be bad. Waits for the device."""
         return self.skipper is not None and self.skipper.bad_in_a_row() > 0
 
     def count_rewind(self) -> int:
-        """Go back once more; returns how often that makes. Raises NumericError where it was enough already."""
+        """Go back once more. Returns how often the run has gone back; raises NumericError after `MAX_REWINDS` times."""
         if self._rewinds == MAX_REWINDS:
             raise NumericError(
                 f"The loss had a spike at step {self.rewind_because_of[0]} after the run had gone back to a checkpoint "

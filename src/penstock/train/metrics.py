@@ -1,4 +1,4 @@
-"""What a run tells: one record per event, to `metrics.jsonl`, the display, and TensorBoard where it is asked for."""
+"""The records of a run, one per event. They go to `metrics.jsonl`, the display and, if asked for, TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ends whose gradients overflow whatever the loss scale: with the name of the layer where they begin to."""
+"""A run whose gradients overflow at any loss scale ends with the name of the layer where the overflow begins."""
 
 from __future__ import annotations
 

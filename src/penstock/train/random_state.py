@@ -61,8 +61,8 @@ def restore_random(
 ) -> None:
     """Go on with this rank's generators as `random_states` gave them at `step`.
 
-    With another number of ranks there is none to go on with: then all but rank 0 start anew, from `seed`, rank and
-    step, and what is drawn differs from an undisturbed run as it does between seeds.
+    With another number of ranks not each has a state to go on with. Then all but rank 0 start anew from `seed`, rank
+    and step, and what is drawn differs from an undisturbed run as it does between seeds.
     """
     listed = [states] if isinstance(states, Mapping) else states  # earlier versions had one rank
     if len(listed) == dims.size or dims.main:

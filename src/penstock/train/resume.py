@@ -53,7 +53,7 @@ _CHANGES_ROUNDING = (
 
 @contextmanager
 def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
-    """Inside, rank 0 holds the output folder, which is made if need be; where it cannot, all ranks raise."""
+    """Inside, rank 0 holds the output folder, which is made if it is missing. If rank 0 cannot, all ranks raise."""
     with ExitStack() as stack:
         output.mkdir(parents=True, exist_ok=True)
         lock = RunLock(output)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,26 +16,6 @@ from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Seconds per step of a challenger and of what it is compared with, round by round."""
-
-    challenger: list[float]
-    reference: list[float]
-    baseline: list[float]
-    interleaved: bool
-    """False where memory did not hold all at once: then the figures of the others are their last ones."""
-
-    def __add__(self, more: Timing) -> Timing:
-        """The rounds of both."""
-        return Timing(
-            challenger=self.challenger + more.challenger,
-            reference=self.reference + more.reference,
-            baseline=self.baseline + more.baseline,
-            interleaved=self.interleaved and more.interleaved,
-        )
 
 
 class Arena:
@@ -81,23 +60,19 @@ class Arena:
         run: LossRun = self._with_room(lambda: crew.ask("trained", setting, seed, steps)[0])[0]
         return run
 
-    def time(self, setting: Setting, reference: Setting, rounds: int, *, together: bool) -> Timing:
-        """Interleaved rounds of the challenger, its reference and the baseline."""
-        if not together:
-            seconds = self._rounds([setting], rounds)[setting]
-            return Timing(
-                challenger=seconds,
-                reference=[self._step_seconds[reference]] * rounds,
-                baseline=[self._step_seconds[self.baseline]] * rounds,
-                interleaved=False,
-            )
-        taken = self._rounds(list(dict.fromkeys([setting, reference, self.baseline])), rounds)
-        return Timing(
-            challenger=taken[setting],
-            reference=taken[reference],
-            baseline=taken[self.baseline],
-            interleaved=True,
-        )
+    def time(
+        self, challenger: Setting, others: Sequence[Setting], rounds: int, *, together: bool
+    ) -> dict[Setting, list[float]]:
+        """Seconds per step of each setting, round by round, in which all take turns.
+
+        Where they are not `together`, because memory did not hold all at once, the last figures of the others stand.
+        """
+        running = list(dict.fromkeys([challenger, *others])) if together else [challenger]
+        contenders = [self.contender(setting) for setting in running]
+        taken = dict(zip(running, measure.interleaved(contenders, rounds, self.round_seconds), strict=True))
+        for contender in contenders:
+            self._step_seconds[contender.setting] = contender.step_seconds
+        return taken | {s: [self._step_seconds[s]] * rounds for s in others if s not in taken}
 
     def retire(self, setting: Setting) -> None:
         """Let go of a setting that is neither baseline nor best, and give its memory back."""
@@ -124,13 +99,6 @@ class Arena:
             contender.close()
         self._built.clear()
         return work(), False
-
-    def _rounds(self, settings: list[Setting], rounds: int) -> dict[Setting, list[float]]:
-        contenders = [self.contender(setting) for setting in settings]
-        seconds = measure.interleaved(contenders, rounds, self.round_seconds)
-        for setting, contender in zip(settings, contenders, strict=True):
-            self._step_seconds[setting] = contender.step_seconds
-        return dict(zip(settings, seconds, strict=True))
 
 
 def failure(error: BaseException) -> tuple[Status, str]:

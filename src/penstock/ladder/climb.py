@@ -208,24 +208,31 @@ class _Climb:
     ) -> RungResult:
         """Speed and memory of one setting."""
         together = self.arena.challenge(setting)
+        baseline = self.arena.baseline
+        rounds = self.config.rounds if setting == baseline else self._rounds(setting, remaining)
         work = self.subject.model_flops if result.compared_by == "flops" else self.subject.samples
-        here, there, first = (float(work(s)) for s in (setting, reference, self.arena.baseline))
-        rounds = self._rounds(setting, remaining)
-        timing = self.arena.time(setting, reference, rounds, together=together)
-        if Spread.of(ratios(here, timing.challenger, there, timing.reference)).undecided():
-            timing += self.arena.time(setting, reference, rounds, together=together)
+
+        def timed() -> dict[Setting, list[float]]:
+            return self.arena.time(setting, (reference, baseline), rounds, together=together)
+
+        def against(other: Setting) -> Spread:
+            return Spread.of(ratios(float(work(setting)), taken[setting], float(work(other)), taken[other]))
+
+        taken = timed()
+        if against(reference).undecided():
+            more = timed()
+            taken = {one: seconds + more[one] for one, seconds in taken.items()}
         contender = self.arena.contender(setting)
         samples, flops = self.subject.samples(setting), self.subject.model_flops(setting)
         memory = contender.memory()
         return replace(
             result,
-            samples_per_second=Spread.of([samples / s for s in timing.challenger]),
-            model_flops_per_second=Spread.of([flops / s for s in timing.challenger]),
-            baseline_samples_per_second=self.subject.samples(self.arena.baseline)
-            / statistics.median(timing.baseline),
-            to_previous=Spread.of(ratios(here, timing.challenger, there, timing.reference)),
-            to_baseline=Spread.of(ratios(here, timing.challenger, first, timing.baseline)),
-            interleaved=timing.interleaved,
+            samples_per_second=Spread.of([samples / s for s in taken[setting]]),
+            model_flops_per_second=Spread.of([flops / s for s in taken[setting]]),
+            baseline_samples_per_second=self.subject.samples(baseline) / statistics.median(taken[baseline]),
+            to_previous=against(reference),
+            to_baseline=against(baseline),
+            interleaved=together,
             memory_bytes=max(memory),
             memory_by_rank=tuple(memory) if len(memory) > 1 else (),
             compile_seconds=contender.compile_seconds,
@@ -285,26 +292,18 @@ class _Climb:
 
     def _baseline_result(self, noise: Noise | None) -> RungResult:
         first = self.arena.baseline
-        seconds = self.arena.time(first, first, self.config.rounds, together=True).challenger
-        samples, flops = self.subject.samples(first), self.subject.model_flops(first)
-        one = Spread(median=1.0, low=1.0, high=1.0)
-        return RungResult(
+        result = RungResult(
             name="baseline",
             title="baseline fp32",
             why=BASELINE_WHY,
             status="baseline",
             plan=first.plan.line(),
             forecast=self._forecast(first, first, "samples"),
-            samples_per_second=Spread.of([samples / s for s in seconds]),
-            model_flops_per_second=Spread.of([flops / s for s in seconds]),
-            baseline_samples_per_second=samples / statistics.median(seconds),
-            to_previous=one,
-            to_baseline=one,
-            memory_bytes=max(self.arena.contender(first).memory()),
             losses=noise.curves[0] if noise else (),
             loss=noise.losses[0] if noise else None,
             loss_difference=0.0 if noise else None,
         )
+        return self._measured(result, first, first, 0)
 
     def _best_pace(self) -> float:
         """Seconds per sample of the best setting so far."""

@@ -178,7 +178,7 @@ def test_the_page_of_scaling_laws_says_how_far_they_disagree(
     assert code == 0
     assert "trained for longer to the same loss" in out
     text = page.read_text(encoding="utf-8")
-    assert "of the optimum&#39;s size" in text
+    assert "of the optimum&#39;s" in text
     assert text.count("<svg") == 1
 
 

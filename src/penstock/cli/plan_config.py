@@ -1,4 +1,4 @@
-"""What `penstock plan` is told, and what of it contradicts itself: said before anything is computed."""
+"""The options of `penstock plan`, and the checks for those that contradict each other or have no effect."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PlanConfig:
 
     @property
     def laws(self) -> bool:
-        """Whether scaling laws are asked, and no model is planned."""
+        """Whether the scaling laws are to be shown, instead of planning a model."""
         return self.compute is not None or self.budget_gpu_hours is not None
 
     def _problems(self) -> Iterator[str]:

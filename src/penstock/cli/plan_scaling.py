@@ -138,12 +138,15 @@ def _smaller(compute: float, served: float) -> Section:
         curves, log=True, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
         y_label=f"FLOPs of {what}",
     )  # fmt: skip
-    heads = ("of the optimum's size", "parameters", "tokens", "training FLOPs", "with serving")
+    heads = [
+        Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"), Cell("training", "FLOPs more"),
+        Cell("FLOPs", "with serving", minor=True),
+    ]  # fmt: skip
     return Section(
         title="Smaller models, trained for longer to the same loss",
         text="Each curve keeps the loss of its law's optimum, at its right end. A smaller model needs more training "
         "and saves 2 FLOPs per parameter it lacks on every token that it serves.",
         figures=[figure],
-        columns=[Cell("law", words=True), *map(Cell, heads)],
+        columns=[Cell("law", words=True), *heads],
         rows=rows,
     )

@@ -29,11 +29,11 @@ def scale(config: ScaleConfig) -> int:
     from penstock.report.page import plain_console, terminal_table
     from penstock.report.record import environment
 
-    told = LadderConfig(
+    settings = LadderConfig(
         model=config.model, factory=config.factory, data=config.data, batch=config.batch, seed=config.seed,
         lr=config.lr or LadderConfig().lr,
     )  # fmt: skip
-    subject = subject_of(told, None, resolve_device(config.device))
+    subject = subject_of(settings, None, resolve_device(config.device))
     built = subject.build(subject.first, config.seed)
     if config.init_from is not None:
         load_weights(built.model, config.init_from, new_head=True)

@@ -1,7 +1,7 @@
 """The climb: rung after rung, each measured against the best setting so far and against the baseline.
 
-A rung that pays is built upon; one that does not, or cannot be had here, or runs out of memory, or fails, is
-reported so and climbed past.
+Later rungs build on a rung that pays. A rung that does not pay, cannot be applied here, runs out of memory or fails is
+reported, and the climb goes on.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Climb:
         return self._report(results, noise)
 
     def _rung(self, rung: Rung, noise: Noise | None, *, remaining: int) -> RungResult:
-        """Everything about one rung, whatever happens to it."""
+        """The result of one rung, also where it cannot be applied or fails."""
         reference = self.arena.baseline if self.config.alone else self.arena.best
         result = RungResult(
             name=rung.name,
@@ -190,7 +190,7 @@ class _Climb:
         remaining: int,
         noise: Noise | None,
     ) -> RungResult:
-        """Foretold, measured, trained, judged; raises whatever the rung raises."""
+        """Predict, measure, train and judge a rung. Raises whatever the rung raises."""
         forecast = self._forecast(setting, reference, rung.compared_by)
         if self.deadline.left() < self._least_seconds(setting, forecast):
             spent = f"too little was left of the budget of {self.config.budget:g} s"
@@ -280,7 +280,7 @@ class _Climb:
         return replace(result, losses=tuple(curve), loss=loss, loss_difference=loss - noise.losses[0])
 
     def _with_equality(self, result: RungResult, setting: Setting) -> RungResult:
-        """Held to one process that takes the same micro-batches one after the other."""
+        """Compared with one process that takes the same micro-batches one after the other."""
         plan = setting.plan
         single = replace(
             plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp
@@ -338,7 +338,7 @@ class _Climb:
         return max(2, min(self.config.rounds, fit))
 
     def _least_seconds(self, setting: Setting, forecast: Forecast) -> float:
-        """The least that measuring a setting takes, if its speed is as foretold."""
+        """The least time that measuring a setting takes, if its speed is as predicted."""
         samples = self.subject.samples(setting)
         first = self.arena.step_seconds(self.arena.baseline) / self.subject.samples(self.arena.baseline)
         pace = self._predict(self.arena.baseline).samples_per_second / forecast.samples_per_second

@@ -1,4 +1,4 @@
-"""Models of the user's own: the function that makes one, found by its path, called, and its batch dealt out."""
+"""A user's own model: finds the function that makes it by its path, calls it, and shares out its batch."""
 
 from __future__ import annotations
 

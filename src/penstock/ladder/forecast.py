@@ -1,4 +1,4 @@
-"""What each of several processes has of one machine. Free of torch.
+"""The share that each of several processes has of one machine. Free of torch.
 
 Ranks on one CPU share it: each has its part of every rate. What their collectives take was measured between them.
 """

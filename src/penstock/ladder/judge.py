@@ -1,4 +1,4 @@
-"""What measurements say of a rung. Free of torch."""
+"""Judges a rung by its measurements. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ after some steps, of which 3e-7 was measured."""
 
 
 def verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
-    """What becomes of a measured rung."""
+    """The status of a measured rung, and the reason."""
     if not carried:
         return "reported", "measured for comparison, not built upon"
     if any(not math.isfinite(loss) for loss in result.losses):

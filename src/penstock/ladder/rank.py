@@ -1,7 +1,7 @@
 """`python -m penstock.ladder.rank FD`: one of the processes that a rung of several is measured in.
 
-The climb that started it asks over a connection, of all ranks the same, and gets one answer back from each. It ends
-when the climb does, whatever it is doing: that closes the connection.
+The climb that started it sends the same tasks to all ranks, and gets an answer to each from every rank. A rank ends
+when the climb does, whatever it is doing, because that closes the connection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
     try:
         _serve(connection, tasks)
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the climb tells it
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the climb reports it
         failed = (type(error).__name__, str(error), traceback.format_exc(), time.time())
         connection.send(Answer(failed=failed))
     sys.stdout.flush()

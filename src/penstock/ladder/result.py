@@ -1,4 +1,4 @@
-"""What a climb found, as plain data: free of torch, and JSON as it stands."""
+"""The results of a climb as plain data: free of torch, and ready for JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner said of a rung before it was measured."""
+    """The planner's prediction for a rung, made before it was measured."""
 
     samples_per_second: float
     to_previous: float
@@ -89,7 +89,7 @@ class Equality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungResult:
-    """One rung: predicted, measured, and what became of it."""
+    """One rung: its prediction, its measurements and its status."""
 
     name: str
     title: str
@@ -126,7 +126,7 @@ class RungResult:
     loss_difference: float | None = None
     """`loss` less the baseline's, from the same weights and the same order of samples."""
     wall_seconds: float = 0.0
-    """What measuring it took in all."""
+    """Seconds that measuring it took in all."""
 
     @property
     def measured(self) -> bool:

@@ -73,8 +73,8 @@ class Rung:
     carried: bool = True
     """Whether later rungs build on it where it pays; if not, it is only reported."""
     twin: bool = False
-    """Whether its results must be those of one process that takes the same samples in the same order: then that is
-    checked, and stands for the comparison of losses with the baseline's."""
+    """Whether its results must equal those of one process that takes the same samples in the same order. That is then
+    checked, in place of comparing its loss with the baseline's."""
 
     def refusal(self, setting: Setting, situation: Situation) -> str | None:
         """Why the rung cannot be applied to a setting, by itself or by the rules of Plans, or None."""

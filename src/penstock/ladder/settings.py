@@ -1,4 +1,4 @@
-"""What a climb is told: one frozen dataclass, the same names in Python, in a file and on the command line."""
+"""The settings of a climb: one frozen dataclass, the same names in Python, in a file and on the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LadderConfig:
     quick: bool = False
     """Few rounds and short loss runs: a first impression."""
     rounds: Annotated[int, Range(2)] = 7
-    """Interleaved rounds of timing per rung."""
+    """Rounds of timing per rung, in which the settings take turns."""
     round_seconds: Positive = 0.3
     """Least time that one contender is timed in each round; a slower step is timed by itself."""
     loss_steps: Natural = 24
@@ -47,7 +47,7 @@ class LadderConfig:
     lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
     budget: Positive | None = None
-    """Seconds for the whole climb: loss runs and rounds are shortened to fit, and rungs that no longer fit are said."""
+    """Seconds for the whole climb: loss runs and rounds are shortened to fit, and rungs that do not fit are not run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: str | None = None

@@ -1,7 +1,7 @@
-"""What climbs the ladder: a Penstock model on real data, or anybody's own model with its own batch and loss.
+"""What the ladder measures: a Penstock model on real data, or a user's own model with its own batch and loss.
 
-A subject builds itself under any Setting, always from the same weights for the same seed, and feeds itself the same
-samples in the same order.
+A subject can be built under any Setting. For the same seed it starts from the same weights and takes the same samples
+in the same order.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _blocks_in(model: nn.Module) -> int:
 
 
 def subject_of(config: LadderConfig, factory: str | Factory | None, device: torch.device) -> Subject:
-    """What a configuration, or a factory given instead of its path, brings onto the ladder."""
+    """The subject of a configuration, or of a factory function that is given instead of its path."""
     if callable(factory):
         return Own(factory, getattr(factory, "__qualname__", "factory"), config, device)
     if config.factory is not None:

@@ -28,13 +28,13 @@ from penstock.ladder.subject import Own, Subject
 ANSWER_SECONDS = 1200.0
 """How long the climb waits for an answer: compiling may take minutes on every rank."""
 GRACE = 1.0
-"""Seconds in which other ranks may still answer after one has failed: whoever failed first is told."""
+"""Seconds in which other ranks may still answer after one has failed: the first failure is reported."""
 _TAIL = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a rank is told first."""
+    """What a rank receives first."""
 
     config: LadderConfig
     device: str
@@ -82,7 +82,7 @@ class Team:
         """Every rank's answer, by rank. If one fails all are ended, and what the first raised is raised."""
         if not self._members:
             self._start()
-        return self._told([Task(do, arguments)] * len(self._members))
+        return self._exchange([Task(do, arguments)] * len(self._members))
 
     def end(self) -> None:
         """End all processes. Safe to call at any time; the next question starts others."""
@@ -117,14 +117,14 @@ class Team:
         for rank in range(procs):
             log = Path(self._scratch.name) / f"{rank}.log"
             self._members.append(_Member(rank, procs, self._store.port, hello.threads, log))
-        self._told([hello] * procs)
+        self._exchange([hello] * procs)
 
-    def _told(self, words: list[Any]) -> list[Any]:
-        """Say something to each rank, and wait for the answers of all."""
+    def _exchange(self, messages: list[Any]) -> list[Any]:
+        """Send each rank its message, and wait for the answers of all."""
         try:
-            for member, word in zip(self._members, words, strict=True):
+            for member, message in zip(self._members, messages, strict=True):
                 with contextlib.suppress(BrokenPipeError):  # it is gone; `answer` tells how
-                    member.connection.send(word)
+                    member.connection.send(message)
             return self._answers()
         except BaseException:
             self.end()

@@ -71,10 +71,12 @@ class Scripted(Subject):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
 
-        def step(batches: Any) -> SimpleNamespace:
-            self.clock.now += self.cost(setting)
-            return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)), grad_norm=None)
+        class Step(SimpleNamespace):
+            def __call__(_, batches: Any) -> SimpleNamespace:
+                self.clock.now += self.cost(setting)
+                return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)), grad_norm=None)
 
+        step = Step(model=model, optimizer=optimizer, replicas=None, device=self.device)
         return SimpleNamespace(model=model, optimizer=optimizer, step=step, dims=ALONE, replicas=None)
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:

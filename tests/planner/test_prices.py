@@ -22,7 +22,7 @@ from penstock.planner.pipeline import blocks_by_stage, stage_blocks, zero_bubble
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
-from penstock.planner.search import Space, explore, layouts
+from penstock.planner.search import Space, _even_first, explore, layouts
 from penstock.planner.step import layout_of, part_time
 from penstock.schedules import Costs, generate, simulate
 
@@ -390,3 +390,24 @@ def test_what_belongs_to_no_single_product_cannot_be_cut() -> None:
     whole, cut = (part_time(one, rates, layout_of(plan)) for one in (apart, block))
     assert whole.forward == cut.forward
     assert whole.backward.tensor > 2 * cut.backward.tensor
+
+
+@pytest.mark.parametrize(("lead", "first"), [(0.01, 4), (0.5, 3)])
+def test_an_odd_micro_batch_comes_first_only_if_it_wins_by_more_than_the_error(
+    lead: float, first: int
+) -> None:
+    even = one("gpt-22b", "tp=8 sp=true micro_batch=4 recompute=full")
+    odd = replace(
+        even,
+        plan=replace(even.plan, micro_batch=3),
+        iteration_seconds=even.iteration_seconds / (1 + lead),
+    )
+    single = replace(
+        even, plan=replace(even.plan, micro_batch=1), iteration_seconds=2 * even.iteration_seconds
+    )
+    ranked = _even_first([odd, even, single])
+    assert ranked[0].plan.micro_batch == first
+    assert sorted(each.plan.micro_batch for each in ranked) == [1, 3, 4]
+    assert _even_first([single, odd]) == [single, odd]
+    assert _even_first([odd]) == [odd]
+    assert _even_first([]) == []

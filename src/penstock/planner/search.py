@@ -78,7 +78,8 @@ def search(
     space: Space | None = None,
     keep: int | None = 50,
 ) -> list[Prediction]:
-    """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them.
+    """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
+    micro-batch comes first only if it wins by more than the predictions' error.
 
     `base` gives what is not searched (precision, attention, compilation, optimizer), and of what is searched the
     fields named in `fixed`; `global_batch` defaults to what keeps each layout's devices busy, at least one sample per
@@ -158,8 +159,24 @@ def explore(
             f"must divide the heads, stages must divide the {_depth(model)} blocks, and replicas the samples. "
             "Try a number of devices that divides the batch, or another global batch."
         )
-    found.predictions = [one for _, _, one in sorted(ranked)[:keep]]
+    found.predictions = _even_first([one for _, _, one in sorted(ranked)[:keep]])
     return found
+
+
+def _even_first(ranked: list[Prediction]) -> list[Prediction]:
+    """With an odd micro-batch first only where it wins by more than predictions of one model are off: kernels are made
+    for even ones, and what an odd one loses in them is not predicted."""
+    if not ranked or ranked[0].interval is None or not _odd(ranked[0]):
+        return ranked
+    equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.apart)
+    even = next((i for i, one in enumerate(ranked) if not _odd(one)), 0)
+    if ranked[even].iteration_seconds > equal:
+        return ranked
+    return [ranked[even], *ranked[:even], *ranked[even + 1 :]]
+
+
+def _odd(one: Prediction) -> bool:
+    return one.plan.micro_batch > 1 and one.plan.micro_batch % 2 == 1
 
 
 def default_batch(model: ModelConfig, gpus: int) -> int:

@@ -24,7 +24,7 @@ from penstock.data.decode import backend, decode, fast_path
 from penstock.data.header import Unreadable
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
 from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records
-from penstock.data.source import Pixels, Tally
+from penstock.data.source import BadSample, Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder, write_file
 from penstock.errors import ConfigError, DataError
@@ -61,17 +61,6 @@ class Packed(NamedTuple):
 
     manifests: dict[str, Manifest]
     bytes: int
-
-
-class _Record(NamedTuple):
-    record: bytes
-    label: int | str
-    path: str
-
-
-class _Refused(NamedTuple):
-    path: str
-    why: str
 
 
 def pack_source(
@@ -151,15 +140,17 @@ def _encode(image: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _convert(sample: Sample, packing: Packing) -> _Record | _Refused:
-    """Decode, resize and encode a sample. Runs in a thread: the decoders release the interpreter lock."""
+def _convert(sample: Sample, packing: Packing) -> Sample | BadSample:
+    """Decode, resize and encode a sample; returns why, where that fails. Runs in a thread: the decoders release the
+    interpreter lock.
+    """
     image = np.empty((packing.size, packing.size, 3), np.uint8)
     try:
         decode(sample.data, image, max_pixels=packing.max_pixels)
     except Unreadable as error:
-        return _Refused(sample.path, str(error))
+        return BadSample(sample.path, str(error))
     record = image.tobytes() if packing.records == "raw" else _encode(image, packing.quality)
-    return _Record(record, sample.label, sample.path)
+    return sample._replace(data=record)
 
 
 class _Writer:
@@ -205,13 +196,13 @@ class _Writer:
         written = write_file(self._root / name, chunks)
         return File(name, written.bytes, written.sha256)
 
-    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[_Record]:
+    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[Sample]:
         """The images that can be packed, in order; others are treated as the policy says."""
         refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
             if progress is not None:
                 progress(done)
-            if isinstance(result, _Record):
+            if isinstance(result, Sample):
                 yield result
                 continue
             refused += 1
@@ -228,28 +219,28 @@ class _Writer:
                 "Repair the data set; the path of each bad image was logged."
             )
 
-    def _write_shards(self, records: Iterator[_Record]) -> None:
+    def _write_shards(self, records: Iterator[Sample]) -> None:
         for first in records:
             name = f"shard-{len(self._shards):05d}.bin"
             self._shards.append(self._file(name, self._shard(itertools.chain([first], records))))
 
-    def _shard(self, records: Iterator[_Record]) -> Iterator[bytes]:
+    def _shard(self, records: Iterator[Sample]) -> Iterator[bytes]:
         """The content of the next shard; notes what is where in it."""
         offset = 0
         for item in records:
-            length = len(item.record)
-            self._rows.append((offset, length, zlib.crc32(item.record), len(self._shards)))
+            length = len(item.data)
+            self._rows.append((offset, length, zlib.crc32(item.data), len(self._shards)))
             self._labels.append(item.label)
-            yield item.record
+            yield item.data
             offset += length
             if offset >= SHARD_BYTES:
                 return
 
 
-def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[_Record | _Refused]:
+def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[Sample | BadSample]:
     """Convert in threads, in order, with a bounded number in flight."""
     threads = packing.threads or os.cpu_count() or 1
-    in_flight: deque[Future[_Record | _Refused]] = deque()
+    in_flight: deque[Future[Sample | BadSample]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
         try:
             for sample in samples:

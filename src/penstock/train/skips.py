@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NumericError
+from penstock.train.pending import REMEDY
 
 PATIENCE = 3
 """Steps in a row that are not finite, after which no step is taken any more."""
@@ -83,9 +84,7 @@ class StepSkipper:
         if in_a_row >= PATIENCE:
             raise NumericError(
                 f"By step {step}, {PATIENCE} steps in a row had a loss or gradients that are not finite; they and all "
-                "since were skipped, so the weights are those of before. Start a new run from the newest checkpoint's "
-                "weights by init_from, with a lower recipe.lr or a longer recipe.warmup_steps, or compute in a wider "
-                "type (plan dtype=bf16, or precision=O0)."
+                f"since were skipped, so the weights are those of before. {REMEDY}"
             )
         return int(skipped)
 

@@ -162,7 +162,7 @@ def scale_loss(
         return
     if not 0 <= loss_id < len(session.scalers):
         raise ConfigError(
-            f"scale_loss was given loss_id={loss_id}, but accelerate was told of {len(session.scalers)} "
+            f"scale_loss was given loss_id={loss_id}, but accelerate was called for {len(session.scalers)} "
             f"loss{'es' if len(session.scalers) > 1 else ''}; call accelerate(…, losses={loss_id + 1})."
         )
     scaler = session.scalers[loss_id]

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,9 +13,10 @@ from penstock.config.convert import nearest
 from penstock.errors import ConfigError
 from penstock.models.anatomy import uncompiled
 from penstock.optim.groups import parameters_of
-from penstock.precision.forward import already
+from penstock.precision.forward import already, precision_on
 from penstock.precision.scaler import LossScaler
 from penstock.precision.settings import Precision
+from penstock.precision.state_hooks import is_half
 
 
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
@@ -82,11 +82,11 @@ def check(
         if properties.weights == "half" and _in_ddp(model)
     ]
     for model in bare:
-        before = model.__dict__.get("_penstock_precision")
+        before = precision_on(model)
         if before is not None and "half" in (before.weights, properties.weights):
             problems.append(already(model))
             continue
-        halves = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+        halves = [name for name, p in model.named_parameters() if is_half(p)]
         if halves:
             problems.append(
                 f"{halves[0]} and {len(halves) - 1} more weights are half, but accelerate starts from fp32 weights "

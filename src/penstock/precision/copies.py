@@ -21,6 +21,7 @@ from penstock.precision.state_hooks import (
     HalfWeight,
     adopt_weights,
     fp32_state_of,
+    is_half,
     own_buffers,
     own_parameters,
     remove_hooks,
@@ -28,18 +29,21 @@ from penstock.precision.state_hooks import (
 )
 from penstock.precision.subclass import StandIns
 
-_HALVES = (torch.float16, torch.bfloat16)
 _KINDS: list[ModuleStandIns] = []
 """Every kind of stand-in that modules may wear."""
 
 
 class ModuleStandIns(StandIns):
-    """Stand-ins for the classes of modules, which see to copies and pickles besides."""
+    """Stand-ins for the classes of modules, whose copies and pickles are as the head of this file says."""
 
     def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:
         def with_copies(cls: type[nn.Module]) -> dict[str, Any]:
-            copies = {"__deepcopy__": self._deep, "__copy__": self._shallow, "__reduce_ex__": _reduced}
-            return {**attributes(cls), **{key: _method(function) for key, function in copies.items()}}
+            return {
+                **attributes(cls),
+                "__deepcopy__": lambda module, memo: self._deep(module, memo),
+                "__copy__": lambda module: self._copied(module, lambda: copy.copy(module)),
+                "__reduce_ex__": lambda module, protocol: plain(module).__reduce_ex__(protocol),
+            }
 
         super().__init__(with_copies)
         _KINDS.append(self)
@@ -52,9 +56,6 @@ class ModuleStandIns(StandIns):
             take_masters(made)  # no optimizer publishes them into a copy
         return made
 
-    def _shallow(self, module: nn.Module) -> nn.Module:
-        return self._copied(module, lambda: copy.copy(module))
-
     def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         # The original's own ways of being copied, `__getstate__` above all, are those of its own class.
         self.take_off(module)
@@ -65,14 +66,6 @@ class ModuleStandIns(StandIns):
         if any(key.startswith("_penstock") for key in made.__dict__):
             self.put_on(made)
         return made
-
-
-def _method(function: Any) -> Callable[..., Any]:
-    return lambda module, *args: function(module, *args)
-
-
-def _reduced(module: nn.Module, protocol: Any) -> Any:
-    return plain(module).__reduce_ex__(protocol)
 
 
 @torch.no_grad()
@@ -115,7 +108,7 @@ def widen(model: nn.Module) -> None:
         if stored is None:
             continue
         for key, weight in own_parameters(module):
-            if weight.dtype not in _HALVES:
+            if not is_half(weight):
                 continue
             if weight in stored.masters or isinstance(weight, HalfWeight):
                 if id(weight) not in found:
@@ -133,7 +126,7 @@ def widen(model: nn.Module) -> None:
 
 
 def _fp32(value: Tensor, stored: Fp32State | None) -> Tensor:
-    if stored is None or value.dtype not in _HALVES:
+    if stored is None or not is_half(value):
         return value
     wide = stored.fp32(value)
     if isinstance(value, Parameter):

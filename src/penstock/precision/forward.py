@@ -24,6 +24,7 @@ from penstock.errors import ConfigError
 from penstock.models.anatomy import uncompiled
 from penstock.precision.copies import ModuleStandIns, plain
 from penstock.precision.lists import apply_modules, default_lists, region
+from penstock.precision.lists.mode import device_type_of
 from penstock.precision.settings import Precision
 
 M = TypeVar("M", bound=nn.Module)
@@ -115,16 +116,15 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """What a model is entered by: `forward`, and the public methods of its class."""
     made = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
     made["forward"] = _entered(cls.forward, always=True, counts=bool(made))
-    if hasattr(
-        cls, "save_pretrained"
-    ):  # of Hugging Face, which writes the type of the weights beside a state dict
+    if hasattr(cls, "save_pretrained"):
+        # Hugging Face's, which writes the type of the weights beside a state dict.
         made["save_pretrained"] = _of_the_plain_model(cls.save_pretrained)
     return made
 
 
 def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods that a class or its bases define, but for those of torch and of Lightning, whose own loop sees
-    to them; generators run when nobody can see them.
+    to them. Generators are left out, for their code runs after the call has returned.
     """
     theirs = set(dir(nn.Module))
     for base in reversed(cls.__mro__):
@@ -140,7 +140,7 @@ def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]
 
 def _entered(original: Callable[..., Any], *, always: bool, counts: bool = True) -> Callable[..., Any]:
     """A method that computes in the model's precision; unless `always`, only where it is called from outside. Where
-    nobody asks, because there is but one method, calls are not counted.
+    only `forward` is wrapped, calls need not be counted.
     """
 
     @functools.wraps(original)
@@ -181,7 +181,7 @@ def _computed(
                 f"{precision.dtype_name}: make tensors inside the model in the type of its inputs, as "
                 "torch.zeros(…, dtype=x.dtype) does, or use O2, whose op lists cast them."
             ) from error
-    place = _device_type(model, args, kwargs)
+    place = device_type_of((args, kwargs)) or device_type_of(next(model.parameters(), None)) or "cpu"
     with torch.autocast(place, dtype=precision.dtype), region(precision.lists, place, precision.dtype):
         return original(model, *args, **kwargs)
 
@@ -195,14 +195,6 @@ def _of_the_plain_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _STAND_INS = ModuleStandIns(_methods)
-
-
-def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.device.type
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
 
 
 def _to(dtype: torch.dtype | str, value: Any, but: Any = ()) -> Any:

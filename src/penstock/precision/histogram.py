@@ -205,7 +205,7 @@ def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0
     if found.wrong:
         raise NumericError(
             f"{found.wrong:,} of {found.values:,} gradients are infinite or not a number in fp32 already, which no "
-            "loss scale mends; look for the layer with penstock.precision.report(model, batch, precision='O0')."
+            "loss scale can change; look for the layer with penstock.precision.report(model, batch, precision='O0')."
         )
     if not found.largest:
         raise NumericError("All gradients are zero: there is nothing to choose a loss scale by.")

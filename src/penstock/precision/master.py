@@ -28,6 +28,7 @@ from penstock.precision.state_hooks import (
     HalfWeight,
     adopt,
     give_master,
+    is_half,
     keep_handles,
     mark,
     own_buffers,
@@ -59,11 +60,11 @@ class MasterWeights:
         lists: OpLists | None = None,
     ) -> None:
         self.dtype = dtype
-        trained = {id(p): (optimizer, p) for optimizer in optimizers for p in parameters_of(optimizer)}
+        trained = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
         self._masters: dict[Parameter, Parameter] = {}
         """From half weight to master."""
-        self._owner: dict[Parameter, Optimizer] = {}
-        self._halves: list[tuple[Optimizer, list[Parameter], list[Parameter]]] = []
+        self._trained: dict[Optimizer, dict[Parameter, Parameter]] = {}
+        """The same of what each optimizer trains."""
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
         for name, module in _to_halve(models, norms, lists):
@@ -76,10 +77,9 @@ class MasterWeights:
             )  # fmt: skip
         self._models = list(models)
         self._parallel: list[weakref.ref[nn.parallel.DistributedDataParallel]] | None = None
-        self._spent: set[int] = set()
+        self._spent: set[Optimizer] = set()
         """Optimizers that have stepped on the gradients that their masters still hold."""
-        self._by_optimizer()
-        self._views: dict[int, tuple[int, dict[Parameter, Tensor]]] = {}
+        self._views: dict[Optimizer, tuple[int, dict[Parameter, Tensor]]] = {}
         self._shared: dict[Parameter, weakref.ref[Tensor] | None] | None = None
         """The gradient that a half weight and its master had in common when they were last looked at."""
 
@@ -87,7 +87,7 @@ class MasterWeights:
         self,
         name: str,
         module: nn.Module,
-        trained: Mapping[int, tuple[Optimizer, Parameter]],
+        trained: Mapping[int, Optimizer],
         swapped: dict[int, Parameter],
         frozen: list[str],
     ) -> None:
@@ -105,9 +105,7 @@ class MasterWeights:
                 half._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 swapped[id(parameter)] = half
                 if id(parameter) in trained:
-                    self._masters[half] = parameter
-                    self._owner[half] = trained[id(parameter)][0]
-                    mark(half)
+                    self._add(trained[id(parameter)], half, parameter)
                 else:
                     frozen.append(f"{name}.{key}" if name else key)
             if half in self._masters:
@@ -116,32 +114,30 @@ class MasterWeights:
         if mine:
             stored.attach(module)
 
-    def _by_optimizer(self) -> None:
-        optimizers = {id(o): o for o in self._owner.values()}
-        for key, optimizer in optimizers.items():
-            halves = [half for half, owner in self._owner.items() if id(owner) == key]
-            self._halves.append((optimizer, halves, [self._masters[half] for half in halves]))
+    def _add(self, optimizer: Optimizer, half: Parameter, master: Parameter) -> None:
+        self._masters[half] = master
+        self._trained.setdefault(optimizer, {})[half] = master
+        mark(half)
 
     # -- around a step
 
-    def _of(
-        self, optimizer: Optimizer | None
-    ) -> Iterator[tuple[Optimizer, list[Parameter], list[Parameter]]]:
-        return (entry for entry in self._halves if optimizer is None or entry[0] is optimizer)
+    def _of(self, optimizer: Optimizer | None) -> dict[Optimizer, dict[Parameter, Parameter]]:
+        """Masters by half weight of one optimizer, or of each."""
+        return self._trained if optimizer is None else {optimizer: self._trained.get(optimizer, {})}
 
     @torch.no_grad()
     def collect(self, optimizer: Optimizer | None = None) -> None:
         """Move the half gradients to the masters, adding to what is there, and take over weights written in place."""
-        for owner, halves, masters in self._of(optimizer):
-            if id(owner) in self._spent:
-                self._spent.discard(id(owner))
+        for owner, masters in self._of(optimizer).items():
+            if owner in self._spent:
+                self._spent.discard(owner)
                 if self._shared is None:
-                    for master in masters:
+                    for master in masters.values():
                         master.grad = None
-            for half, master in zip(halves, masters):
+            for half, master in masters.items():
                 adopt(half, master)
             if self._shared is not None:
-                for half, master in zip(halves, masters):
+                for half, master in masters.items():
                     self._share(half, master, self._shared)
                 continue
             views = self._flat_gradients(owner)
@@ -149,7 +145,7 @@ class MasterWeights:
             fresh: list[Tensor] = []
             more: list[Tensor] = []
             added: list[Tensor] = []
-            for half, master in zip(halves, masters):
+            for half, master in masters.items():
                 gradient = half.grad
                 if gradient is None:
                     continue
@@ -174,14 +170,14 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters into the model."""
-        for _, halves, masters in self._of(optimizer):
-            publish(halves, masters)
+        for masters in self._of(optimizer).values():
+            publish(list(masters), list(masters.values()))
 
     def used_up(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped. Its gradients may be read until the next ones come, which do not add to them:
         zeroing the model's gradients, which are these, could not be seen here.
         """
-        self._spent.add(id(optimizer))
+        self._spent.add(optimizer)
 
     def unsynced(self) -> bool:
         """Whether a DistributedDataParallel around one of the models leaves the gradients of the backward pass to come
@@ -213,25 +209,21 @@ class MasterWeights:
     def join(self, optimizer: Optimizer, new: Mapping[Parameter, Parameter]) -> None:
         """From now on `optimizer` trains half weights that had no masters."""
         for half, master in new.items():
-            self._masters[half] = master
-            self._owner[half] = optimizer
-            mark(half)
+            self._add(optimizer, half, master)
             for model in self._models:
                 give_master(model, half, master)
-        self._halves = []
-        self._by_optimizer()
 
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Forget the model's half gradients; the masters' are the optimizer's to forget."""
-        for owner, _, _ in self._of(optimizer):
-            self._spent.discard(id(owner))
+        of = self._of(optimizer)
+        self._spent -= of.keys()
         if self._shared is not None and not set_to_none:
             self.collect(
                 optimizer
-            )  # those of the masters, which the optimizer will fill with zeros, are these
+            )  # the optimizer will fill the masters' gradients with zeros, which are these
             return
-        for _, halves, _ in self._of(optimizer):
-            for half in halves:
+        for masters in of.values():
+            for half in masters:
                 half.grad = None
 
     def share_gradients(self) -> None:
@@ -258,23 +250,23 @@ class MasterWeights:
 
     def has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether a half weight holds a gradient that has not been collected."""
-        return any(half.grad is not None for _, halves, _ in self._of(optimizer) for half in halves)
+        return any(half.grad is not None for half in self._trained.get(optimizer, {}))
 
     def _flat_gradients(self, optimizer: Optimizer) -> dict[Parameter, Tensor]:
         """Where a contiguous optimizer wants each gradient to lie, so that collecting puts it there at once."""
         if not isinstance(optimizer, Contiguous):
             return {}
-        generation, views = self._views.get(id(optimizer), (-1, {}))
+        generation, views = self._views.get(optimizer, (-1, {}))
         if generation != optimizer.generation:
             views = {
                 p: v for b in optimizer.buckets() for p, v in zip(b.parameters, b.gradient_views, strict=True)
             }
-            self._views[id(optimizer)] = (optimizer.generation, views)
+            self._views[optimizer] = (optimizer.generation, views)
         return views
 
     def weights_of(self, optimizer: Optimizer) -> list[Parameter]:
         """The half weights that an optimizer trains."""
-        return [half for _, halves, _ in self._of(optimizer) for half in halves]
+        return list(self._trained.get(optimizer, {}))
 
     # -- what is saved
 
@@ -354,7 +346,7 @@ def compute_in_fp32(norm: nn.Module) -> None:
 
 
 def _to_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(a.float() if _half(a) else a for a in args)
+    return tuple(a.float() if isinstance(a, Tensor) and is_half(a) else a for a in args)
 
 
 def _as_input(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -362,7 +354,3 @@ def _as_input(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if isinstance(output, Tensor) and first is not None and output.is_floating_point():
         return output.to(first.dtype)
     return output
-
-
-def _half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)

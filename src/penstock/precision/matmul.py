@@ -14,8 +14,8 @@ from penstock.config.plan import Matmul
 def matmul_precision(setting: Matmul) -> Iterator[None]:
     """Inside, fp32 products have the given precision; afterwards what it was before, even after an error.
 
-    `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default, lest a
-    baseline be faster than it says. `high` and `medium` allow it.
+    `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
+    baseline would be faster than it says. `high` and `medium` allow it.
     """
     before = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32

@@ -43,6 +43,11 @@ def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
             stored.masters[half] = master
 
 
+def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor is of a half type."""
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
 def fp32_state_of(module: nn.Module) -> Fp32State | None:
     """How a module's own half weights get to disk; None where it has none."""
     return module.__dict__.get("_penstock_stored")
@@ -170,7 +175,7 @@ def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 
 def mark(half: Tensor) -> None:
-    # With the identity, lest a copy that was unpickled with this mark take its own count for a change.
+    # With the identity: a copy that was unpickled with this mark has another count, which is no change.
     half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
 
 
@@ -193,7 +198,7 @@ def adopt(half: Tensor, master: Tensor) -> None:
 
 
 class HalfWeight(Parameter):
-    """A half weight with a master. Writing through `.data` counts no version, so whoever asks for it is suspected."""
+    """A half weight with a master. A write through `.data` raises no version, so that reading `.data` counts as one."""
 
     @property
     def data(self) -> Tensor:

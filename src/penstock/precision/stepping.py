@@ -131,7 +131,7 @@ def _load_scalers(session: Session, stored: Mapping[str, Any] | None) -> None:
         return
     if len(states) != len(session.scalers):
         raise CheckpointError(
-            f"The stored optimizer has {len(states)} loss scales, but accelerate was told of "
+            f"The stored optimizer has {len(states)} loss scales, but accelerate was called for "
             f"{len(session.scalers)} losses; call accelerate(…, losses={len(states)})."
         )
     for scaler, state in zip(session.scalers, states):

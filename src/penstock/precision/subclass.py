@@ -1,4 +1,4 @@
-"""Subclasses that take the place of a module's or an optimizer's class without anybody's noticing."""
+"""Subclasses that take the place of a module's or an optimizer's class and look like it from outside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 class _Quiet:
-    """Stands first among the bases while a class is made, so that no `__init_subclass__` of the original's hears of it:
-    registries keep the original, and what else such a hook asks for need not be known.
+    """The first base of a class while it is made, so that the original's `__init_subclass__` is not called: registries
+    of classes keep the original, and arguments that such a hook needs are not missing.
     """
 
     def __init_subclass__(cls, **_: Any) -> None:
@@ -20,8 +20,8 @@ class _Quiet:
 class StandIns:
     """One stand-in for each class, made when it is first needed: a subclass that goes by the name of the original.
 
-    `attributes(cls)` are what it has besides. An object's `__class__` stays the original, as pickle wants it that looks
-    classes up by name; who assigns another one, as sharding and parametrizations do, gets a stand-in for that.
+    `attributes(cls)` are its own methods. An object's `__class__` still reads as the original, which pickle looks up by
+    name. Code that assigns another class, as sharding and parametrizations do, gets a stand-in for that class.
     """
 
     def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:

@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, nothing is counted: for whoever measures meanwhile."""
+        """Inside, nothing is counted, so that other measurements can run."""
         before, self._paused = self._paused, True
         try:
             yield

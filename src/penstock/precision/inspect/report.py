@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import apply_precision, unwrap_forward, unwrapped
+from penstock.precision.forward import apply_precision, precision_on, unwrap_forward, unwrapped
 from penstock.precision.histogram import LARGEST, Meter, power_of_two
 from penstock.precision.inspect.gradients import Kind, LayerGradients, layer_gradients, pass_in_fp32, together
 from penstock.precision.inspect.operations import Operation, Recorder
 from penstock.precision.inspect.table import describe
 from penstock.precision.inspect.undisturbed import (
-    HALVES,
     Loss,
     checked,
     default_loss,
@@ -34,6 +33,7 @@ from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace
 from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
+from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 
 STARTING_SCALE = 2.0**16
@@ -137,7 +137,7 @@ def report(
 
 
 def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) -> Precision:
-    own: Precision | None = model.__dict__.get("_penstock_precision")
+    own: Precision | None = precision_on(model)
     half = _half_of(model)
     if own is None and half is not None:
         if precision not in ("O2", "O3"):
@@ -161,7 +161,7 @@ def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) 
 
 def _half_of(model: nn.Module) -> torch.dtype | None:
     """The type of the first weight that is half."""
-    return next((p.dtype for p in model.parameters() if p.dtype in HALVES), None)
+    return next((p.dtype for p in model.parameters() if is_half(p)), None)
 
 
 def _scale(precision: Precision, optimizer: Optimizer | None, scale: float | None) -> float:
@@ -179,7 +179,7 @@ def _scale(precision: Precision, optimizer: Optimizer | None, scale: float | Non
 def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]:
     """The model as it trains in a precision: itself, or, where its weights would have to change, a copy."""
     with ExitStack() as stack:
-        if "_penstock_precision" not in model.__dict__ and precision.dtype is not None:
+        if precision_on(model) is None and precision.dtype is not None:
             if precision.weights == "half" and _half_of(model) is None:
                 model = copy.deepcopy(model)
                 accelerate(model, precision=precision.level, dtype=precision.dtype)

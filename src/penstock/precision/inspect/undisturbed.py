@@ -16,12 +16,10 @@ from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.precision.session import device_of
 from penstock.precision.settings import properties_of
-from penstock.precision.state_hooks import own_buffers, own_parameters
+from penstock.precision.state_hooks import is_half, own_buffers, own_parameters
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -59,7 +57,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes in fp32 throughout, whatever it was accelerated or cast to.
 
     Half weights are those of the forward pass, widened: where there are master weights, these are not looked at.
-    Parameters keep their identity, so nobody who holds one notices.
+    Parameters keep their identity, so that optimizers and hooks that refer to them go on working.
     """
     kept: list[tuple[nn.Module, str, Parameter]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -70,7 +68,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             for key, parameter in own_parameters(module):
-                if parameter.dtype in HALVES:
+                if is_half(parameter):
                     if id(parameter) not in wide:
                         wide[id(parameter)] = Parameter(
                             parameter.detach().float(), requires_grad=parameter.requires_grad
@@ -78,7 +76,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                     kept.append((module, key, parameter))
                     setattr(module, key, wide[id(parameter)])  # recurrent layers keep a second list
             for key, buffer in own_buffers(module):
-                if buffer.dtype in HALVES:
+                if is_half(buffer):
                     buffers.append((module, key, buffer))
                     setattr(module, key, buffer.float())
         with torch.autocast(device_of([model]).type, enabled=False):

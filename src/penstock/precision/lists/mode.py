@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.precision.lists.kernels import CASTABLE, register
 from penstock.precision.lists.op_lists import HALVES, OpLists, intercepted
 
-# Of autocast's concern: fp64 and fp8 are somebody's own choice.
+# The devices whose tensors op lists cast. Tensors in fp64 and fp8 are left as the model made them.
 _DEVICES = ("cpu", "cuda")
 
 # Note: checkpoints and compilation.

@@ -34,7 +34,7 @@ _SINGLE: dict[type[nn.Module], str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """What a module's forward does besides."""
+    """What a treated module's forward pass does that the original's does not."""
 
     kind: Literal["fp32", "half", "keep", "enter", "recurrent"]
     lists: OpLists
@@ -167,32 +167,26 @@ def _forward(cls: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         treatment: _Treatment | None = self.__dict__.get(_KEY)
-        if treatment is None:  # an instance that `type(treated)(…)` made is one of the original class
+        # An instance that `type(treated)(…)` made is one of the original class.
+        device = None if treatment is None else device_type_of((args, kwargs))
+        if treatment is None or device is None or not torch.is_autocast_enabled(device):
             return original(self, *args, **kwargs)
-        device = device_type_of((args, kwargs))
-        if device is None or not torch.is_autocast_enabled(device):
+        kind, dtype = treatment.kind, torch.get_autocast_dtype(device)
+        refused = device == "cpu" and dtype in treatment.dtypes
+        if (kind == "keep" and device not in treatment.devices) or (kind == "recurrent" and not refused):
             return original(self, *args, **kwargs)
-        if treatment.kind == "keep":
-            if device not in treatment.devices:
-                return original(self, *args, **kwargs)
+        if kind == "keep":
             with torch.autocast(device, enabled=False):
                 return _kept(self, args[0] if args else kwargs["input"])
-        dtype = torch.get_autocast_dtype(device)
-        if treatment.kind == "recurrent" and (device != "cpu" or dtype not in treatment.dtypes):
-            return original(self, *args, **kwargs)
-        if treatment.kind == "recurrent":
+        if kind in ("fp32", "recurrent"):
             args, kwargs = cast(args, torch.float32, device), cast(kwargs, torch.float32, device)
-            twin = treatment.twin
-            assert twin is not None
-            weights = {name: getattr(self, name).float() for name, _ in twin.named_parameters()}
             with torch.autocast(device, enabled=False):
-                return functional_call(twin.train(self.training), weights, args, kwargs)
-        if treatment.kind == "fp32":
-            with torch.autocast(device, enabled=False):
-                return original(
-                    self, *cast(args, torch.float32, device), **cast(kwargs, torch.float32, device)
-                )
-        if treatment.kind == "half":
+                if treatment.twin is None:
+                    return original(self, *args, **kwargs)
+                twin = treatment.twin.train(self.training)
+                weights = {name: getattr(self, name).float() for name, _ in twin.named_parameters()}
+                return functional_call(twin, weights, args, kwargs)
+        if kind == "half":
             args, kwargs = cast(args, dtype, device), cast(kwargs, dtype, device)
         with region(treatment.lists, device, dtype):
             return original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What was done to a script, in lines that are told once."""
+"""What was done to a script, in lines that are printed once."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
 from penstock.precision.scaling import Gradients, unscale_gradients
+from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 
 
@@ -207,7 +208,7 @@ def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Te
         if gradient is None and (root.numel() != 1 or not root.is_floating_point()):
             return None
         # 65,536, the first scale, is not a number of fp16.
-        half = root.dtype in (torch.float16, torch.bfloat16)
+        half = is_half(root)
         wide.append(root.float() if half else root)
         start = torch.ones_like(root) if gradient is None else gradient
         starts.append(start.float() if half else start)

@@ -77,7 +77,7 @@ class Interception:
         return self
 
     def remove(self, *, finished: bool = True) -> None:
-        """Undo `install`, and tell what has not been told; of a script that `finished`, also if it was nothing."""
+        """Undo `install`, and say what has not been said. Of a script that `finished`, say also if nothing was done."""
         global _installed
         if _installed is not self:
             return

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import living, unwrap_forward, unwrapped, wrap_forward
+from penstock.precision.forward import living, precision_on, unwrap_forward, unwrapped, wrap_forward
 from penstock.precision.script.account import Account
 from penstock.precision.settings import Precision, properties_of
+from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 
 _PATIENCE = 50
 """Steps that an optimizer waits for models of its that have not been called: watching costs microseconds a call."""
-_HALVES = (torch.float16, torch.bfloat16)
 _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
 
 
@@ -159,7 +159,7 @@ class Pairing:
     def _take(
         self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
     ) -> None:
-        why = self._mixed_already(root, takers)
+        why = self._mixed_already(root)
         if why is not None:
             self._leave(type(root).__name__, takers, why)
             self._seen.update(root.modules())
@@ -215,7 +215,7 @@ class Pairing:
                 continue
             session = gradients_beside(optimizer).session
             if session.precision.weights == "half":
-                wrap_forward(root, session.models[0].__dict__["_penstock_precision"])
+                wrap_forward(root, session.precision)
             else:
                 accelerate(root, **self._asked)
                 session.models.append(root)
@@ -243,7 +243,7 @@ class Pairing:
 
     # -- what cannot be, or need not
 
-    def _mixed_already(self, root: nn.Module, takers: list[Optimizer]) -> str | None:
+    def _mixed_already(self, root: nn.Module) -> str | None:
         """Why a model is the script's own business."""
         device = next(root.parameters()).device
         if torch.is_autocast_enabled(device.type):
@@ -252,21 +252,21 @@ class Pairing:
             return "the script scales its loss with a GradScaler of its own"
         if root in self._ours:
             return None
-        if "_penstock_precision" in root.__dict__:
+        if precision_on(root) is not None:
             return "the script accelerates it itself"
-        if self._is_accelerated(root, takers):
+        if self._is_accelerated(root):
             return None
-        kinds = {p.dtype for p in root.parameters() if p.is_floating_point()}
-        if kinds & set(_HALVES):
+        if any(map(is_half, root.parameters())):
             return "the script gave it half weights"
+        kinds = {p.dtype for p in root.parameters() if p.is_floating_point()}
         if torch.float32 not in kinds:
             return (
                 f"its weights are {', '.join(sorted(str(kind) for kind in kinds)) or 'no floating numbers'}"
             )
         return None
 
-    def _is_accelerated(self, root: nn.Module, takers: list[Optimizer]) -> bool:
-        """Whether the weights of a module, or those of an optimizer, are those of a model that was accelerated."""
+    def _is_accelerated(self, root: nn.Module) -> bool:
+        """Whether some weights of a module are those of a model that was accelerated."""
         known = {id(p) for model in self._ours for p in model.parameters()}
         return any(id(p) in known for p in root.parameters())
 
@@ -288,7 +288,7 @@ class Pairing:
             )
         if precision.weights == "fp32":
             return
-        if self._is_accelerated(root, takers):
+        if self._is_accelerated(root):
             raise ConfigError(
                 f"The script makes another {type(takers[0]).__name__} for {name} after training began, and "
                 f"{precision.level} has given it half weights by then; use --precision O1."

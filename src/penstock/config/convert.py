@@ -14,7 +14,9 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from penstock.errors import ConfigError
 
 NONE_WORDS = ("none", "null")
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -275,7 +277,7 @@ def plain(value: Any) -> Any:
 
 
 def check_fields(config: Any, where: str) -> list[str]:
-    """Problems of a new dataclass whose values do not match its field types; for `__post_init__`.
+    """Problems of a dataclass whose values do not match its field types.
 
     Python does not check annotations, so `Plan(precision="O7")` would otherwise fail much later. `where` is
     the path of the dataclass, empty for the root.
@@ -292,3 +294,24 @@ def check_fields(config: Any, where: str) -> list[str]:
         if type(converted) is not type(value) and not (type(converted) is float and type(value) is int):
             problems.append(_not_a(value, kind).sentence(f"{path}{name}"))
     return problems
+
+
+class Checked:
+    """A configuration dataclass that holds its fields to their types when it is made, and then to rules of its own."""
+
+    __slots__ = ()
+    _where: ClassVar[str] = ""
+
+    def __init_subclass__(cls, where: str | None = None) -> None:
+        """`where` is the path of the dataclass from the configuration's root, empty for the root."""
+        if where is not None:  # a dataclass with slots is made a second time, without it
+            cls._where = where
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, self._where) or list(self._problems())
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterable[str]:
+        """Every reason why these values contradict each other; asked only if each is of its type."""
+        return ()

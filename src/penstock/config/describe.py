@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import accepts_none, dataclasses_of, family_of, field_types, is_union
+from penstock.config.convert import accepts_none, dataclasses_of, family_of, field_types, is_union, word
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,17 +125,13 @@ def type_word(kind: Any) -> str:
 
 def default_word(value: Any) -> str:
     """A default as a user would type it."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         short = getattr(value, "SHORT_FIELD", None)
         if short is not None:
             return str(getattr(value, short))
         short_form = getattr(value, "short_form", None)
         return str(short_form()) if short_form is not None else str(value)
-    return str(value)
+    return word(value)
 
 
 def _first_line(cls: type) -> str:

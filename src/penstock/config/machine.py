@@ -7,13 +7,14 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config.convert import Count, Natural, NotNegative, Positive, check_fields, nearest
+from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, nearest
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
 from penstock.errors import ConfigError, EnvironmentProblem
 
@@ -53,7 +54,7 @@ class KernelSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Checked, where="machine"):
     """One kind of device and the links between such devices. All rates are per device and in SI units.
 
     `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`,
@@ -101,12 +102,9 @@ class Machine:
     """Measured CPU operators that take longer than their memory traffic."""
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        problems = check_fields(self, "machine")
-        if not problems and not self.peak_flops:
-            problems = ["machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."]
-        if problems:
-            raise ConfigError(problems)
+    def _problems(self) -> Iterator[str]:
+        if not self.peak_flops:
+            yield "machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

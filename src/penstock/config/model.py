@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from penstock.config.convert import Count, Natural, Positive, Probability, check_fields, nearest, word
+from penstock.config.convert import Checked, Count, Natural, Positive, Probability, nearest, word
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 
@@ -19,7 +19,7 @@ Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
 
 
-class _Family:
+class _Family(Checked, where="model"):
     """What the configurations of all families have in common."""
 
     @classmethod
@@ -30,15 +30,6 @@ class _Family:
     def short_form(self) -> str:
         """The name of the equal preset, or `custom`."""
         return next((name for name, found in PRESETS.items() if found == self), "custom")
-
-    def __post_init__(self) -> None:
-        problems = check_fields(self, "model") or list(self._problems())
-        if problems:
-            raise ConfigError(problems)
-
-    def _problems(self) -> Iterator[str]:
-        """Every reason why such a model is impossible. If early checks fail, later ones are skipped."""
-        raise NotImplementedError  # each family has its own
 
 
 @dataclass(frozen=True, kw_only=True)

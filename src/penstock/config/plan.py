@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import BadValue, Count, Range, check_fields, convert, field_types, nearest, word
+from penstock.config.convert import BadValue, Checked, Count, Range, convert, field_types, nearest, word
 from penstock.config.load import dump_toml, from_dict
 from penstock.errors import ConfigError
 
@@ -39,7 +39,7 @@ BASELINE = "baseline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Checked, where="plan"):
     """How a model runs on a machine. The defaults are the plain baseline that optimisations are compared
     with."""
 
@@ -122,10 +122,6 @@ class Plan:
     tp_overlap: TensorOverlap = "weights"
     """Which tensor parallel collectives overlap with computation: none, those that fit behind the gradients
     of weights, or all that can."""
-
-    def __post_init__(self) -> None:
-        if problems := check_fields(self, "plan"):
-            raise ConfigError(problems)
 
     @classmethod
     def parse(cls, line: str) -> Plan:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import (
+    Checked,
     Count,
     Natural,
     NotNegative,
@@ -16,24 +17,17 @@ from penstock.config.convert import (
     Range,
     Seed,
     Share,
-    check_fields,
     nearest,
 )
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
-from penstock.errors import ConfigError
 
 _DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]+)$")
 SOURCES = ("digits", "imagefolder", "pack")
 
 
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked, where="data"):
     """Where samples come from and how they are read."""
 
     SHORT_FIELD: ClassVar[str] = "source"
@@ -48,9 +42,6 @@ class DataConfig:
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
 
-    def __post_init__(self) -> None:
-        _raise(check_fields(self, "data") or list(self._problems()))
-
     def _problems(self) -> Iterator[str]:
         kind, _, path = self.source.partition(":")
         if kind not in SOURCES or (kind == "digits") == bool(path):
@@ -61,7 +52,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Augment:
+class Augment(Checked, where="recipe.augment"):
     """Augmentation, applied in batches on the device. Only flip and crop are on by default."""
 
     crop_scale_min: Share = 0.08
@@ -79,12 +70,9 @@ class Augment:
     """Alpha of CutMix (Yun et al., ICCV 2019); 0 is off."""
     label_smoothing: Share = 0.0
 
-    def __post_init__(self) -> None:
-        _raise(check_fields(self, "recipe.augment"))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lists:
+class Lists(Checked, where="recipe.lists"):
     """Operations and modules that run in another type than the op lists of O1 and O2 give them."""
 
     half: tuple[str, ...] = ()
@@ -100,12 +88,9 @@ class Lists:
     fp32_modules: tuple[str, ...] = ()
     """Modules in fp32, with all that is in them."""
 
-    def __post_init__(self) -> None:
-        _raise(check_fields(self, "recipe.lists"))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(Checked, where="recipe"):
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
     epochs: Positive = 10.0
@@ -140,12 +125,9 @@ class Recipe:
     augment: Augment = field(default_factory=Augment)
     lists: Lists = field(default_factory=Lists)
 
-    def __post_init__(self) -> None:
-        _raise(check_fields(self, "recipe"))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Checked):
     """Everything that determines a run. The same values give the same run."""
 
     model: ModelConfig = PRESETS["vit-digits"]
@@ -174,9 +156,6 @@ class RunConfig:
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""
-
-    def __post_init__(self) -> None:
-        _raise(check_fields(self, "") or list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
         if not _DEVICE.match(self.device):

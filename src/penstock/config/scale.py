@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from penstock.config.convert import Count, NotNegative, Range, Seed, check_fields
+from penstock.config.convert import Checked, Count, NotNegative, Range, Seed
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
-from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleConfig:
+class ScaleConfig(Checked):
     """One measurement of the gradients of a model on its data."""
 
     model: ModelConfig = PRESETS["vit-s16"]
@@ -39,12 +39,8 @@ class ScaleConfig:
     output: str = "runs/scale"
     """Folder of the report: scale.html, scale.svg and scale.json."""
 
-    def __post_init__(self) -> None:
-        problems = check_fields(self, "")
-        if not problems:
-            if self.factory is not None and ":" not in self.factory:
-                problems.append(f"factory is {self.factory!r}; write package.module:function.")
-            if self.factory is not None and self.init_from is not None:
-                problems.append("init_from is for presets; let the factory load its weights.")
-        if problems:
-            raise ConfigError(problems)
+    def _problems(self) -> Iterator[str]:
+        if self.factory is not None and ":" not in self.factory:
+            yield f"factory is {self.factory!r}; write package.module:function."
+        if self.factory is not None and self.init_from is not None:
+            yield "init_from is for presets; let the factory load its weights."

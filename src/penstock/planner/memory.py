@@ -9,7 +9,6 @@ A pipeline's first stage keeps as many micro-batches as there are stages; the la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,32 +31,21 @@ NEIGHBOURS = 3
 class Held(NamedTuple):
     """Bytes of one micro-batch through all blocks and ends."""
 
-    blocks: dict[str, float]
-    """By kind, what blocks keep from forward to backward."""
-    entrance: dict[str, float]
-    exit: dict[str, float]
+    activations: dict[str, float]
+    """By kind, what is kept while blocks run backward: all but the exit's."""
+    blocks: float
+    """What blocks keep from forward to backward."""
+    entrance: float
+    exit: float
     working: float
     """What the last block's backward pass needs besides at its most, with what it makes again."""
     output: float
     """The same of the exit's."""
 
     @property
-    def activations(self) -> dict[str, float]:
-        """By kind, what is kept while blocks run backward: all but the exit's."""
-        return _sum((self.blocks, self.entrance))
-
-    @property
-    def kept(self) -> dict[str, float]:
-        """By kind, what is kept when the forward pass ends."""
-        return _sum((self.blocks, self.entrance, self.exit))
-
-
-def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, size in part.items():
-            total[name] = total.get(name, 0.0) + size
-    return total
+    def kept(self) -> float:
+        """What is kept when the forward pass ends."""
+        return self.blocks + self.entrance + self.exit
 
 
 def held(work: Workload, plan: Plan) -> Held:
@@ -79,24 +67,26 @@ def group_bytes(constants: Constants = DEFAULT) -> float:
 @lru_cache(maxsize=8192)
 def _held(work: Workload, how: Recompute, gradient: float, fresh: float) -> Held:
     if work.kept_bytes is not None:
-        return Held({}, {"activations": work.kept_bytes}, {}, work.working_bytes, 0.0)
-    blocks: dict[str, float] = {}
-    ends: dict[str, dict[str, float]] = {}
-    working = output = learned = 0.0
+        kept = work.kept_bytes
+        return Held({"activations": kept}, 0.0, kept, 0.0, work.working_bytes, 0.0)
+    activations: dict[str, float] = {}
+    working = output = learned = before = after = 0.0
     for part in reversed(work.parts):
         own, whole = kept_by(part, how), kept_by(part, NOTHING)
-        if part.block is None:
-            ends[part.name] = own
-            if part.name == "exit":
-                output, learned = live_bytes(part, gradient, fresh)
+        if part.name == "exit":
+            output, learned = live_bytes(part, gradient, fresh)
+            after = sum(own.values())
             continue
-        for source, share in ((own, how.share), (whole, 1 - how.share)):
-            for name, size in source.items():
+        if part.name == "entrance":
+            before = sum(own.values())
+        else:
+            remade = max(0.0, sum(whole.values()) - sum(own.values()))
+            working = max(working, live_bytes(part, gradient, fresh)[0] + remade + learned)
+        for kinds, share in ((own, how.share), (whole, 1 - how.share)):
+            for kind, size in kinds.items():
                 if share:
-                    blocks[name] = blocks.get(name, 0.0) + part.count * size * share
-        remade = max(0.0, sum(whole.values()) - sum(own.values()))
-        working = max(working, live_bytes(part, gradient, fresh)[0] + remade + learned)
-    return Held(blocks, ends["entrance"], ends["exit"], working, output)
+                    activations[kind] = activations.get(kind, 0.0) + part.count * size * share
+    return Held(activations, sum(activations.values()) - before, before, after, working, output)
 
 
 @lru_cache(maxsize=8192)
@@ -185,10 +175,8 @@ def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[st
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    ended = dict.fromkeys(found, 0.0) | {
-        "gradients": whole, "whole_gradients": 0.0, "gathered_weights": 0.0,
-        "temporary": _temporary(work, plan, hold), "buckets": buckets,
-    }  # fmt: skip
+    after = {"gradients": whole, "temporary": _temporary(work, plan, hold), "buckets": buckets}
+    ended = dict.fromkeys(begun, 0.0) | after
     return max(begun, ended, key=lambda moment: sum(moment.values()))
 
 
@@ -208,26 +196,21 @@ def _temporary(work: Workload, plan: Plan, hold: Holding) -> float:
 
 def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     """Activations, output and what a backward pass works with, on the stage where they are most together."""
-    one = held(work, plan)
-    blocks, ends, depth = sum(one.blocks.values()), sum(one.entrance.values()), max(1, work.depth)
-    late = sum(one.exit.values())
-    if plan.offload == "activations":
-        blocks = 2 * blocks / depth
+    one, depth = held(work, plan), max(1, work.depth)
+    blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
     if plan.pp == 1:
-        return {"activations": blocks + ends} | _larger(one.output + late, one.working)
+        return {"activations": blocks + one.entrance} | _larger(one.output + one.exit, one.working)
     first, _, last = stage_blocks(depth, plan.pp)
-    flying = in_flight(plan)
-    front = (blocks / depth * first * flying + ends * flying, 0.0)
-    resting = blocks
+    front = ((blocks / depth * first + one.entrance) * in_flight(plan), 0.0)
     if plan.schedule == "zero_bubble":
         # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
         put_off = min(plan.pp, plan.accumulate) - 1
-        resting += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
+        blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
     waiting = 0.0
     if plan.schedule == "gpipe":
         # All micro-batches' outputs wait for their backward passes.
-        waiting = (plan.accumulate - 1) * late
-    back = (resting / depth * last * rested(plan) + waiting, one.output + late)
+        waiting = (plan.accumulate - 1) * one.exit
+    back = (blocks / depth * last * rested(plan) + waiting, one.output + one.exit)
     activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
     return {"activations": activations} | _larger(output, one.working)
 

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.numerics import BYTES, MOMENTS, Numerics, numerics_of
+from penstock.config.numerics import BYTES, MOMENTS, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Workload
 from penstock.planner.pipeline import stage_blocks
@@ -77,47 +77,34 @@ class Holding(NamedTuple):
     """What is gathered of the entrance and the exit where one stage has both, or of the larger."""
 
 
-@lru_cache(maxsize=8192)
-def _held(work: Workload, pp: int) -> tuple[float, float, float, float, float, float]:
-    """Learned numbers and experts of the fullest stage; dense ones and experts of a block, on the mean; those of the
-    ends; tensors."""
-    blocks = sum(part.count * (part.parameters + part.experts) for part in work.blocks)
-    experts = sum(part.count * part.experts for part in work.blocks)
-    ends = [part.parameters for part in work.parts if part.block is None]
-    depth = max(1, work.depth)
-    if pp == 1 or not work.depth:
-        dense = (blocks - experts) / depth if work.depth else float(sum(ends))
-        return (
-            blocks + sum(ends),
-            experts,
-            dense,
-            experts / depth,
-            sum(ends) if work.depth else 0.0,
-            work.tensors,
-        )
-    first, middle, last = stage_blocks(depth, pp)
-    one, (entrance, exit_) = blocks / depth, ends
-    stages = (first * one + entrance, middle * one, last * one + exit_ + work.tied)
-    most = max(first, middle, last)
-    return (
-        max(stages), experts / depth * most, (blocks - experts) / depth, experts / depth,
-        max(entrance, exit_ + work.tied), work.tensors / pp,
-    )  # fmt: skip
-
-
 def holding(work: Workload, plan: Plan) -> Holding:
     """What each device of a layout holds."""
-    held, experts, dense, sparse, ends, tensors = _held(work, plan.pp)
     shards = plan.dp * plan.cp
     group = min(plan.shard, shards) if plan.sharding == "hsdp" else shards
-    alike = max(1, group // plan.ep)
+    return _holding(work, plan.pp, group, plan.ep, plan.sharding if shards > 1 else "ddp")
+
+
+@lru_cache(maxsize=8192)
+def _holding(work: Workload, pp: int, group: int, ep: int, sharding: str) -> Holding:
+    ends = [part.parameters for part in work.parts if part.block is None]
+    held, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
+    experts = float(sum(part.count * part.experts for part in work.blocks))
+    dense, sparse = (held - end - experts) / depth, experts / depth
+    if not work.depth:
+        dense, end = end, 0
+    elif pp > 1:
+        first, middle, last = stage_blocks(depth, pp)
+        entrance, exit_ = ends[0], ends[1] + work.tied
+        one, end = dense + sparse, max(entrance, exit_)
+        held = max(first * one + entrance, middle * one, last * one + exit_)
+        experts = sparse * max(first, middle, last)
+    alike = max(1, group // ep)
     # Experts are shared out over fewer replicas, for ep has split them already.
     sharded = (held - experts) / group + experts / alike
-    whole = plan.sharding == "ddp" or shards == 1
-    gathers = plan.sharding in ("fsdp", "hsdp") and shards > 1
+    whole = sharding == "ddp"
     return Holding(
-        held, sharded, held if whole else sharded, tensors, 1 if whole else group, 1 if whole else alike, gathers,
-        dense, sparse if alike > 1 else 0.0, ends,
+        held, sharded, held if whole else sharded, work.tensors / pp, 1 if whole else group, 1 if whole else alike,
+        sharding in ("fsdp", "hsdp"), dense, sparse if alike > 1 else 0.0, end,
     )  # fmt: skip
 
 
@@ -134,26 +121,20 @@ def update_bytes(plan: Plan, states: float | None = None) -> float:
     `states` are the numbers that the optimizer keeps per weight, where they are not those of `numerics`.
     """
     numerics = numerics_of(plan)
-    kept = numerics.moments_per_weight if states is None else states
-    return _update_bytes(numerics, plan.optimizer, kept, *MORE_ACCESSES.get(plan.algorithm, (0, 0)))
-
-
-@lru_cache(maxsize=1024)
-def _update_bytes(numerics: Numerics, form: str, moments: float, more: int, more_eager: int) -> float:
-    gradient = BYTES[numerics.reduction]
+    moments = numerics.moments_per_weight if states is None else states
+    gradient, moment = BYTES[numerics.reduction], BYTES[numerics.moments]
     if numerics.masters == "remainder":
-        return 2.0 * (2.0 + 2.0) + 2.0 * moments * BYTES[numerics.moments] + 2.0 * gradient
+        return 2.0 * (2.0 + 2.0) + 2.0 * moments * moment + 2.0 * gradient
     number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
-    if form in ("loop", "foreach"):
+    more, more_eager = MORE_ACCESSES.get(plan.algorithm, (0, 0))
+    if plan.optimizer in ("loop", "foreach"):
         moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3 + more_eager) * number
     else:
         # Weight in and out, the gradient for its norm and for the update.
-        moved = (4 + 2 * (form == "contiguous") + more) * number + 2 * moments * BYTES[numerics.moments]
+        moved = (4 + 2 * (plan.optimizer == "contiguous") + more) * number + 2 * moments * moment
     if numerics.masters == "copy":
         # The gradient becomes one in fp32, and the new weight one in half.
-        moved += (
-            (gradient + 4.0 if gradient == 2 else 0.0) + (8.0 if numerics.loss_scale else 0.0) + 4.0 + 2.0
-        )
+        moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.loss_scale + 4.0 + 2.0
     return moved
 
 

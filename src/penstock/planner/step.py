@@ -317,6 +317,5 @@ def faulted_pages(work: Workload, plan: Plan) -> float:
     # Gradients are cleared to None, unless they lie in one flat buffer.
     gradients = work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
-    kept = sum(held(work, plan).kept.values())
-    others = max(0.0, (kept - large) * plan.accumulate + freed)
+    others = max(0.0, (held(work, plan).kept - large) * plan.accumulate + freed)
     return (large * plan.accumulate + RETURNED_SHARE * others) / PAGE_BYTES

@@ -189,7 +189,7 @@ def offload_seconds(
         return 0.0
     if plan.offload == "activations":
         blocks = max(stage_blocks(work.depth, plan.pp)) / work.depth
-        one = blocks * sum(held(work, plan).blocks.values()) / rates.host
+        one = blocks * held(work, plan).blocks / rates.host
         return m * (max(0.0, one - forward) + max(0.0, one - backward))
     gradient = BYTES[numerics.reduction]
     if not hold.gathers:

@@ -17,6 +17,7 @@ from penstock.planner.constants import DEFAULT
 from penstock.planner.describe import describe
 from penstock.planner.prediction import predict_workload
 from penstock.planner.rates import rates_of
+from penstock.planner.shapes import counted_tokens
 from penstock.planner.step import step
 
 MODELS = (
@@ -141,7 +142,10 @@ def test_fewer_bytes_never_take_more_memory(
         told(model, machine, replace(plan, precision=each, attention="efficient", compile="whole"))
         for each in precision  # type: ignore[arg-type]
     )
-    assert narrow.memory_bytes <= wide.memory_bytes * (1 + 1e-9)
+    # A training loop holds the output in half precision beside the one in fp32 that its loss is made of.
+    words = getattr(model, "vocabulary", 0) / plan.tp
+    output = 2.0 * plan.micro_batch * counted_tokens(model) * words * (1 + DEFAULT.fragmentation)
+    assert narrow.memory_bytes <= wide.memory_bytes * (1 + 1e-9) + output
 
 
 @settings(max_examples=60, deadline=None)

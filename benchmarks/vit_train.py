@@ -206,13 +206,13 @@ def contestants(
 def default_plans(device: torch.device, machine: Machine) -> list[Plan]:
     """The default Plans: what the ladder finds on machines of this kind."""
     if device.type == "cuda":
-        base = Plan(precision="O1", matmul="high", optimizer="fused", layout="batch_second")
+        base = Plan(precision="O1", matmul="high", optimizer="fused", token_order="batch_second")
         return [
             replace(base, compile="whole"),
-            replace(base, compile="whole", layout="batch_first"),
-            replace(base, precision="O3", compile="whole", layout="batch_first"),
+            replace(base, compile="whole", token_order="batch_first"),
+            replace(base, precision="O3", compile="whole", token_order="batch_first"),
         ]
-    base = Plan(matmul="medium", optimizer="fused", layout="batch_second", host_memory="keep")
+    base = Plan(matmul="medium", optimizer="fused", token_order="batch_second", host_memory="keep")
     if "bf16" in halves(machine):
         base = replace(base, precision="O3", attention="auto")
     return [base, replace(base, compile="blocks")]

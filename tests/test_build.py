@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
 PLANS = [
     "baseline",
-    "optimizer=contiguous layout=batch_second attention=plain matmul=medium",
+    "optimizer=contiguous token_order=batch_second attention=plain matmul=medium",
     "precision=O1 optimizer=fused",
     "precision=O1 dtype=fp16 optimizer=contiguous",
     "precision=O3 optimizer=foreach",
@@ -148,7 +148,7 @@ def test_any_module_with_any_loss() -> None:
 
 def test_what_a_foreign_module_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_second"):
-        build(Foreign(), Plan(layout="batch_second"))
+        build(Foreign(), Plan(token_order="batch_second"))
     with pytest.raises(ConfigError, match="attention"):
         build(Foreign(), Plan(attention="plain"))
     with pytest.raises(ConfigError, match="No repeated blocks"):

@@ -20,7 +20,7 @@ from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
@@ -128,8 +128,8 @@ def build(
 
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.
-    if config is not None or plan.layout != "batch_first":
-        set_layout(module, plan.layout)
+    if config is not None or plan.token_order != "batch_first":
+        set_token_order(module, plan.token_order)
     if config is not None or plan.attention != "sdpa":
         set_attention(module, plan.attention)
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once

@@ -162,7 +162,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
         require(
             Plan.parse(f"precision={precision} dtype={half} optimizer={optimizer}"), MODEL, machine, run=True
         )
-    require(Plan(attention="auto", compile="blocks", layout="batch_second"), MODEL, machine, run=True)
+    require(Plan(attention="auto", compile="blocks", token_order="batch_second"), MODEL, machine, run=True)
 
 
 @pytest.mark.parametrize(
@@ -205,3 +205,10 @@ def test_devices_and_batch_of_a_plan() -> None:
 def test_sharding_that_cannot_be_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require(Plan.parse(line), run=True)
+
+
+def test_the_old_name_of_a_setting_is_read() -> None:
+    assert Plan.parse("layout=batch_second") == Plan(token_order="batch_second")
+    assert Plan.parse("layout=batch_second").line() == "token_order=batch_second"
+    with pytest.raises(ConfigError, match="given twice"):
+        Plan.parse("layout=batch_second token_order=batch_first")

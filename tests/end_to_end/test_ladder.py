@@ -56,7 +56,7 @@ def test_the_ladder_of_a_tiny_vision_transformer(
     may_be = {"attention-flash"}  # applies only where plain attention was kept before it
     assert measured - may_be >= {
         "baseline", "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous",
-        "classifier", "layout", "attention-plain", "batch-x2", "batch-x4", "image", "whole-half",
+        "classifier", "token-order", "attention-plain", "batch-x2", "batch-x4", "image", "whole-half",
     }  # fmt: skip
     assert {rungs[name]["status"] for name in rungs.keys() - measured} == {"unsupported"}
     for name in measured:
@@ -64,7 +64,7 @@ def test_the_ladder_of_a_tiny_vision_transformer(
         assert rung["samples_per_second"]["median"] > 0
         assert rung["memory_bytes"] > 100_000
         assert name == "baseline" or rung["forecast"]["to_previous"] > 0
-    for name in ("optimizer-foreach", "optimizer-fused", "layout", "attention-plain"):
+    for name in ("optimizer-foreach", "optimizer-fused", "token-order", "attention-plain"):
         difference = rungs[name]["loss_difference"]
         assert difference is None or abs(difference - rungs[_before(found, name)]["loss_difference"]) < 1e-3
     assert found["noise"]["deviation"] > 0
@@ -100,11 +100,13 @@ def _perceptron() -> tuple[nn.Module, Any, Any]:
 
 
 def test_the_ladder_of_a_perceptron(machine: str) -> None:
-    rungs = ("matmul", "optimizer-fused", "optimizer-contiguous", "classifier", "layout", "attention-plain",
+    rungs = ("matmul", "optimizer-fused", "optimizer-contiguous", "classifier", "token-order", "attention-plain",
              "batch-x2", "image")  # fmt: skip
     report = ladder(factory=_perceptron, rungs=rungs, machine=machine, alone=True, **SHORT)
     status = _status(report)
-    assert {status[name] for name in ("classifier", "layout", "attention-plain", "image")} == {"unsupported"}
+    assert {status[name] for name in ("classifier", "token-order", "attention-plain", "image")} == {
+        "unsupported"
+    }
     for name in ("matmul", "optimizer-fused", "optimizer-contiguous", "batch-x2"):
         rung = next(rung for rung in report.rungs if rung.name == name)
         assert rung.measured, rung.reason
@@ -128,12 +130,12 @@ def test_the_ladder_of_a_foreign_transformer(machine: str) -> None:
 
     report = ladder(
         factory=factory,
-        rungs=("matmul", "optimizer-fused", "attention-plain", "layout"),
+        rungs=("matmul", "optimizer-fused", "attention-plain", "token-order"),
         machine=machine,
         **SHORT,
     )
     status = _status(report)
-    assert status["layout"] == "unsupported"
+    assert status["token-order"] == "unsupported"
     assert status["attention-plain"] in ("kept", "not kept")
     assert status["optimizer-fused"] in ("kept", "not kept")
 

@@ -63,7 +63,7 @@ class Scripted(Subject):
             machine=machine,
             micro_batch=8,
             attention=("plain", "sdpa"),
-            layouts=("batch_first", "batch_second"),
+            token_orders=("batch_first", "batch_second"),
         )
 
     def build(self, setting: Setting, seed: int) -> Any:
@@ -142,9 +142,9 @@ def test_what_pays_is_built_upon_and_what_does_not_is_not(clock: Clock) -> None:
 
 def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     jitter = itertools.cycle([0.97, 1.01, 1.03, 0.99, 1.02])
-    _, rungs, _ = _climb(clock, lambda setting: next(jitter), rungs=("layout",), rounds=9)
-    assert rungs["layout"].status == "not kept"
-    assert rungs["layout"].reason == "no clear gain"
+    _, rungs, _ = _climb(clock, lambda setting: next(jitter), rungs=("token-order",), rounds=9)
+    assert rungs["token-order"].status == "not kept"
+    assert rungs["token-order"].reason == "no clear gain"
 
 
 def test_an_unclear_gain_is_given_as_many_rounds_again(clock: Clock) -> None:
@@ -152,14 +152,14 @@ def test_an_unclear_gain_is_given_as_many_rounds_again(clock: Clock) -> None:
     taken: list[str] = []
 
     def cost(setting: Setting) -> float:
-        taken.append(setting.plan.layout)
-        return 1.0 / next(ratios) if setting.plan.layout == "batch_second" else 1.0
+        taken.append(setting.plan.token_order)
+        return 1.0 / next(ratios) if setting.plan.token_order == "batch_second" else 1.0
 
-    _, rungs, _ = _climb(clock, cost, rungs=("layout",), rounds=5, round_seconds=0.001, loss_steps=0)
+    _, rungs, _ = _climb(clock, cost, rungs=("token-order",), rounds=5, round_seconds=0.001, loss_steps=0)
     assert taken.count("batch_second") == measure.WARM_UP_STEPS + 2 * 5 + 1  # and the step that weighs memory
-    assert rungs["layout"].to_previous is not None
-    assert rungs["layout"].to_previous.count == 10
-    assert rungs["layout"].reason == "no clear gain"
+    assert rungs["token-order"].to_previous is not None
+    assert rungs["token-order"].to_previous.count == 10
+    assert rungs["token-order"].reason == "no clear gain"
 
 
 def test_drift_of_the_machine_cancels(clock: Clock) -> None:
@@ -167,12 +167,12 @@ def test_drift_of_the_machine_cancels(clock: Clock) -> None:
 
     def cost(setting: Setting) -> float:
         drift = 1.02 ** min(clock.now, 100.0)
-        return 0.05 * drift * (1 / 1.1 if setting.plan.layout == "batch_second" else 1.0)
+        return 0.05 * drift * (1 / 1.1 if setting.plan.token_order == "batch_second" else 1.0)
 
-    _, rungs, _ = _climb(clock, cost, rungs=("layout",), rounds=12, round_seconds=0.001, loss_steps=0)
-    assert rungs["layout"].status == "kept"
-    assert rungs["layout"].to_previous is not None
-    assert rungs["layout"].to_previous.median == pytest.approx(1.1, rel=5e-3)
+    _, rungs, _ = _climb(clock, cost, rungs=("token-order",), rounds=12, round_seconds=0.001, loss_steps=0)
+    assert rungs["token-order"].status == "kept"
+    assert rungs["token-order"].to_previous is not None
+    assert rungs["token-order"].to_previous.median == pytest.approx(1.1, rel=5e-3)
 
 
 def test_alone_every_rung_is_measured_against_the_baseline(clock: Clock) -> None:
@@ -287,7 +287,7 @@ def test_a_former_best_is_let_go(clock: Clock) -> None:
     climbing = _Climb(
         subject, MACHINE, LadderConfig(rounds=2, loss_steps=0, round_seconds=0.01), lambda result: None
     )
-    climbing.run(choose(("matmul", "layout")))
+    climbing.run(choose(("matmul", "token-order")))
     medium = replace(subject.first, plan=replace(subject.first.plan, matmul="medium"))
     assert set(climbing.arena._built) == {subject.first, medium}
 

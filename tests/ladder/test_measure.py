@@ -85,7 +85,7 @@ def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) 
 
 
 @pytest.mark.parametrize(
-    "line", ["optimizer=fused", "optimizer=contiguous", "layout=batch_second", "attention=plain"]
+    "line", ["optimizer=fused", "optimizer=contiguous", "token_order=batch_second", "attention=plain"]
 )
 def test_what_changes_speed_only_changes_no_loss(subject: Configured, line: str) -> None:
     plain = measure.trained(subject, subject.first, 0, 4).losses

@@ -28,7 +28,7 @@ def _situation(machine: Machine, procs: int = 4) -> Situation:
         machine=machine,
         micro_batch=8,
         attention=get_args(AttentionBackend),
-        layouts=("batch_first", "batch_second"),
+        token_orders=("batch_first", "batch_second"),
         procs=procs,
     )
 
@@ -86,7 +86,7 @@ def test_the_order_is_that_of_the_ladder() -> None:
     order = [rung.name for rung in all_rungs()]
     told = [
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
-        "masters-remainder", "classifier", "layout",
+        "masters-remainder", "classifier", "token-order",
         "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "parallel-ddp", "parallel-fsdp",
         "parallel-hsdp", "image", "whole-half",
     ]  # fmt: skip
@@ -122,7 +122,9 @@ def test_rungs_that_rebuild_the_model_do_not_apply_to_a_model_of_ones_own(name: 
 
 def test_obstacles_of_the_situation() -> None:
     cpu = _situation(CPU)
-    assert "one layout" in str(_named("layout").refusal(OWN, replace(cpu, layouts=("batch_first",))))
+    assert "one token order" in str(
+        _named("token-order").refusal(OWN, replace(cpu, token_orders=("batch_first",)))
+    )
     assert "cannot be switched" in str(_named("attention-plain").refusal(OWN, replace(cpu, attention=())))
     assert "told apart" in str(_named("batch-x2").refusal(OWN, replace(cpu, splittable=False)))
     assert "exists on GPUs only" in str(_named("attention-cudnn").refusal(FIRST, cpu))

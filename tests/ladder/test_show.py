@@ -48,7 +48,7 @@ REPORT = LadderReport(
     rungs=(
         _rung("baseline", "baseline", 1.0, 1.0),
         _rung("half", "kept", 2.0, 2.0, difference=0.02),
-        replace(_rung("layout", "not kept", 0.97, 1.94), reason="slower"),
+        replace(_rung("order", "not kept", 0.97, 1.94), reason="slower"),
         _rung("compile", "kept", 1.25, 2.5, difference=0.5),
         replace(_rung("image", "reported", 1.1, 2.75), compared_by="flops"),
         RungResult(name="flash", title="flash rung", why="Why flash.", status="unsupported", reason="no <kernel> here"),
@@ -93,7 +93,7 @@ def test_the_table_tells_every_rung_with_its_verdict() -> None:
     assert "1.50×" in rows["half rung"]  # predicted
     assert "+0.0200" in rows["half rung"]
     assert "12.5" in rows["compile rung"]
-    assert rows["layout rung"].rstrip().endswith("not kept")
+    assert rows["order rung"].rstrip().endswith("not kept")
     assert "batch rung" not in rows, "what was not measured is in the remarks"
 
 

@@ -133,7 +133,7 @@ def test_a_foreign_transformer_offers_what_its_family_can() -> None:
 
     situation = _own(factory).situation(CPU)
     assert {"plain", "sdpa"} <= set(situation.attention)
-    assert situation.layouts == ("batch_first",)
+    assert situation.token_orders == ("batch_first",)
 
 
 def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from penstock.models.anatomy import (
     anatomy_of,
     enrol,
     set_attention,
-    set_layout,
+    set_token_order,
 )
 from penstock.models.roles import Norm
 
@@ -42,8 +42,8 @@ def test_a_compiled_model_is_seen_through() -> None:
     model = ViT(TINY)
     compiled: Any = torch.compile(model, backend="eager")
     assert anatomy_of(compiled) == anatomy_of(model)
-    set_layout(compiled, "batch_second")
-    assert model.layout == "batch_second"
+    set_token_order(compiled, "batch_second")
+    assert model.token_order == "batch_second"
 
 
 class _Foreign(nn.Module):
@@ -90,14 +90,14 @@ def test_a_user_enrols_a_class_and_its_subclasses(monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_foreign_model_cannot_is_said() -> None:
     model = _Foreign()
-    set_layout(model, "batch_first")
+    set_token_order(model, "batch_first")
     set_attention(model, "sdpa")
-    with pytest.raises(ConfigError, match="no layout but batch_first"):
-        set_layout(model, "batch_second")
+    with pytest.raises(ConfigError, match="no token order but batch_first"):
+        set_token_order(model, "batch_second")
     with pytest.raises(ConfigError, match=r"'plain' cannot be applied to it.*enrol"):
         set_attention(model, "plain")
-    with pytest.raises(ConfigError, match="no layout but batch_first"):
-        set_layout(_hf("ViTModel"), "batch_second")
+    with pytest.raises(ConfigError, match="no token order but batch_first"):
+        set_token_order(_hf("ViTModel"), "batch_second")
 
 
 def test_transformers_takes_our_attention() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.config.model import PRESETS, ViTConfig
-from penstock.config.plan import AttentionBackend, Layout
+from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.models import ViT, create
 from penstock.models.vit import PatchStem
@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layer_scale": {"layer_scale": 0.1, "mlp": "gelu_tanh"},
     "drop_path": {"drop_path": 0.3},
 }
-LAYOUTS: tuple[Layout, ...] = ("batch_first", "batch_second")
+TOKEN_ORDERS: tuple[TokenOrder, ...] = ("batch_first", "batch_second")
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "math", "flash", "auto")
 
 
@@ -60,18 +60,18 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("layout", "attention"), list(itertools.product(LAYOUTS, ON_CPU)))
+@pytest.mark.parametrize(("token_order", "attention"), list(itertools.product(TOKEN_ORDERS, ON_CPU)))
 def test_layout_and_attention_change_speed_only(
-    variant: str, layout: Layout, attention: AttentionBackend
+    variant: str, token_order: TokenOrder, attention: AttentionBackend
 ) -> None:
     model = _model(replace(TINY, **VARIANTS[variant])).train()
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     model.set_attention("plain")
     expected, gradients = _pass(model, images)
     names = list(model.state_dict())
-    model.set_layout(layout)
+    model.set_token_order(token_order)
     model.set_attention(attention)
-    assert model.layout == layout
+    assert model.token_order == token_order
     got, others = _pass(model, images)
     assert list(model.state_dict()) == names
     # fp64, forward and backward; measured at most 4e-16.
@@ -114,10 +114,10 @@ def _reference_attention(config: ViTConfig, p: dict[str, Any], x: Tensor) -> Ten
     return torch.cat(heads, dim=1) @ p["attention.out.weight"].T + p["attention.out.bias"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_the_model_of_the_paper(layout: Layout) -> None:
+@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
+def test_it_is_the_model_of_the_paper(token_order: TokenOrder) -> None:
     model = _model(TINY)
-    model.set_layout(layout)
+    model.set_token_order(token_order)
     images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(model(images), _reference(model, images), rtol=1e-10, atol=1e-10)
 
@@ -205,8 +205,8 @@ def test_a_wrong_image_is_refused_by_shape() -> None:
 
 
 def test_unknown_choices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no layout 'sideways'"):
-        ViT(TINY).set_layout("sideways")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no token order 'sideways'"):
+        ViT(TINY).set_token_order("sideways")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no attention backend 'quick'"):
         ViT(TINY).set_attention("quick")  # type: ignore[arg-type]
 
@@ -225,11 +225,11 @@ def test_half_precision_leaves_the_rates_of_stochastic_depth_alone() -> None:
     assert rates == pytest.approx([0.0, 0.05, 0.1], abs=1e-7)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_half_precision_is_near_full(layout: Layout) -> None:
+@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
+def test_half_precision_is_near_full(token_order: TokenOrder) -> None:
     full = _model(TINY, dtype=torch.float32)
     half = _model(TINY, dtype=torch.float32).to(torch.bfloat16)
-    half.set_layout(layout)
+    half.set_token_order(token_order)
     images = torch.randn(4, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = full(images)
@@ -254,11 +254,11 @@ def test_blocks_of_different_rates_share_one_graph() -> None:
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "flash"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_model_is_one_graph(layout: Layout, attention: AttentionBackend) -> None:
+@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
+def test_the_whole_model_is_one_graph(token_order: TokenOrder, attention: AttentionBackend) -> None:
     torch._dynamo.reset()
     model = _model(replace(TINY, depth=1, qk_norm=True))
-    model.set_layout(layout)
+    model.set_token_order(token_order)
     model.set_attention(attention)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -269,11 +269,11 @@ def test_the_whole_model_is_one_graph(layout: Layout, attention: AttentionBacken
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_block_computes_the_same(layout: Layout) -> None:
+@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
+def test_a_compiled_block_computes_the_same(token_order: TokenOrder) -> None:
     torch._dynamo.reset()
     model = _model(replace(TINY, depth=1))
-    model.set_layout(layout)
+    model.set_token_order(token_order)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected, gradients = _pass(model, images)
     model.blocks[0].compile()
@@ -286,14 +286,14 @@ def test_a_compiled_block_computes_the_same(layout: Layout) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["plain", "sdpa", "flash", "efficient", "cudnn", "math", "auto"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_backend_agrees_on_a_gpu(layout: Layout, attention: AttentionBackend) -> None:
+@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
+def test_every_backend_agrees_on_a_gpu(token_order: TokenOrder, attention: AttentionBackend) -> None:
     config = replace(TINY, width=128, heads=2, mlp_width=256)
     reference = _model(config, dtype=torch.float32)
     images = torch.randn(4, 3, 32, 32)
     expected, gradients = _pass(reference, images)
     model = _model(config, dtype=torch.float32).to("cuda", torch.bfloat16)
-    model.set_layout(layout)
+    model.set_token_order(token_order)
     model.set_attention(attention)
     got = model(images.to("cuda", torch.bfloat16))
     F.cross_entropy(got.float(), torch.arange(4, device="cuda")).backward()

@@ -68,11 +68,11 @@ def passes(config: ViTConfig, samples: int, plan: Plan | None = None) -> tuple[f
     return forward, backward
 
 
-def _counted(config: ViTConfig, attention: str, layout: str) -> tuple[int, int]:
+def _counted(config: ViTConfig, attention: str, token_order: str) -> tuple[int, int]:
     """FLOPs of forward and backward as torch counts them, on the meta device."""
     model = ViT(config, device="meta")
     model.set_attention(attention)  # type: ignore[arg-type]
-    model.set_layout(layout)  # type: ignore[arg-type]
+    model.set_token_order(token_order)  # type: ignore[arg-type]
     images = torch.empty(2, config.channels, config.image_size, config.image_size, device="meta")
     with FlopCounterMode(display=False) as forward:
         loss = model(images).sum()
@@ -91,10 +91,10 @@ def test_flops_of_presets_equal_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
-def test_flops_of_variants_equal_torchs(variant: str, layout: str) -> None:
+@pytest.mark.parametrize("token_order", ["batch_first", "batch_second"])
+def test_flops_of_variants_equal_torchs(variant: str, token_order: str) -> None:
     config = replace(TINY, **VARIANTS[variant])
-    forward, backward = _counted(config, "plain", layout)
+    forward, backward = _counted(config, "plain", token_order)
     assert passes(config, 2) == (forward, backward)
 
 
@@ -120,7 +120,7 @@ def test_flops_do_not_depend_on_the_plan(name: str) -> None:
     model = PRESETS[name]
     expected = 3 * totals(model).model_flops
     for line in (
-        "attention=plain", "attention=sdpa layout=batch_second", "precision=O1", "precision=O2 compile=blocks",
+        "attention=plain", "attention=sdpa token_order=batch_second", "precision=O1", "precision=O2 compile=blocks",
         "precision=O1 fp8=true", "recompute=full",
     ):  # fmt: skip
         work = describe(model, Plan.parse(f"micro_batch=3 {line}"))
@@ -182,7 +182,7 @@ def test_casts_are_operators_too() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_operators_of_several_samples_are_that_many_times_those_of_one(variant: str) -> None:
     config = replace(TINY, **VARIANTS[variant])
-    for line in ("attention=plain", "attention=sdpa layout=batch_second", "precision=O1 compile=blocks"):
+    for line in ("attention=plain", "attention=sdpa token_order=batch_second", "precision=O1 compile=blocks"):
         one, three = (operators(config, samples, Plan.parse(line)) for samples in (1, 3))
         assert [op.name for _, op in one] == [op.name for _, op in three]
         assert sum(n * op.flops for n, op in three) == 3 * sum(n * op.flops for n, op in one)
@@ -195,7 +195,7 @@ def test_traffic_shrinks_with_fusion_and_with_sequence_first() -> None:
         return sum(n * (op.read + op.written) for n, op in operators(model, 2, Plan.parse(line)))
 
     plain = traffic("attention=plain")
-    assert traffic("attention=sdpa") < traffic("attention=plain layout=batch_second") < plain
+    assert traffic("attention=sdpa") < traffic("attention=plain token_order=batch_second") < plain
     assert traffic("attention=plain compile=blocks") < plain
 
 
@@ -227,16 +227,16 @@ FORMS = list(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("precision", "attention", "layout"), FORMS)
+@pytest.mark.parametrize(("precision", "attention", "token_order"), FORMS)
 def test_activation_bytes_are_what_autograd_keeps(
-    variant: str, precision: str, attention: str, layout: str
+    variant: str, precision: str, attention: str, token_order: str
 ) -> None:
     config = replace(TINY, **VARIANTS[variant])
-    plan = Plan(precision=precision, attention=attention, layout=layout)  # type: ignore[arg-type]
+    plan = Plan(precision=precision, attention=attention, token_order=token_order)  # type: ignore[arg-type]
     dtype = torch.bfloat16 if precision == "O3" else torch.float32
     model = ViT(config, dtype=dtype)
     model.set_attention(plan.attention)
-    model.set_layout(plan.layout)
+    model.set_token_order(plan.token_order)
     kept = _kept_bytes(model, torch.randn(5, 3, 32, 32, dtype=dtype), autocast=precision == "O1")
     work = describe(config, replace(plan, micro_batch=5), "cpu")
     assert held(work, plan).kept == kept

@@ -101,7 +101,7 @@ def test_plain_attention_moves_its_scores_eleven_times() -> None:
     model = replace(preset("gpt-22b"), dropout=0.0)
     assert isinstance(model, DecoderConfig)
     fast = replace(H100, achievable_flops=dict.fromkeys(H100.peak_flops, 1e30))
-    plan = replace(HALF, attention="plain", layout="batch_second")
+    plan = replace(HALF, attention="plain", token_order="batch_second")
     rates = rates_of(fast, plan)
     scores = 2.0 * model.heads * model.sequence**2
     rows = 2.0 * model.sequence * model.width

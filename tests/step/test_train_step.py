@@ -27,7 +27,7 @@ PLANS = [
     "baseline",
     "optimizer=foreach matmul=medium",
     "precision=O1 optimizer=fused",
-    "precision=O1 optimizer=contiguous layout=batch_second attention=plain",
+    "precision=O1 optimizer=contiguous token_order=batch_second attention=plain",
     "precision=O3 optimizer=contiguous accumulate=2",
     *FP16,
 ]

@@ -113,7 +113,7 @@ PLANS = [
     "optimizer=foreach",
     "optimizer=fused",
     "optimizer=contiguous",
-    "matmul=medium layout=batch_second attention=plain",
+    "matmul=medium token_order=batch_second attention=plain",
     "precision=O1 optimizer=fused attention=auto",
     "precision=O3 optimizer=contiguous",
     "precision=O1 dtype=fp16 optimizer=fused",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.config.convert import BadValue, Checked, Count, Range, convert, field_types, nearest, word
 from penstock.config.load import dump_toml, from_dict
@@ -17,7 +17,7 @@ Norms = Literal["fp32", "half"]
 Fp8 = bool | Literal["rowwise"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
-Layout = Literal["batch_first", "batch_second"]
+TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math"]
 AUTO_PLAIN_TOKENS = 512
 """Longest sequence for which `attention=auto` is the plain form on a CPU that multiplies bf16, where it beats torch's
@@ -43,6 +43,9 @@ class Plan(Checked, where="plan"):
     """How a model runs on a machine. The defaults are the plain baseline that optimisations are compared
     with."""
 
+    RENAMED: ClassVar[dict[str, str]] = {"layout": "token_order"}
+    """Old names of settings, mapped to their present names."""
+
     precision: Precision = "O0"
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
@@ -59,9 +62,8 @@ class Plan(Checked, where="plan"):
     optimizer: OptimizerForm = "loop"
     """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
     buffer of each group and dtype."""
-    layout: Layout = "batch_first"
-    """The token order, which is the order of dimensions inside the blocks: (batch, sequence, width) or
-    (sequence, batch, width)."""
+    token_order: TokenOrder = "batch_first"
+    """The order of dimensions inside the blocks: (batch, sequence, width) or (sequence, batch, width)."""
     attention: AttentionBackend = "sdpa"
     """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
     and sequence length; the others fix one backend of SDPA."""
@@ -149,6 +151,7 @@ class Plan(Checked, where="plan"):
             if part == BASELINE:
                 continue
             name, equals, text = part.partition("=")
+            name = cls.RENAMED.get(name, name)
             if not equals:
                 problems.append(
                     f"The plan's word {part!r} is not a setting; write key=value, or {BASELINE} for the defaults."

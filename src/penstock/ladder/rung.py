@@ -39,7 +39,7 @@ class Situation:
     """Whether the batch can be made larger: always for our own data, and for a user's where samples are found."""
     attention: tuple[str, ...] = ()
     """Attention backends the model can be switched to."""
-    layouts: tuple[str, ...] = ("batch_first",)
+    token_orders: tuple[str, ...] = ("batch_first",)
     """Layouts the model can be switched to."""
     procs: int = 1
     """Processes that rungs of several may start."""

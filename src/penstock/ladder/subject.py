@@ -27,7 +27,7 @@ from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
@@ -116,7 +116,7 @@ class Configured(Subject):
             machine=machine,
             micro_batch=self.first.plan.micro_batch,
             attention=get_args(AttentionBackend),
-            layouts=("batch_first", "batch_second"),
+            token_orders=("batch_first", "batch_second"),
             procs=self.procs,
         )
 
@@ -186,8 +186,8 @@ class Own(Subject):
         self._attention = tuple(
             backend for backend in get_args(AttentionBackend) if _accepts(set_attention, model, backend)
         )
-        self._layouts = tuple(
-            layout for layout in ("batch_first", "batch_second") if _accepts(set_layout, model, layout)
+        self._token_orders = tuple(
+            order for order in ("batch_first", "batch_second") if _accepts(set_token_order, model, order)
         )
         self._traces: dict[int, Workload] = {}
 
@@ -197,7 +197,7 @@ class Own(Subject):
             micro_batch=self.first.plan.micro_batch,
             splittable=self.splittable,
             attention=self._attention,
-            layouts=self._layouts,
+            token_orders=self._token_orders,
             procs=self.procs,
         )
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from penstock.config.plan import AttentionBackend, Layout
+from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
@@ -108,11 +108,11 @@ def _nearest(table: dict[str, T], parameter: str) -> T | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is treated: its anatomy, and how it switches attention and layout, if it can."""
+    """How one family of models is treated: its anatomy, and how it switches attention and token order, if it can."""
 
     anatomy: Callable[[Any], Anatomy]
     set_attention: Callable[[Any, AttentionBackend], None] | None = None
-    set_layout: Callable[[Any, Layout], None] | None = None
+    set_token_order: Callable[[Any, TokenOrder], None] | None = None
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -133,16 +133,16 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     return _search(model) if family is None else family.anatomy(model)
 
 
-def set_layout(model: nn.Module, layout: Layout) -> None:
+def set_token_order(model: nn.Module, token_order: TokenOrder) -> None:
     """Choose the order of the token tensor inside the blocks. Raises ConfigError where the family has one only."""
     model = uncompiled(model)
     family = _family_of(model)
-    if family is not None and family.set_layout is not None:
-        family.set_layout(model, layout)
-    elif layout != "batch_first":
+    if family is not None and family.set_token_order is not None:
+        family.set_token_order(model, token_order)
+    elif token_order != "batch_first":
         raise ConfigError(
-            f"{_path(type(model))} has no layout but batch_first, so plan.layout {layout!r} cannot be applied to it; "
-            f"leave plan.layout at batch_first, or use Penstock's own model of this family."
+            f"{_path(type(model))} has no token order but batch_first, so plan.token_order {token_order!r} cannot be "
+            f"applied to it; leave plan.token_order at batch_first, or use Penstock's own model of this family."
         )
 
 

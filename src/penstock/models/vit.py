@@ -1,6 +1,6 @@
 """The Vision Transformer (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16 Words").
 
-Shapes: B samples, C channels, N tokens, D width. `layout` says whether the blocks see (B, N, D) or (N, B, D);
+Shapes: B samples, C channels, N tokens, D width. `token_order` says whether the blocks see (B, N, D) or (N, B, D);
 the parameters, their names and the results are the same.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config.model import ViTConfig
-from penstock.config.plan import AttentionBackend, Layout
+from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.models.block import Attention, Block, Branch
@@ -135,17 +135,17 @@ class ViT(nn.Module):
             nn.init.normal_(self.class_token, std=0.02)
 
     @property
-    def layout(self) -> Layout:
+    def token_order(self) -> TokenOrder:
         """Order of the token tensor inside the blocks."""
         return "batch_second" if self.stem.sequence_first else "batch_first"
 
-    def set_layout(self, layout: Layout) -> None:
+    def set_token_order(self, token_order: TokenOrder) -> None:
         """Choose the order of the token tensor inside the blocks; parameters stay as they are."""
-        if layout not in ("batch_first", "batch_second"):
-            raise ConfigError(f"There is no layout {layout!r}; choose batch_first or batch_second.")
+        if token_order not in ("batch_first", "batch_second"):
+            raise ConfigError(f"There is no token order {token_order!r}; choose batch_first or batch_second.")
         for module in self.modules():
             if isinstance(module, PatchStem | ConvStem | Attention | Branch):
-                module.sequence_first = layout == "batch_second"
+                module.sequence_first = token_order == "batch_second"
 
     def set_attention(self, backend: AttentionBackend) -> None:
         """Choose the kernel of attention in every block."""

@@ -35,7 +35,7 @@ def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda", software: Sof
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
-        plan.layout == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
+        plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
         gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ _CHANGES_ROUNDING = (
     "recipe.spike_deviations",
     "plan.matmul",
     "plan.optimizer",
-    "plan.layout",
+    "plan.token_order",
     "plan.attention",
     "plan.compile",
     "plan.micro_batch",

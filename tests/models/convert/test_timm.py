@@ -18,7 +18,7 @@ import torch
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import ViT
-from penstock.models.anatomy import anatomy_of, set_attention, set_layout
+from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
 from penstock.models.convert import from_timm, load_weights, to_timm
 
 MANIFESTS = {
@@ -168,5 +168,5 @@ def test_timms_model_is_enrolled(timm: Any) -> None:
     assert model.blocks[0].attn.fused_attn
     with pytest.raises(ConfigError, match="plain or sdpa"):
         set_attention(model, "flash")
-    with pytest.raises(ConfigError, match="no layout but batch_first"):
-        set_layout(model, "batch_second")
+    with pytest.raises(ConfigError, match="no token order but batch_first"):
+        set_token_order(model, "batch_second")

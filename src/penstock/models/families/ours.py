@@ -60,6 +60,6 @@ enrol(
     Family(
         anatomy=lambda model: vit_anatomy(model.config),
         set_attention=ViT.set_attention,
-        set_layout=ViT.set_layout,
+        set_token_order=ViT.set_token_order,
     ),
 )

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.factory import Factory
 from penstock.ladder.forecast import rank_machine
-from penstock.ladder.judge import HOPELESS, equality, ratios, tail_mean, verdict
+from penstock.ladder.judge import HOPELESS, equality, tail_mean, verdict
 from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread
 from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
 from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig
@@ -97,18 +97,6 @@ def _require_devices(procs: int, device: torch.device) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Deadline:
-    """What is left of a budget; without one, everything."""
-
-    seconds: float | None
-    start: float = field(default_factory=lambda: time.perf_counter())
-
-    def left(self) -> float:
-        """Seconds that remain."""
-        return math.inf if self.seconds is None else self.seconds - (time.perf_counter() - self.start)
-
-
 def _notes(subject: Subject) -> list[str]:
     """What a reader must know of a climb of several processes."""
     if subject.procs == 1 or subject.device.type != "cpu":
@@ -129,7 +117,7 @@ class _Climb:
         self.on_result = on_result
         self.situation: Situation = subject.situation(machine)
         self.arena = Arena(subject, config.seed, config.round_seconds, Team(subject, config))
-        self.deadline = _Deadline(config.budget)
+        self.start = time.perf_counter()
         self.loss_steps = config.loss_steps
         self.notes: list[str] = _notes(subject)
 
@@ -192,7 +180,7 @@ class _Climb:
     ) -> RungResult:
         """Predict, measure, train and judge a rung. Raises whatever the rung raises."""
         forecast = self._forecast(setting, reference, rung.compared_by)
-        if self.deadline.left() < self._least_seconds(setting, forecast):
+        if self._seconds_left() < self._least_seconds(setting, forecast):
             spent = f"too little was left of the budget of {self.config.budget:g} s"
             return replace(result, status="not run", reason=spent, forecast=forecast)
         result = self._measured(replace(result, forecast=forecast), setting, reference, remaining)
@@ -216,7 +204,8 @@ class _Climb:
             return self.arena.time(setting, (reference, baseline), rounds, together=together)
 
         def against(other: Setting) -> Spread:
-            return Spread.of(ratios(float(work(setting)), taken[setting], float(work(other)), taken[other]))
+            pairs = zip(taken[setting], taken[other], strict=True)
+            return Spread.of([(work(setting) / mine) / (work(other) / theirs) for mine, theirs in pairs])
 
         taken = timed()
         if against(reference).undecided():
@@ -305,9 +294,17 @@ class _Climb:
         )
         return self._measured(result, first, first, 0)
 
-    def _best_pace(self) -> float:
-        """Seconds per sample of the best setting so far."""
-        return self.arena.step_seconds(self.arena.best) / self.subject.samples(self.arena.best)
+    def _seconds_left(self) -> float:
+        """What is left of the budget; without one, no end."""
+        return (
+            math.inf
+            if self.config.budget is None
+            else self.config.budget - (time.perf_counter() - self.start)
+        )
+
+    def _pace(self, setting: Setting) -> float:
+        """Seconds per sample of a setting, as last measured."""
+        return self.arena.step_seconds(setting) / self.subject.samples(setting)
 
     def _fit_into_budget(self, rungs: int) -> None:
         """Shorten the loss runs, all alike, so that they take no more than their share."""
@@ -315,7 +312,7 @@ class _Climb:
             return
         runs = rungs + self.config.seeds + 1
         step = self.arena.step_seconds(self.arena.baseline)
-        affordable = int(LOSS_SHARE * self.deadline.left() / (runs * step))
+        affordable = int(LOSS_SHARE * self._seconds_left() / (runs * step))
         if affordable < self.loss_steps:
             self.loss_steps = affordable if affordable >= LEAST_LOSS_STEPS else 0
             said = f"to {self.loss_steps} steps" if self.loss_steps else "to none"
@@ -327,20 +324,19 @@ class _Climb:
         Two are enough for a setting that the warm-up has shown to be hopeless.
         """
         step = self.arena.step_seconds
-        if step(setting) / self.subject.samples(setting) * HOPELESS > self._best_pace():
+        if self._pace(setting) * HOPELESS > self._pace(self.arena.best):
             return 2
         if self.config.budget is None:
             return self.config.rounds
         each = sum(
             max(self.config.round_seconds, step(s)) for s in {setting, self.arena.best, self.arena.baseline}
         )
-        fit = int((self.deadline.left() / remaining - self.loss_steps * step(setting)) / each)
+        fit = int((self._seconds_left() / remaining - self.loss_steps * step(setting)) / each)
         return max(2, min(self.config.rounds, fit))
 
     def _least_seconds(self, setting: Setting, forecast: Forecast) -> float:
         """The least time that measuring a setting takes, if its speed is as predicted."""
-        samples = self.subject.samples(setting)
-        first = self.arena.step_seconds(self.arena.baseline) / self.subject.samples(self.arena.baseline)
+        samples, first = self.subject.samples(setting), self._pace(self.arena.baseline)
         pace = self._predict(self.arena.baseline).samples_per_second / forecast.samples_per_second
         compiling = 0.0
         if setting.plan.compile != self.arena.best.plan.compile:
@@ -365,7 +361,7 @@ class _Climb:
             machine=to_dict(self.machine),
             environment=record.environment(),
             command=command_of(self.config),
-            wall_seconds=time.perf_counter() - self.deadline.start,
+            wall_seconds=time.perf_counter() - self.start,
             procs=self.config.procs,
             notes=tuple(self.notes),
         )

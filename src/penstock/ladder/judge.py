@@ -33,13 +33,6 @@ def verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
     return "not kept", "slower" if result.to_previous.high < 1.0 else "no clear gain"
 
 
-def ratios(
-    work: float, seconds: Sequence[float], before: float, before_seconds: Sequence[float]
-) -> list[float]:
-    """Ratio of the rates of two contenders, round by round."""
-    return [(work / s) / (before / b) for s, b in zip(seconds, before_seconds, strict=True)]
-
-
 def tail_mean(curve: Sequence[float]) -> float:
     """Mean over the last quarter: one step's loss is mostly that of its samples."""
     tail = curve[-max(1, len(curve) // 4) :]

@@ -53,15 +53,26 @@ class Subject(ABC):
     """Which of them this is."""
     path: str | None = None
     """The factory as `package.module:name`, where other processes can find it so."""
-
     splittable: bool = True
     """Whether its batch can be made larger."""
     data: str
     """Where its batches come from."""
 
-    @abstractmethod
+    attention: tuple[str, ...] = get_args(AttentionBackend)
+    """Attention backends that its model can be switched to."""
+    token_orders: tuple[str, ...] = ("batch_first", "batch_second")
+    """Orders of tokens that its model can be switched to."""
+
     def situation(self, machine: Machine) -> Situation:
         """What rungs may ask about."""
+        return Situation(
+            machine=machine,
+            micro_batch=self.first.plan.micro_batch,
+            splittable=self.splittable,
+            attention=self.attention,
+            token_orders=self.token_orders,
+            procs=self.procs,
+        )
 
     @abstractmethod
     def build(self, setting: Setting, seed: int) -> Built:
@@ -110,15 +121,6 @@ class Configured(Subject):
         self._source = self._task.open(config.data, config.model, "train")
         self.data = config.data.source
         self._starts: dict[int, dict[str, Tensor]] = {}
-
-    def situation(self, machine: Machine) -> Situation:
-        return Situation(
-            machine=machine,
-            micro_batch=self.first.plan.micro_batch,
-            attention=get_args(AttentionBackend),
-            token_orders=("batch_first", "batch_second"),
-            procs=self.procs,
-        )
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
@@ -183,23 +185,11 @@ class Own(Subject):
         self._samples = samples_of(self._batch)
         self.splittable = self._samples is not None
         self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
-        self._attention = tuple(
-            backend for backend in get_args(AttentionBackend) if _accepts(set_attention, model, backend)
-        )
-        self._token_orders = tuple(
-            order for order in ("batch_first", "batch_second") if _accepts(set_token_order, model, order)
+        self.attention = tuple(name for name in self.attention if _accepts(set_attention, model, name))
+        self.token_orders = tuple(
+            name for name in self.token_orders if _accepts(set_token_order, model, name)
         )
         self._traces: dict[int, Workload] = {}
-
-    def situation(self, machine: Machine) -> Situation:
-        return Situation(
-            machine=machine,
-            micro_batch=self.first.plan.micro_batch,
-            splittable=self.splittable,
-            attention=self._attention,
-            token_orders=self._token_orders,
-            procs=self.procs,
-        )
 
     def build(self, setting: Setting, seed: int) -> Built:
         model, _, loss = self._make(seed)

@@ -195,7 +195,7 @@ seen, so these rows are no blind test. Each choice follows the source of the sof
 - NeMo: gradients add up in the products that make them, and in bf16.
 - ViTs: which kernels compute softmax, norms and dropout under NeMo and under XLA; what type JAX reduces gradients in.
 - torchtitan: what torch's tensor parallelism copies, keeps and cannot overlap; what fp8 sends; what a scale per row
-  casts.
+  casts and does not overlap.
 - BLOOM's memory: what DeepSpeed, nccl and CUDA hold beside tensors.
 - Decoders with each generation of attention: plain attention that does not fit computes its scores again.
 - The fit: MosaicML's table weighs as much as Korthikanti's Table 5, so that neither gains at the other's cost.
@@ -225,8 +225,8 @@ nodes.
 **torchtitan on H100.** The cards are held to 500 W. Rates are assumed to fall with the root of the power. Rows of
 context parallelism over four and eight devices are half as fast as predicted. Their attention takes 1.6 times as long
 for each product as over one or two. Its transfers and its sums in fp32 explain a tenth of that; the rest is unknown.
-fp8 with a scale per row ran no faster than bf16. Its casts are counted, but not that torch's kernel for it is slower
-than cuBLAS. Overlap helped it little: torch did not recognise its products.
+fp8 with a scale per row ran no faster than bf16. Its casts are counted, and that torch did not find its products to cut
+for overlap. Not counted is that torch's kernel for it is slower than cuBLAS, most in small products.
 
 **BLOOM, time.** The layout ranked first is within 1.1 % of the fastest in every section. Single figures are less
 certain. Each is one iteration, and one layout differs by up to 6 % between days. A quarter to a half of a section's

@@ -42,6 +42,18 @@ def test_a_perceptron_is_its_products_and_their_gradients() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_roles_tell_what_a_product_is_for() -> None:
+    """Fewer rows than columns, so that sizes say nothing: gradients of weights, and what fp8 multiplies."""
+    config = ViTConfig(image_size=16, patch_size=8, width=48, depth=1, heads=2, mlp_width=96, classes=80)
+    work = trace(create(config), torch.randn(1, 3, 16, 16), _square, 1)
+    products = [op for _, op in work.operators() if op.kind == "gemm"]
+    learning = [(int(op.m), op.n) for op in products if op.weights]
+    assert sorted(learning) == sorted([(48, 192), (48, 48), (96, 48), (48, 96), (144, 48), (80, 48)])
+    # The embedding of patches and the head are no linears of a block.
+    sides = {frozenset((int(op.m), op.n)) for op in products if op.fp8 and op.weights}
+    assert sides == {frozenset(pair) for pair in ((144, 48), (48, 48), (96, 48))}
+
+
 def test_views_cost_nothing_and_in_place_work_does() -> None:
     class Views(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

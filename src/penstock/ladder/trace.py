@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.containers import tensors
+from penstock.errors import ConfigError
 from penstock.ladder.tensor_memory import TensorMemory
+from penstock.models.anatomy import anatomy_of
+from penstock.models.roles import Experts
 from penstock.planner.operators import Op, OpKind, Workload
 from penstock.planner.traced import recorded
 
@@ -35,7 +38,7 @@ def trace(
 
     Gradients that the run leaves are cleared. Raises whatever the model raises.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(model)
     kept = _Kept(model)
     living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *tensors(batch)])
     with living, recorder:
@@ -81,8 +84,10 @@ class _Kept:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation that computes or copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._linears = _sizes_of_linears(model)
         self.operators: list[Op] = []
         self.forward = True
 
@@ -112,17 +117,36 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
         made = sum(tensor.numel() for tensor in written)
-        gradient = kind == "gemm" and not self.forward and k > max(m, n)  # a weight's sums over many rows
+        # Backward, a product that reads no weight makes the gradient of one.
+        learns = kind == "gemm" and not self.forward
+        learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
+        sides = (m, n) if learns else (n, k)
         return Op(
             f"attention.{name}" if kind in ("bmm", "attention") else name, kind, self.forward, batch, m, n, k,
             4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
-            weights=m * n if gradient else 0,
+            weights=m * n if learns else 0, fp8=kind == "gemm" and frozenset(sides) in self._linears,
         )  # fmt: skip
 
 
 def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:
     """Whether an operation writes to one of its arguments."""
     return func.overloadpacket.__name__.endswith("_") or "out" in (kwargs or {})
+
+
+def _sizes_of_linears(model: nn.Module) -> set[frozenset[int]]:
+    """Both sides of the weights that fp8 multiplies: of linears in blocks other than routers; none of a model whose
+    blocks are not known."""
+    try:
+        anatomy = anatomy_of(model)
+    except ConfigError:
+        return set()
+    routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
+    return {
+        frozenset(linear.weight.shape)
+        for block in anatomy.blocks
+        for name, linear in model.get_submodule(block).named_modules(prefix=block)
+        if isinstance(linear, nn.Linear) and name not in routers
+    }
 
 
 def _is_view(read: list[Tensor], written: list[Tensor]) -> bool:

@@ -107,9 +107,9 @@ def _stands_alone(op: Op) -> bool:
 
 
 def _is_fp8(op: Op) -> bool:
-    """Whether a product runs in fp8 where the plan says so: of a linear layer's weight, both sizes have to fit."""
+    """Whether a product runs in fp8 where the plan says so: of a linear in a block, both of whose sizes fit."""
     sizes = (op.m, op.n) if op.over_rows else (op.n, op.k)
-    return op.kind == "gemm" and not any(size % FP8_MULTIPLE for size in sizes)
+    return op.fp8 and not any(size % FP8_MULTIPLE for size in sizes)
 
 
 def _quantized(operators: Iterable[Op]) -> list[Op]:

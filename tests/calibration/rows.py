@@ -37,7 +37,7 @@ _MEGATRON = Plan(
     optimizer="fused",
     compile="blocks",
     attention="plain",
-    layout="batch_second",
+    token_order="batch_second",
     overlap=False,
 )
 

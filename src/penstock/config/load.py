@@ -180,8 +180,8 @@ class _Node:
         renamed: dict[str, str] = getattr(self.cls, "RENAMED", {})
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
-        for name, value in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
-            key = renamed.get(name, name)
+        for name, given in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
+            key, value = renamed.get(name, name), given[-1]
             if key == "family" and len(self.arms) > 1:
                 self._choose_family(value, layer, path)
                 continue
@@ -191,7 +191,8 @@ class _Node:
             elif key not in kinds:
                 self._unknown(path + key, key, layer, path)
             elif dataclasses_of(kinds[key]):
-                self._merge_child(key, kinds[key], value, layer, path)
+                for part in given:
+                    self._merge_child(key, kinds[key], part, layer, path)
             else:
                 self._merge_value(key, kinds[key], value, layer, path)
 
@@ -214,11 +215,8 @@ class _Node:
             layer.wrong(bad.sentence(f"{path}{key}"))
 
     def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
-        whole, inside = (value.whole, value.inside) if isinstance(value, _Both) else (value, None)
-        if isinstance(whole, Mapping):
-            whole, inside = None, whole
-        absent = whole is None and inside is None
-        if absent or (accepts_none(kind) and isinstance(whole, str) and whole.lower() in NONE_WORDS):
+        none = isinstance(value, str) and value.lower() in NONE_WORDS and accepts_none(kind)
+        if value is None or none:
             if accepts_none(kind):
                 self.values[key] = None
                 self.children.pop(key, None)
@@ -228,10 +226,10 @@ class _Node:
         child = self.children.get(key)
         if child is None:
             child = self.children[key] = _Node.of(kind, self.values.pop(key, None) or self._default(key))
-        if whole is not None:
-            child._whole_self(whole, layer, path + key)
-        if inside is not None:
-            child.merge(inside, layer, f"{path}{key}.")
+        if isinstance(value, Mapping):
+            child.merge(value, layer, f"{path}{key}.")
+        else:
+            child._whole_self(value, layer, path + key)
 
     def _whole_self(self, value: Any, layer: _Layer, path: str) -> None:
         """Take a value for the whole dataclass: an object of it, or its short text form."""
@@ -299,16 +297,11 @@ class _Node:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """A part that one layer sets as a whole and also by field: `--plan "…" --plan.optimizer fused`."""
-
-    whole: Any
-    inside: Mapping[str, Any]
-
-
-def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
-    """`values` with the first part of dotted keys split off: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, list[Any]]:
+    """What a layer gives to each field, with the first part of dotted keys split off: `{"a.b": 1}` becomes
+    `{"a": [{"b": 1}]}`. A part may have two values, a whole one and a table that changes it: `--plan "…"` and
+    `--plan.optimizer fused`.
+    """
     whole: dict[str, Any] = {}
     inside: dict[str, dict[str, Any]] = {}
     for key, value in cast(Mapping[Any, Any], values).items():
@@ -322,10 +315,7 @@ def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, Any]:
             inside.setdefault(head, {}).update(value)
         else:
             whole[key] = value
-    result: dict[str, Any] = {**whole, **inside}
-    for key in whole.keys() & inside.keys():
-        result[key] = _Both(whole[key], inside[key])
-    return result
+    return {key: [part[key] for part in (whole, inside) if key in part] for key in {**whole, **inside}}
 
 
 def _load_yaml(text: str) -> Any:

@@ -19,9 +19,8 @@ from penstock.ladder import climb, measure
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, RungResult
 from penstock.ladder.rung import Setting, Situation, choose
-from penstock.ladder.settings import LadderConfig
+from penstock.ladder.settings import LadderConfig, command_of
 from penstock.ladder.subject import Subject
-from penstock.ladder.words import command_of
 from penstock.parallel import ALONE
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from cyclopts import App, CycloptsError
 
@@ -20,33 +19,31 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` returns its code
 )
-
-
-def _command(of: App, verb: str, words: str, *, function: str = "", **options: Any) -> None:
-    of.command(f"penstock.cli.{function or f'{verb}:{verb}'}", name=verb, help=words, **options)
-
-
-def _configured(verb: str, words: str) -> None:
-    """A verb with an option for each setting. Its usage is given, because making it out of them takes a while."""
-    _command(app, verb, words, usage=f"Usage: penstock {verb} [MODEL] [OPTIONS]")
-
-
-_configured("train", "Train a model; resumes where it was stopped.")
-_command(app, "launch", "Start the ranks of a run, and restart them after a fault.")
-_command(app, "run", "Run a training script in mixed precision, unchanged.")
-_configured("ladder", "Measure what each optimisation gains here.")
-_configured("plan", "Find the fastest parallel layout of a model on a cluster.")
-_command(app, "pack", "Pack an image folder or tar shards for fast reading.")
-_configured("scale", "Measure a model's gradients and choose a loss scale for fp16.")
-_command(app, "probe", "Measure this machine, and store the result.")
-_command(app, "doctor", "Say what works here, and how to fix what does not.")
+_VERBS = {
+    "train": "Train a model; resumes where it was stopped.",
+    "launch": "Start the ranks of a run, and restart them after a fault.",
+    "run": "Run a training script in mixed precision, unchanged.",
+    "ladder": "Measure what each optimisation gains here.",
+    "plan": "Find the fastest parallel layout of a model on a cluster.",
+    "pack": "Pack an image folder or tar shards for fast reading.",
+    "scale": "Measure a model's gradients and choose a loss scale for fp16.",
+    "probe": "Measure this machine, and store the result.",
+    "doctor": "Say what works here, and how to fix what does not.",
+}
+_CHECKPOINT_VERBS = {
+    "verify": "Check every byte of a checkpoint.",
+    "list": "List the checkpoints of a run.",
+    "export": "Write weights as a Hugging Face folder.",
+    "convert": "Rewrite a checkpoint for another number of ranks.",
+}
+_WITH_SETTINGS = ("train", "ladder", "plan", "scale")
+"""They have an option for each setting. Their usage is given, because making it out of the options takes a while."""
+for _verb, _words in _VERBS.items():
+    _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None
+    app.command(f"penstock.cli.{_verb}:{_verb}", name=_verb, help=_words, usage=_usage)
 checkpoint = App(name="checkpoint", help="Verify, list, export and convert the checkpoints of a run.")
-_command(checkpoint, "verify", "Check every byte of a checkpoint.", function="checkpoint:verify")
-_command(checkpoint, "list", "List the checkpoints of a run.", function="checkpoint:list_")
-_command(checkpoint, "export", "Write weights as a Hugging Face folder.", function="checkpoint:export")
-_command(
-    checkpoint, "convert", "Rewrite a checkpoint for another number of ranks.", function="checkpoint:convert"
-)
+for _verb, _words in _CHECKPOINT_VERBS.items():
+    checkpoint.command(f"penstock.cli.checkpoint:{_verb}_", name=_verb, help=_words)
 app.command(checkpoint)
 
 

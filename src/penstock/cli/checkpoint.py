@@ -13,7 +13,7 @@ from rich.table import Table
 from penstock.errors import CheckpointError, ConfigError, ExitCode
 
 
-def verify(path: Path, *, step: int | None = None) -> None:
+def verify_(path: Path, *, step: int | None = None) -> None:
     """Check every byte of a checkpoint against its manifest. Ends with code 5 if anything has changed.
 
     Parameters
@@ -102,7 +102,7 @@ def _show(rows: list[dict[str, str | int | None]], thorough: bool) -> None:
     Console().print(table)
 
 
-def export(
+def export_(
     path: Path,
     target: Path,
     *,
@@ -144,7 +144,7 @@ def export(
     print(f"{target}: '{which}' of {checkpoint.path}.")
 
 
-def convert(path: Path, target: Path, *, step: int | None = None, ranks: int = 1) -> None:
+def convert_(path: Path, target: Path, *, step: int | None = None, ranks: int = 1) -> None:
     """Rewrite a checkpoint for another number of ranks, in this version's format.
 
     Any number of ranks can read any checkpoint. This is for moving one as few files, and for old formats.

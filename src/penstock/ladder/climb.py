@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,9 @@ from penstock.ladder.forecast import rank_machine
 from penstock.ladder.judge import HOPELESS, equality, tail_mean, verdict
 from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread
 from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
-from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig
+from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig, command_of
 from penstock.ladder.subject import Subject, subject_of
 from penstock.ladder.team import Team, threads_of
-from penstock.ladder.words import command_of, model_changes
 from penstock.planner.prediction import Prediction, predict_workload
 from penstock.probe import machine_for, resolve_device
 from penstock.report import record
@@ -87,6 +86,17 @@ def ladder(
     with measure.side_by_side():
         subject = subject_of(settled, factory, device)
         return _Climb(subject, machine, settled, on_result or (lambda result: None)).run(rungs)
+
+
+def _model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
+    """Fields of the model that a setting changes."""
+    if first is None or model is None:
+        return {}
+    return {
+        f.name: getattr(model, f.name)
+        for f in fields(model)
+        if getattr(model, f.name) != getattr(first, f.name)
+    }
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
@@ -156,7 +166,7 @@ class _Climb:
         if refusal is not None:
             return replace(result, reason=refusal)
         setting = rung.apply(reference, self.situation)
-        changes = model_changes(self.subject.first.model, setting.model)
+        changes = _model_changes(self.subject.first.model, setting.model)
         result = replace(result, plan=setting.plan.line(), model=changes)
         try:
             result = self._tried(rung, result, setting, reference, remaining, noise)
@@ -353,7 +363,7 @@ class _Climb:
             rungs=tuple(results),
             noise=noise,
             plan=best.plan.line(),
-            model=model_changes(self.subject.first.model, best.model),
+            model=_model_changes(self.subject.first.model, best.model),
             train_command=self.subject.train_command(best),
             batch=self.subject.first.plan.micro_batch,
             rounds=self.config.rounds,

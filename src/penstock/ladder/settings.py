@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 from penstock.config.convert import Count, Natural, Positive, Range, Seed, check_fields
-from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.model import PRESETS, ModelConfig, option_words
 from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 
@@ -69,3 +69,22 @@ class LadderConfig:
                 problems.append(f"factory is {self.factory!r}; write package.module:function.")
         if problems:
             raise ConfigError(problems)
+
+
+def command_of(config: LadderConfig) -> str:
+    """The command that climbs again with these settings, wherever the call came from."""
+    words = ["penstock ladder"]
+    words.append(f"--model {config.factory}" if config.factory else " ".join(option_words(config.model)))
+    plain, quick = LadderConfig(), ("rounds", "loss_steps", "round_seconds")
+    for f in fields(config):
+        value = getattr(config, f.name)
+        given = value != getattr(plain, f.name) and not (config.quick and f.name in quick)
+        if not given or f.name in ("model", "factory", "output"):
+            continue
+        if f.name == "data":
+            words.append(f"--data {value.source}")
+        elif value is True:
+            words.append(f"--{f.name}")
+        else:
+            words.append(f"--{f.name} {','.join(value) if isinstance(value, tuple) else value}")
+    return " ".join(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -246,6 +247,15 @@ def test_one_model_at_a_time() -> None:
         report([Net()], batch())  # type: ignore[arg-type]
 
 
+@dataclass
+class Batch:
+    """As a loader makes it: more than tensors, in any order."""
+
+    ids: Any
+    targets: Tensor
+    inputs: Tensor
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -265,6 +275,8 @@ def test_losses_that_are_found_by_themselves() -> None:
     own = report(model, {"x": x, "labels": target}, precision="O0").loss
     assert report(model, (x, target), precision="O0").loss == pytest.approx(own)
     assert report(model, x, loss=lambda m, b: m(b).logits.sum(), precision="O0").loss != own
+    loaded = Batch(x.numpy(), target, x)
+    assert report(model, loaded, precision="O0").loss == pytest.approx(own)
     for wrong in (x, (x, torch.randn(6, 4))):
         with pytest.raises(ConfigError, match="give loss="):
             report(model, wrong)

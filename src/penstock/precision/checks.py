@@ -79,7 +79,7 @@ def check(
         f"{properties.level} replaces weights, and DistributedDataParallel holds on to those it was given; "
         "accelerate the model first and wrap it afterwards."
         for model in models
-        if properties.weights == "half" and _in_ddp(model)
+        if properties.weights == "half" and isinstance(uncompiled(model), nn.parallel.DistributedDataParallel)
     ]
     for model in bare:
         before = precision_on(model)
@@ -122,7 +122,3 @@ def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
                     "precision='O1', or give each weight to one optimizer."
                 )
                 return
-
-
-def _in_ddp(model: nn.Module) -> bool:
-    return isinstance(uncompiled(model), nn.parallel.DistributedDataParallel)

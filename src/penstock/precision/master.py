@@ -218,9 +218,8 @@ class MasterWeights:
         of = self._of(optimizer)
         self._spent -= of.keys()
         if self._shared is not None and not set_to_none:
-            self.collect(
-                optimizer
-            )  # the optimizer will fill the masters' gradients with zeros, which are these
+            # The optimizer will fill the masters' gradients with zeros, and those are these.
+            self.collect(optimizer)
             return
         for masters in of.values():
             for half in masters:

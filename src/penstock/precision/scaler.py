@@ -119,9 +119,8 @@ class LossScaler:
             self.spared.add_(found_inf).mul_(found_inf)
             falls = found_inf * (self.spared >= self.hysteresis)
             self.spared.mul_(1.0 - falls)
-        self.clean.add_(1).mul_(
-            found_inf == 0
-        )  # an overflow that hysteresis lets pass starts the count again too
+        # An overflow that hysteresis lets pass starts the count of clean steps again too.
+        self.clean.add_(1).mul_(found_inf == 0)
         grows = self.clean >= self.interval
         self.clean.masked_fill_(grows, 0)
         factor = torch.where(falls > 0, self.backoff, torch.where(grows, self.growth, 1.0))

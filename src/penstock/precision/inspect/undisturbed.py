@@ -117,15 +117,15 @@ def checked(loss: Any) -> Tensor:
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss where it returns one, else mean cross entropy of (inputs, targets) with class targets.
 
-    A mapping holds the model's keyword arguments; a pair, or a dataclass of two tensors, the model's inputs and the
-    targets; anything else is its one argument.
+    A mapping holds the model's keyword arguments; a pair, or a dataclass with a field `targets` and another tensor, the
+    model's inputs and the targets; anything else is its one argument.
 
     Raises:
         ConfigError: neither is there; give `loss=`.
     """
     targets: Any = None
-    if is_dataclass(batch) and len(found := list(tensors(batch))) == 2:
-        batch = found
+    if is_dataclass(batch) and hasattr(batch, "targets") and len(found := list(tensors(batch))) == 2:
+        batch = found if found[1] is batch.targets else found[::-1]
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, Sequence) and len(batch) == 2:

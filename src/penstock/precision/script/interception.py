@@ -62,13 +62,13 @@ class Interception:
         if self._plain:
             return self
         patch = functools.partial(_patch, self._patches)
-        patch(Optimizer, "__init__", self._optimizer_init(Optimizer.__init__))
-        patch(Optimizer, "add_param_group", self._add_param_group(Optimizer.add_param_group))
+        patch(Optimizer, "__init__", _after(Optimizer.__init__, self._made))
+        patch(Optimizer, "add_param_group", _before(Optimizer.add_param_group, self._pairing.extended))
         patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
-        patch(torch, "compile", self._compile(torch.compile))
-        patch(nn.Module, "zero_grad", self._zero_grad(nn.Module.zero_grad))
+        patch(torch, "compile", _before(torch.compile, self._compiles))
+        patch(nn.Module, "zero_grad", _after(nn.Module.zero_grad, self._zeroed))
         scaler = torch.amp.grad_scaler.GradScaler
-        patch(scaler, "__init__", self._scaler_init(scaler.__init__))
+        patch(scaler, "__init__", _after(scaler.__init__, self._pairing.scaler_made))
         # torch.multiprocessing.spawn, the function, looks up start_processes in the module whose name it hides.
         processes: Any = sys.modules["torch.multiprocessing.spawn"]
         spawning = self._spawning(processes.start_processes)
@@ -97,34 +97,25 @@ class Interception:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self.remove(finished=kind is None)
 
-    # -- what replaces torch's own
+    # -- what the script does
 
-    def _optimizer_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._pairing.made(optimizer)
+    def _made(self, optimizer: Optimizer) -> None:
+        self._pairing.made(optimizer)
+        self._update_hooks()
+
+    def _compiles(self, *_: Any, **__: Any) -> None:
+        self._pairing.compiles = True
+
+    def _called(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._pairing.called(module)
             self._update_hooks()
 
-        return init
-
-    def _add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-            self._pairing.extended(optimizer, param_group)
-            original(optimizer, param_group)
-
-        return add_param_group
-
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._pairing.called(module)
-                self._update_hooks()
-            return original(module, *args, **kwargs)
-
-        return call
+    def _zeroed(self, module: nn.Module) -> None:
+        for optimizer in self._pairing.accelerated:
+            own = gradients_beside(optimizer)
+            if own.prepared and self._pairing.owns(module, optimizer):
+                own.discard()
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         attended = ScaledBackward(original)
@@ -150,33 +141,6 @@ class Interception:
 
         return backward
 
-    def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            self._pairing.compiles = True
-            return original(*args, **kwargs)
-
-        return compile
-
-    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-            original(module, set_to_none=set_to_none)
-            for optimizer in self._pairing.accelerated:
-                own = gradients_beside(optimizer)
-                if own.prepared and self._pairing.owns(module, optimizer):
-                    own.discard()
-
-        return zero_grad
-
-    def _scaler_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            self._pairing.scaler_made(scaler)
-
-        return init
-
     def _spawning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def start_processes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +155,7 @@ class Interception:
         if self._step_hook is None and (self._pairing.waits or self._account.untold):
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
         if self._pairing.waits and not self._watches:
-            _patch(self._watching, nn.Module, "__call__", self._call(nn.Module.__call__))
+            _patch(self._watching, nn.Module, "__call__", _before(nn.Module.__call__, self._called))
         elif not self._pairing.waits:
             self._watching.close()
         self._watches = self._pairing.waits
@@ -209,6 +173,29 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Replace an attribute of a class or a module until the stack is closed."""
     stack.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
+
+
+def _before(original: Callable[..., Any], does: Callable[..., None]) -> Callable[..., Any]:
+    """`original`, whose arguments `does` is given first."""
+
+    @functools.wraps(original)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        does(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return both
+
+
+def _after(original: Callable[..., Any], does: Callable[[Any], None]) -> Callable[..., Any]:
+    """A method `original`, after which `does` is given the object."""
+
+    @functools.wraps(original)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        does(self)
+        return result
+
+    return both
 
 
 def _attended(optimizer: Optimizer) -> bool:

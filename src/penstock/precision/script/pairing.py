@@ -65,7 +65,7 @@ class Pairing:
         self._waiting[optimizer] = None
         self._seen.clear()
 
-    def extended(self, optimizer: Optimizer, group: Any) -> None:
+    def extended(self, optimizer: Optimizer, param_group: Any) -> None:
         """The script adds a group of parameters. Raises ConfigError where they cannot have master weights any more."""
         own = optimizer.__dict__.get("_penstock")
         if own is not None and own.session.masters is not None:

@@ -291,11 +291,23 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "step-9")
 
 
-def test_a_newer_format_says_which_version_wrote_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"format": 99, "versions": {"penstock": "7.0"}}, r"its format is 99.*7\.0"),
+        ({"format": 99, "versions": 3}, "its format is 99.*unknown"),
+        ({"world": 0}, "world is 0, but must be at least 1"),
+        ({"files": {"weights.safetensors": 5}}, "files.weights.safetensors is 5"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_sealed_manifest_that_is_none_is_refused(
+    tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
     path = checkpoint.save(tmp_path, snapshot(1))
-    body = json.loads((path / "manifest.json").read_text()) | {"format": 99}
+    body = json.loads((path / "manifest.json").read_text()) | changes
     (path / "manifest.json").write_bytes(sealed(body))
-    with pytest.raises(CheckpointError, match="its format is 99"):
+    with pytest.raises(CheckpointError, match=match):
         checkpoint.load(path)
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config.convert import Count, plain
+from penstock.config.load import from_dict
 from penstock.disk import Written, digest_file
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 """1: one process, no index of tensors. 2: any number of ranks. Both are read; 2 is written."""
@@ -26,9 +28,9 @@ class Manifest:
 
     step: int
     plan: str
-    versions: Mapping[str, str]
-    files: Mapping[str, Written] = field(default_factory=dict)
-    world: int = 1
+    versions: dict[str, str]
+    files: dict[str, Written] = field(default_factory=dict)
+    world: Count = 1
     format: int = FORMAT
 
     @property
@@ -39,21 +41,14 @@ class Manifest:
 
 def manifest_text(manifest: Manifest) -> bytes:
     """What is written."""
-    return sealed({
-        "format": manifest.format,
-        "step": manifest.step,
-        "plan": manifest.plan,
-        "world": manifest.world,
-        "versions": manifest.versions,
-        "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(manifest.files.items())},
-    })  # fmt: skip
+    return sealed(plain(manifest))
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:
     """`body` as the only text that `read_manifest` accepts: canonical JSON with its own sha256."""
-    plain = {key: value for key, value in body.items() if key != "sha256"}
-    seal = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**plain, "sha256": seal}, indent=1, sort_keys=True).encode()
+    unsealed = {key: value for key, value in body.items() if key != "sha256"}
+    seal = hashlib.sha256(json.dumps(unsealed, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**unsealed, "sha256": seal}, indent=1, sort_keys=True).encode()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -80,15 +75,16 @@ def read_manifest(path: Path) -> Manifest:
     if not intact:
         raise refuse(f"{MANIFEST} is damaged (it does not match its own checksum).")
     if body.get("format") not in (1, FORMAT):
-        by = body.get("versions", {}).get("penstock", "unknown")
+        versions = body.get("versions")
+        by = versions.get("penstock", "unknown") if isinstance(versions, dict) else "unknown"
         raise refuse(
             f"its format is {body.get('format')}; this Penstock reads 1 to {FORMAT}. "
             f"Use the version that wrote it: {by}."
         )
     try:
-        manifest = _parsed(body)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise refuse(f"{MANIFEST} lacks some of a manifest's entries.") from None
+        manifest = from_dict(Manifest, {name: value for name, value in body.items() if name != "sha256"})
+    except ConfigError as problem:
+        raise refuse(f"{MANIFEST} has other entries than a manifest: {problem}") from None
     if path.name != f"step-{manifest.step}":
         raise refuse(f"its manifest is of step {manifest.step}.")
     for name in manifest.files:
@@ -96,16 +92,6 @@ def read_manifest(path: Path) -> Manifest:
         if not name.endswith(_SUFFIXES) or not stem.replace("_", "").replace("-", "").isalnum():
             raise refuse(f"'{name}' is not the name of a checkpoint file.")
     return manifest
-
-
-def _parsed(body: Mapping[str, Any]) -> Manifest:
-    files = {name: Written(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
-    world = body["world"] if body["format"] > 1 else 1
-    if type(body["step"]) is not int or type(world) is not int or world < 1:
-        raise ValueError
-    return Manifest(
-        body["step"], str(body["plan"]), dict(body["versions"]), files, world=world, format=body["format"]
-    )
 
 
 def _foreign(path: Path) -> str:

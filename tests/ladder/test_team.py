@@ -80,7 +80,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     assert "Several processes" in html
     assert html.count("equal to one process on the same samples") == 2
     assert found["command"].endswith(
-        f"--procs 2 --rungs parallel --alone --quick --device cpu --machine {machine}"
+        f"--rungs parallel --procs 2 --alone --quick --device cpu --machine {machine}"
     )
 
 

@@ -161,6 +161,7 @@ def _titan_overlap(row: dict[str, str]) -> TensorOverlap:
 
 
 def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
+    """A row's model and Plan. Under context parallelism torch then gathered all keys and values at once."""
     family, size = ("llama3", row["model"].split()[-1].lower())
     if row["model"].startswith("Llama 2"):
         family = "llama2"
@@ -172,8 +173,8 @@ def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
         kind, every = "early", 2
     plan = Plan(
         precision="O2", optimizer="fused", attention="flash", fp8=_titan_fp8(row["precision"]), tp=tp, sp=tp > 1, cp=cp,
-        dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]), recompute=kind,
-        recompute_every=every, tp_overlap=_titan_overlap(row),
+        cp_exchange="gather", dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]),
+        recompute=kind, recompute_every=every, tp_overlap=_titan_overlap(row),
         # The H200 rows are of 2025, when the loss was compiled too.
         compile="none" if row["compile"] != "yes" else "whole" if "H200" in row["table"] else "blocks",
     )  # fmt: skip

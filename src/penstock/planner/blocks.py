@@ -98,8 +98,10 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
             tensors=4, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
-    gathered = 2.0 * keys * c * t.cp
+    gathered, made = 2.0 * keys * c * t.cp, 2 * keys * c
     if t.cp > 1 and t.gathers_keys:
+        # The backward kernel makes gradients of all of them, beside them.
+        made = 2 * gathered
         gather = Op("gather", "gather", read=gathered, axis="context")
         scatter = Op("scatter", "scatter", False, read=gathered, axis="context")
         to.add(gather, scatter, gather._replace(forward=False))
@@ -115,7 +117,7 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
     if t.form == "fused":
         to.add(
             core,
-            core._replace(forward=False, read=(4 * queries + 2 * keys) * c, written=(queries + 2 * keys) * c),
+            core._replace(forward=False, read=(4 * queries + 2 * keys) * c, written=queries * c + made),
         )
     elif t.form == "plain":
         _composed(to, block, core, keys, own, kept)

@@ -1,13 +1,12 @@
 """What a rung is: one optimisation, as a change of model configuration and Plan, and how one is registered.
 
-A new rung is one file in `rungs/` that ends in `register(Rung(…))`. That enrols it in the ladder, in `--rungs` and
-`--skip`, and in the tests that every rung must pass. Free of torch.
+Penstock's own rungs are in `rungs.py`; `register(Rung(…))` adds another. Either enrols it in the ladder, in `--rungs`
+and `--skip`, and in the tests that every rung must pass. Free of torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -115,10 +114,7 @@ def register(rung: Rung) -> Rung:
 
 def all_rungs() -> tuple[Rung, ...]:
     """Every registered rung, in the order of climbing."""
-    from penstock.ladder import rungs
-
-    for module in pkgutil.iter_modules(rungs.__path__):
-        importlib.import_module(f"{rungs.__name__}.{module.name}")
+    importlib.import_module("penstock.ladder.rungs")  # registers ours
     return tuple(sorted(_RUNGS.values(), key=lambda rung: (rung.place, rung.name)))
 
 

@@ -1,0 +1,282 @@
+"""Penstock's own rungs, in the order in which they are climbed. `ladder/rung.py` says what a rung is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.config.model import ViTConfig
+from penstock.config.plan import AttentionBackend, HalfDtype, Sharding
+from penstock.host_memory import unavailable
+from penstock.ladder.rung import Rung, Setting, Situation, plan, register, vision_only
+
+
+def _autocast(dtype: HalfDtype, place: int) -> Rung:
+    def superfluous(setting: Setting, situation: Situation) -> str | None:
+        if dtype == "fp16" and {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
+            return "bf16 runs here, is as wide, and needs no loss scale"
+        return None
+
+    return Rung(
+        name=f"half-{dtype}",
+        place=place,
+        title=f"autocast {dtype}",
+        why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
+        apply=plan(precision="O1", dtype=dtype),
+        obstacle=superfluous,
+        changes_numerics=True,
+    )
+
+
+def _optimizer(form: str, place: int, why: str) -> Rung:
+    return Rung(
+        name=f"optimizer-{form}",
+        place=place,
+        title=f"{form} optimizer",
+        why=why,
+        apply=plan(optimizer=form),
+    )
+
+
+def _pooled(setting: Setting, situation: Situation) -> Setting:
+    assert isinstance(setting.model, ViTConfig)  # `_has_class_token` holds this
+    return replace(setting, model=replace(setting.model, classifier="pooled"))
+
+
+def _has_class_token(setting: Setting, situation: Situation) -> str | None:
+    if isinstance(setting.model, ViTConfig) and setting.model.classifier == "pooled":
+        return "the model has a pooled classifier already"
+    return vision_only(setting)
+
+
+def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if backend not in situation.attention:
+            return f"the model cannot be switched to {backend} attention"
+        if backend == "flash" and situation.machine.device == "cpu" and setting.plan.attention == "sdpa":
+            return "on a CPU torch's own choice is flash already"
+        return None
+
+    return Rung(
+        name=f"attention-{backend}",
+        place=place,
+        title=f"{backend} attention",
+        why=why,
+        apply=plan(attention=backend),
+        obstacle=obstacle,
+    )
+
+
+def _compiled(region: str, place: int, why: str) -> Rung:
+    return Rung(
+        name=f"compile-{region}", place=place, title=f"compile {region}", why=why, apply=plan(compile=region)
+    )
+
+
+def _batch(factor: int, place: int) -> Rung:
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if not situation.splittable:
+            return "the samples of your batch could not be told apart, so it cannot be made larger"
+        return None
+
+    return Rung(
+        name=f"batch-x{factor}",
+        place=place,
+        title=f"batch × {factor}",
+        why="More samples per step: larger products, and launches and the optimizer's update are shared by more. "
+        "The global batch grows with it, which a recipe must allow for.",
+        apply=plan(micro_batch=lambda situation: situation.micro_batch * factor),
+        obstacle=obstacle,
+        changes_numerics=True,
+    )
+
+
+def group_size(procs: int) -> int:
+    """Ranks of a group with sharding=hsdp: the largest that leaves two groups or more; 1 where none does."""
+    return max((size for size in range(1, procs // 2 + 1) if procs % size == 0), default=1)
+
+
+def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
+    """A rung of several processes, each with the baseline's micro-batch."""
+
+    def shard(situation: Situation) -> int:
+        return group_size(situation.procs) if sharding == "hsdp" else 1
+
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if situation.procs == 1:
+            return "it takes several processes: give their number, such as --procs 2"
+        if sharding == "hsdp" and group_size(situation.procs) == 1:
+            return (
+                f"{situation.procs} processes do not make two groups of two or more: give a number that does, such "
+                "as --procs 4"
+            )
+        return None
+
+    apply = plan(dp=lambda situation: situation.procs, sharding=sharding, shard=shard)
+    return Rung(
+        name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle, twin=True
+    )  # fmt: skip
+
+
+_SIZE = 256
+
+
+def _larger(size: int, patch: int) -> int:
+    """256 pixels for the usual 224; for other sizes, a seventh more, as whole patches."""
+    if size == 224 and _SIZE % patch == 0:
+        return _SIZE
+    patches = size // patch
+    return patch * (patches + max(1, round(patches / 7)))
+
+
+def _larger_image(setting: Setting, situation: Situation) -> Setting:
+    assert isinstance(setting.model, ViTConfig)  # `vision_only` holds this
+    larger = _larger(setting.model.image_size, setting.model.patch_size)
+    return replace(setting, model=replace(setting.model, image_size=larger))
+
+
+for _rung in (
+    Rung(
+        name="matmul",
+        place=100,
+        title="fast fp32 matmul",
+        why="Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction, and "
+        "the alternative kernel library on a CPU.",
+        apply=plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
+        changes_numerics=True,
+    ),
+    Rung(
+        name="memory",
+        place=150,
+        title="keep freed memory",
+        why="The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the "
+        "same pages again.",
+        apply=plan(host_memory="keep"),
+        obstacle=lambda setting, situation: unavailable() if situation.machine.device == "cpu" else None,
+    ),
+    _autocast("bf16", 200),
+    _optimizer(
+        "foreach",
+        300,
+        "Each operator of the update covers many tensors in one launch. On a CPU torch has no such kernels.",
+    ),
+    _optimizer(
+        "fused",
+        310,
+        "The whole update is one kernel per group of tensors: weights, gradients and moments are read once.",
+    ),
+    _optimizer(
+        "contiguous",
+        320,
+        "Weights and gradients live in one flat buffer per group, which the fused update, clipping and clearing "
+        "cross in a single pass.",
+    ),
+    # After the optimizers: an overflowed step can be skipped on the device by the fused ones only.
+    _autocast("fp16", 340),
+    Rung(
+        name="masters",
+        place=350,
+        title="fp32 master weights",
+        why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
+        "updates are made on fp32 copies in the optimizer.",
+        apply=plan(precision="O2", dtype=lambda situation: situation.half),
+        changes_numerics=True,
+    ),
+    Rung(
+        name="masters-remainder",
+        place=352,
+        title="masters in 16 bits",
+        why="The fp32 weight is the bf16 one and 16 bits beside it: no copy, 2 bytes a weight less, one pass less.",
+        apply=plan(master="remainder"),
+        changes_numerics=True,
+    ),
+    Rung(
+        name="classifier",
+        place=400,
+        title="pooled classifier",
+        why="The mean over patches is classified instead of a class token: one token less, and a rounder length.",
+        apply=_pooled,
+        obstacle=_has_class_token,
+        changes_numerics=True,
+    ),
+    Rung(
+        name="token-order",
+        place=500,
+        title="batch second",
+        why="Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
+        apply=plan(token_order="batch_second"),
+        obstacle=lambda setting, situation: (
+            None if "batch_second" in situation.token_orders else "the model knows one token order only"
+        ),
+    ),
+    _attention(
+        "plain",
+        600,
+        "Two batched products with the scores in memory: more traffic, but quick products for short ones.",
+    ),
+    _attention("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."),
+    _attention(
+        "efficient", 620, "Pins the memory-efficient kernel of torch, which keeps no scores in memory."
+    ),
+    _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
+    _compiled(
+        "blocks",
+        700,
+        "Fuses the pointwise work of a block into few kernels; one compilation serves all blocks.",
+    ),
+    _compiled("whole", 710, "Compiles the whole model at once: more to fuse, and longer to compile."),
+    Rung(
+        # After compilation, which fuses the scaling into its neighbours: eager, the scaling costs what fp8 gains.
+        name="fp8",
+        place=750,
+        title="fp8 products",
+        why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
+        apply=plan(fp8=True),
+        changes_numerics=True,
+    ),
+    _batch(2, 800),
+    _batch(4, 810),
+    _parallel(
+        "ddp",
+        850,
+        "replicas (DDP)",
+        "Each process has a copy of the model and its own samples; gradients are averaged while the backward pass goes "
+        "on. The global batch grows with the number of processes, which a recipe must allow for.",
+    ),
+    _parallel(
+        "fsdp",
+        860,
+        "shards (FSDP)",
+        "Each process keeps its rows of weights, gradients and optimizer states, and gathers one block ahead: memory "
+        "per process shrinks, and more is sent than by replicas.",
+    ),
+    _parallel(
+        "hsdp",
+        870,
+        "grouped shards (HSDP)",
+        "Shards within groups of neighbours, whole copies between them: gathering stays within a group, and between "
+        "groups only gradients go, once a step.",
+    ),
+    Rung(
+        name="image",
+        place=900,
+        title="larger image (FLOP/s)",
+        why="224 pixels make 14 × 14 patches, 256 make 16 × 16: powers of two that tiles divide. A sample is then more "
+        "work, so this is compared in model FLOP/s, and is reported rather than carried.",
+        apply=_larger_image,
+        obstacle=lambda setting, situation: vision_only(setting),
+        changes_numerics=True,
+        compared_by="flops",
+        carried=False,
+    ),
+    Rung(
+        name="whole-half",
+        place=1000,
+        title="whole model half",
+        why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
+        "Small updates can be lost in rounding, so look at the loss.",
+        # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
+        apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", fp8=False),
+        changes_numerics=True,
+    ),
+):
+    register(_rung)

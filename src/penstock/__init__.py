@@ -70,64 +70,40 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Anatomy": "penstock.models.anatomy",
-    "Augment": "penstock.config.run",
-    "Batch": "penstock.data",
-    "Built": "penstock.build",
-    "ConfigError": "penstock.errors",
-    "DataConfig": "penstock.config.run",
-    "EMA": "penstock.optim",
-    "Finding": "penstock.doctor",
-    "ImageClassification": "penstock.tasks",
-    "LadderConfig": "penstock.ladder",
-    "LadderReport": "penstock.ladder",
-    "Loader": "penstock.data",
-    "Machine": "penstock.config.machine",
-    "ModelConfig": "penstock.config.model",
-    "PRESETS": "penstock.config.model",
-    "PenstockError": "penstock.errors",
-    "Plan": "penstock.config.plan",
-    "Prediction": "penstock.planner",
-    "Recipe": "penstock.config.run",
-    "RunConfig": "penstock.config.run",
-    "Serving": "penstock.planner.serve",
-    "DecoderConfig": "penstock.config.model",
-    "EncoderConfig": "penstock.config.model",
-    "Seq2SeqConfig": "penstock.config.model",
-    "Stack": "penstock.config.stack",
-    "StepResult": "penstock.step",
-    "Task": "penstock.tasks",
-    "TrainResult": "penstock.train",
-    "TrainStep": "penstock.step",
-    "ViT": "penstock.models.vit",
-    "ViTConfig": "penstock.config.model",
-    "accelerate": "penstock.precision",
-    "anatomy_of": "penstock.models.anatomy",
-    "classification_loss": "penstock.tasks",
-    "clip_grad_norm_": "penstock.precision",
-    "contiguous": "penstock.optim",
-    "create": "penstock.models",
-    "enrol": "penstock.models.anatomy",
-    "examine": "penstock.doctor",
-    "from_pretrained": "penstock.models.convert",
-    "image_loader": "penstock.data",
-    "known_machines": "penstock.config.machine",
-    "load": "penstock.config.load",
-    "load_machine": "penstock.config.machine",
-    "load_weights": "penstock.models.convert",
-    "machine_for": "penstock.probe",
-    "make_optimizer": "penstock.optim",
-    "open_source": "penstock.data",
-    "parameter_groups": "penstock.optim",
-    "predict": "penstock.planner",
-    "predict_inference": "penstock.planner.serve",
-    "save_machine": "penstock.config.machine",
-    "save_pretrained": "penstock.models.convert",
-    "scale_loss": "penstock.precision",
-    "search": "penstock.planner",
-    "Space": "penstock.planner",
+_NAMES = {
+    "build": ("Built",),
+    "config.load": ("load",),
+    "config.machine": ("Machine", "known_machines", "load_machine", "save_machine"),
+    "config.model": (
+        "DecoderConfig",
+        "EncoderConfig",
+        "ModelConfig",
+        "PRESETS",
+        "Seq2SeqConfig",
+        "ViTConfig",
+    ),
+    "config.plan": ("Plan",),
+    "config.run": ("Augment", "DataConfig", "Recipe", "RunConfig"),
+    "config.stack": ("Stack",),
+    "data": ("Batch", "Loader", "image_loader", "open_source"),
+    "doctor": ("Finding", "examine"),
+    "errors": ("ConfigError", "PenstockError"),
+    "ladder": ("LadderConfig", "LadderReport"),
+    "models": ("create",),
+    "models.anatomy": ("Anatomy", "anatomy_of", "enrol"),
+    "models.convert": ("from_pretrained", "load_weights", "save_pretrained"),
+    "models.vit": ("ViT",),
+    "optim": ("EMA", "contiguous", "make_optimizer", "parameter_groups"),
+    "planner": ("Prediction", "Space", "predict", "search"),
+    "planner.serve": ("Serving", "predict_inference"),
+    "precision": ("accelerate", "clip_grad_norm_", "scale_loss"),
+    "probe": ("machine_for",),
+    "step": ("StepResult", "TrainStep"),
+    "tasks": ("ImageClassification", "Task", "classification_loss"),
+    "train": ("TrainResult",),
 }
+"""By module."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])
 
@@ -141,7 +117,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"penstock.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from penstock.data.source import ImageSource as ImageSource
     from penstock.data.source import Source as Source
 
-_HOME = {
-    "Batch": "images",
-    "ImageSource": "source",
-    "Loader": "loader",
-    "Source": "source",
-    "Stream": "sampler",
-    "augment_batch": "augment",
-    "center_batch": "augment",
-    "image_loader": "images",
-    "open_source": "open",
+_NAMES = {
+    "augment": ("augment_batch", "center_batch"),
+    "images": ("Batch", "image_loader"),
+    "loader": ("Loader",),
+    "open": ("open_source",),
+    "sampler": ("Stream",),
+    "source": ("ImageSource", "Source"),
 }
+"""By module."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

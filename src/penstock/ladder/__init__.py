@@ -21,19 +21,16 @@ if TYPE_CHECKING:
     from penstock.ladder.show import table as table
     from penstock.ladder.show import write as write
 
-_HOME = {
-    "LadderConfig": "settings",
-    "LadderReport": "result",
-    "Rung": "rung",
-    "RungResult": "result",
-    "Setting": "rung",
-    "Situation": "rung",
-    "ladder": "climb",
-    "register": "rung",
-    "table": "show",
-    "to_html": "page",
-    "write": "show",
+_NAMES = {
+    "climb": ("ladder",),
+    "page": ("to_html",),
+    "result": ("LadderReport", "RungResult"),
+    "rung": ("Rung", "Setting", "Situation", "register"),
+    "settings": ("LadderConfig",),
+    "show": ("table", "write"),
 }
+"""By module."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

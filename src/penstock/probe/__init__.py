@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -205,12 +205,7 @@ def _undisturbed() -> Iterator[None]:
     with (
         warnings.catch_warnings(),
         torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _nothing(),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext(),
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

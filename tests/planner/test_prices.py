@@ -14,6 +14,7 @@ from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
+from penstock.planner.collectives import group_of
 from penstock.planner.describe import describe
 from penstock.planner.explain import explain
 from penstock.planner.memory import in_flight, rested
@@ -411,3 +412,24 @@ def test_an_odd_micro_batch_comes_first_only_if_it_wins_by_more_than_the_error(
     assert _even_first([single, odd]) == [single, odd]
     assert _even_first([odd]) == [odd]
     assert _even_first([]) == []
+
+
+def test_groups_that_cross_leaves_get_what_the_spine_leaves_them() -> None:
+    """Rails of 32 nodes whose switches have half as many links up: within them nothing changes."""
+    rails = replace(load_machine("h100"), leaf_nodes=32, spine_share=0.5)
+    whole, halved = (rates_of(machine, Plan()) for machine in (load_machine("h100"), rails))
+    for stride, size, crosses in (
+        (8, 32, False),
+        (8, 64, True),
+        (1, 256, False),
+        (1, 512, True),
+        (64, 8, True),
+    ):
+        ratio = group_of(halved, size, stride).bandwidth / group_of(whole, size, stride).bandwidth
+        # A ring that enters each node by all adapters is bound by the link between devices, too.
+        assert ratio == (1.0 if not crosses else pytest.approx(0.5 if stride > 1 else 0.541, abs=1e-3)), (
+            stride,
+            size,
+        )
+    with pytest.raises(ConfigError, match="spine_share is 0"):
+        replace(rails, spine_share=0.0)

@@ -57,6 +57,7 @@ Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, open_low=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
+PositiveShare = Annotated[float, Range(0, 1, open_low=True)]
 Probability = Annotated[float, Range(0, 1, open_high=True)]
 Seed = Annotated[int, Range(0, 2**64 - 1)]
 

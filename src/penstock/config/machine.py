@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, nearest
+from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare, nearest
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
 from penstock.errors import ConfigError, EnvironmentProblem
 
@@ -87,6 +87,10 @@ class Machine(Checked, where="machine"):
     devices_per_node: Count = 1
     node_bytes_per_second: NotNegative | None = None
     """Rate out of a node, over all its adapters."""
+    leaf_nodes: Natural = 0
+    """Nodes under one leaf switch, or on one set of rails; 0 if all of them are."""
+    spine_share: PositiveShare = 1.0
+    """Share of a node's rate that is left between leaves, where these have fewer links up than down."""
     host_bytes_per_second: NotNegative | None = None
     """Rate between a device and its host's memory, in one direction."""
     collective_bytes_per_second: NotNegative | None = None

@@ -39,8 +39,12 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     levels = 4 * (size - 1).bit_length()
     if inside >= size:
         return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates)
-    bandwidth = min(rates.link, rates.node * inside / per_node)
     nodes = -(-size // inside)
+    # Members are `stride` apart, so that those in neighbouring nodes come first.
+    apart = max(1, stride // per_node)
+    above = rates.machine.leaf_nodes and nodes * apart > rates.machine.leaf_nodes
+    node = rates.node * (rates.machine.spine_share if above else 1.0)
+    bandwidth = min(rates.link, node * inside / per_node)
     step = (nodes * node_step + (size - nodes) * link_step) / size
     return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, rates)
 

@@ -113,7 +113,7 @@ def paths(root: Path, count: int) -> tuple[dict[str, Way], dict[str, Any]]:
     facts: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "quality": QUALITY, "images": count * COPIES}
     facts["mean_jpeg_bytes"] = make_folder(folder, count)
     for records in ("jpeg", "raw"):
-        packed = pack_source(folder, root / records, Packing(size=256, records=records))  # type: ignore[arg-type]
+        packed = pack_source(folder, root / records, Packing(size=256, format=records))  # type: ignore[arg-type]
         facts[f"mean_{records}_record_bytes"] = packed.bytes // (count * COPIES)
 
     def opened(source: str) -> ImageSource:

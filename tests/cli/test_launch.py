@@ -144,8 +144,8 @@ def test_the_slurm_template_parses_and_is_accepted() -> None:
     values = {"SLURM_NNODES": "4", "HEAD": "node-1", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "x"}
     bound, plan = _accepted(_filled(text, values))
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
-    assert bound.arguments["nnodes"] == options["nodes"]
-    assert bound.arguments["procs"] == options["gpus-per-node"]
+    assert bound.arguments["settings"].nnodes == options["nodes"]
+    assert bound.arguments["settings"].procs == options["gpus-per-node"]
     assert plan.gpus == int(options["nodes"]) * int(options["gpus-per-node"])
     assert options["signal"].startswith("USR1@")
     assert re.search(r"^#SBATCH --requeue$", text, re.MULTILINE)
@@ -174,7 +174,7 @@ def test_the_kubeflow_template_parses_and_is_accepted() -> None:
     assert rules["Ignore"] == [ExitCode.SAVED_REQUEUE]
     assert set(rules["FailJob"]) < FINAL
     bound, plan = _accepted(trainer["command"])
-    assert bound.arguments["nnodes"] == str(trainer["numNodes"])
+    assert bound.arguments["settings"].nnodes == str(trainer["numNodes"])
     assert plan.gpus == trainer["numNodes"] * trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     name, replica = job["metadata"]["name"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["name"]
-    assert bound.arguments["rdzv"].startswith(f"{name}-{replica}-0-0.{name}:")
+    assert bound.arguments["settings"].rdzv.startswith(f"{name}-{replica}-0-0.{name}:")

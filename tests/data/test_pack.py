@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def packed(folder: Path, records: str = "raw", **options: object) -> Path:
     target = folder.parent / f"pack-{records}"
-    pack_source(folder, target, Packing(size=32, records=records, **options))  # type: ignore[arg-type]
+    pack_source(folder, target, Packing(size=32, format=records, **options))  # type: ignore[arg-type]
     return target
 
 

@@ -19,7 +19,7 @@ from penstock.data.pack import read_manifest, verify
 from penstock.data.packing import Packing, pack_source
 from penstock.errors import ConfigError, DataError
 
-SMALL = Packing(size=16, records="raw")
+SMALL = Packing(size=16, format="raw")
 
 
 def shard(path: Path, labels: list[object], first: int = 0) -> Path:
@@ -109,7 +109,7 @@ def test_bad_images_fail_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(DataError, match=r"0007\.jpg cannot be packed: .*--bad-images skip"):
         pack_source(folder, tmp_path / "pack", SMALL)
     assert not (tmp_path / "pack").exists()
-    skipping = Packing(size=16, records="raw", bad_images="skip")
+    skipping = Packing(size=16, format="raw", bad_images="skip")
     with caplog.at_level(logging.WARNING):
         packed = pack_source(folder, tmp_path / "pack", skipping)
     assert (packed.manifests[""].count, packed.manifests[""].skipped) == (199, 1)
@@ -172,7 +172,7 @@ from helpers.hostile import peak_bytes
 before = []
 def progress(done):
     if done == 20: before.append(peak_bytes())
-pack_source(sys.argv[1], sys.argv[2], Packing(size=256, records="raw", threads=1), progress=progress)
+pack_source(sys.argv[1], sys.argv[2], Packing(size=256, format="raw", threads=1), progress=progress)
 print(peak_bytes() - before[0], "torch" in sys.modules)
 """
     start = time.monotonic()
@@ -189,6 +189,6 @@ print(peak_bytes() - before[0], "torch" in sys.modules)
 
 def test_settings_are_checked_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        Packing(size=0, records="zip", quality=101)  # type: ignore[arg-type]
+        Packing(size=0, format="zip", quality=101)  # type: ignore[arg-type]
     assert len(caught.value.problems) == 3
     assert json.dumps(caught.value.problems)

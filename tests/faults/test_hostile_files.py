@@ -95,7 +95,7 @@ def pack_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:
     cases: list[Case] = []
     for coat, content in coats.items():
         pack = folder / f"pack-{coat}"
-        pack_source(folder / "images", pack, Packing(size=32, records="raw"))
+        pack_source(folder / "images", pack, Packing(size=32, format="raw"))
         root = next(pack.rglob("index.npy")).parent
         (root / "index.npy").write_bytes(content)
         manifest = json.loads((root / "manifest.json").read_text())

@@ -102,7 +102,7 @@ def test_numbers_of_nodes_and_ranks() -> None:
     for text in ("", "a", "1:b", "1:2:3"):
         with pytest.raises(ConfigError):
             parse_nodes(text)
-    assert LaunchSettings(nodes=(1, 2), rendezvous="[::1]:29400").endpoint() == ("::1", 29400)
+    assert LaunchSettings(nnodes="1:2", rdzv="[::1]:29400").endpoint() == ("::1", 29400)
 
 
 def test_a_reserved_port_is_nobody_elses_but_a_rank_can_listen_on_it() -> None:

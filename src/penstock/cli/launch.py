@@ -8,24 +8,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.errors import ConfigError
-from penstock.launch.settings import LaunchSettings, parse_nodes, parse_procs
+from penstock.launch.settings import LaunchSettings
 
 _DEFAULTS = LaunchSettings()
 
 
 def launch(
     *program: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    procs: str = "auto",
-    nnodes: str = "1",
-    rdzv: str | None = None,
-    rdzv_id: str = _DEFAULTS.run_id,
-    node_rank: int | None = None,
-    max_restarts: int = _DEFAULTS.max_restarts,
-    hang_seconds: float = _DEFAULTS.hang_seconds,
-    start_seconds: float = _DEFAULTS.start_seconds,
-    join_seconds: float = _DEFAULTS.join_seconds,
-    settle_seconds: float = _DEFAULTS.settle_seconds,
-    lost_seconds: float = _DEFAULTS.lost_seconds,
+    settings: Annotated[LaunchSettings, Parameter(name="*")] = _DEFAULTS,
 ) -> int:
     """Start the ranks of a run, watch them, and restart them after a fault.
 
@@ -37,42 +27,7 @@ def launch(
     ----------
     program
         After `--`: the arguments of `penstock train`, or `SCRIPT.py …`, or `-m MODULE …`.
-    procs
-        Ranks on this node; `auto` is one per GPU, or one without GPUs.
-    nnodes
-        Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there.
-    rdzv
-        HOST:PORT at which the agents of all nodes meet; the agent on HOST serves it. Start the same command on each.
-    rdzv_id
-        Name of the run at that endpoint.
-    node_rank
-        This node's number. The agents choose one if it is left out.
-    max_restarts
-        How often all ranks are restarted after a fault.
-    hang_seconds
-        A rank that finishes no step for so many seconds hangs: all stacks are shown, and it is a fault. 0 turns it off.
-    start_seconds
-        The same limit until the first step, which may compile.
-    join_seconds
-        How long to wait for the fewest nodes.
-    settle_seconds
-        How long to wait for more nodes once there are enough.
-    lost_seconds
-        A node that has been silent for so many seconds is lost.
     """
-    settings = LaunchSettings(
-        procs=parse_procs(procs),
-        nodes=parse_nodes(nnodes),
-        rendezvous=rdzv,
-        run_id=rdzv_id,
-        node_rank=node_rank,
-        max_restarts=max_restarts,
-        hang_seconds=hang_seconds,
-        start_seconds=start_seconds,
-        join_seconds=join_seconds,
-        settle_seconds=settle_seconds,
-        lost_seconds=lost_seconds,
-    )
     command = python_arguments(list(program))
     from penstock.launch.agent import launch as run
 

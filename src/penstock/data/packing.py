@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from penstock import __version__
-from penstock.config.convert import Count, Natural, Range, check_fields
+from penstock.config.convert import Checked, Count, Natural, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.header import Unreadable
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
@@ -27,7 +27,7 @@ from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Reco
 from penstock.data.source import BadSample, Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder, write_file
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +38,21 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How a set is packed."""
+class Packing(Checked):
+    """How a set is packed. Fields are options of `penstock pack`; each docstring is one line, as `--help` shows it."""
 
     size: Annotated[int, Range(1, 1 << 14)] = 256
-    """Of the stored images, in pixels."""
-    records: Records = "jpeg"
+    """Side in pixels of the stored images: the shorter side is resized, the centre kept. 256 suits models of 224."""
+    format: Records = "jpeg"
+    """`jpeg` takes about 20 KB for an image of 256 pixels. `raw` takes 192 KB, and reads several times faster."""
     quality: Annotated[int, Range(1, 100)] = 90
-    """Of JPEG records."""
+    """JPEG quality, 1 to 100."""
     bad_images: Literal["fail", "skip"] = "fail"
+    """`fail` stops at an image that cannot be read. `skip` leaves it out and logs its path, up to 1 % of the set."""
     max_pixels: Count = 100_000_000
+    """An image whose header claims more pixels is bad, and is not decoded."""
     threads: Natural = 0
     """Decoding threads; 0 takes one per core."""
-
-    def __post_init__(self) -> None:
-        if problems := check_fields(self, ""):
-            raise ConfigError(problems)
 
 
 class Packed(NamedTuple):
@@ -149,7 +148,7 @@ def _convert(sample: Sample, packing: Packing) -> Sample | BadSample:
         decode(sample.data, image, max_pixels=packing.max_pixels)
     except Unreadable as error:
         return BadSample(sample.path, str(error))
-    record = image.tobytes() if packing.records == "raw" else _encode(image, packing.quality)
+    record = image.tobytes() if packing.format == "raw" else _encode(image, packing.quality)
     return sample._replace(data=record)
 
 
@@ -179,7 +178,7 @@ class _Writer:
         np.save(encoded, index, allow_pickle=False)
         settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
         manifest = Manifest(
-            records=self._packing.records,
+            records=self._packing.format,
             size=self._packing.size,
             count=len(self._rows),
             classes=classes,

@@ -72,8 +72,8 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
 
 
 def _nodes(settings: LaunchSettings) -> Nodes:
-    if not settings.several:
-        return Nodes(settings.procs)
+    if settings.rdzv is None:
+        return Nodes(settings.ranks)
     # torch's store prints the C++ stack of every connection that ends, and the agent says what it means. torch reads
     # the level when it is imported.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}

@@ -54,10 +54,10 @@ class Life:
         self._regrouping = False
         self._interrupted: float | None = None
         try:
-            for local in range(settings.procs):
+            for local in range(settings.ranks):
                 seen = assignment.first_rank + local == 0
                 rank = Rank(
-                    program, assignment, local, settings.procs, folder, seen, elastic=settings.elastic
+                    program, assignment, local, settings.ranks, folder, seen, elastic=settings.elastic
                 )
                 self.ranks.append(rank)
         except BaseException:

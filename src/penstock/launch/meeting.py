@@ -46,7 +46,7 @@ class Meeting(Nodes):
     """This node among the others."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        super().__init__(settings.procs)
+        super().__init__(settings.ranks)
         self._settings = settings
         self._handler: DynamicRendezvousHandler | None = None
         self._serves = False
@@ -69,8 +69,8 @@ class Meeting(Nodes):
         alive = max(1, round(settings.lost_seconds / 3))
         parameters = RendezvousParameters(
             backend="c10d",
-            endpoint=settings.rendezvous or "",
-            run_id=settings.run_id,
+            endpoint=settings.rdzv or "",
+            run_id=settings.rdzv_id,
             min_nodes=settings.nodes[0],
             max_nodes=settings.nodes[1],
             local_addr=_address_towards(settings.endpoint()[0]),
@@ -81,7 +81,7 @@ class Meeting(Nodes):
         )
         with self._explained():
             store, self._serves = _open_store(settings)
-            backend = C10dRendezvousBackend(store, settings.run_id)
+            backend = C10dRendezvousBackend(store, settings.rdzv_id)
             self._handler = create_handler(store, backend, parameters)
         return self
 
@@ -203,12 +203,12 @@ class Meeting(Nodes):
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn torch's errors into ours."""
-        where = self._settings.rendezvous
+        where = self._settings.rdzv
         try:
             yield
         except RendezvousClosedError as error:
             raise EnvironmentProblem(
-                f"The run {self._settings.run_id!r} at {where} has ended. Start it again on all nodes."
+                f"The run {self._settings.rdzv_id!r} at {where} has ended. Start it again on all nodes."
             ) from error
         except RendezvousTimeoutError as error:
             raise EnvironmentProblem(

@@ -75,13 +75,17 @@ class OutOfMemory(PenstockError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-class HangError(PenstockError):
-    """A process stopped making progress."""
-
-    exit_code = ExitCode.HANG
-
-
 class SavedRequeue(PenstockError):
     """The run was asked to stop, saved its state, and wants to be started again."""
 
     exit_code = ExitCode.SAVED_REQUEUE
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, Python's or torch's, has failed. torch's for CPUs raises a plain RuntimeError."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return not names.isdisjoint(_MEMORY_ERRORS) or "can't allocate memory" in str(error)
+
+
+_MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError", "OutOfMemory")
+"""Python's, torch's and ours, by name: nothing here imports torch."""

@@ -184,14 +184,15 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
 
 
 def test_errors_of_ranks_keep_their_kind() -> None:
-    def told(name: str, message: str) -> Exception:
-        return as_error(Answer(failed=(name, message, "Traceback …", 0.0)), 1, "said")
+    def told(error: Exception) -> Exception:
+        return as_error(Answer.of(error), 1, "said")
 
-    assert isinstance(told("OutOfMemoryError", "CUDA out of memory."), OutOfMemory)
-    assert isinstance(told("ConfigError", "This cannot be."), ConfigError)
-    error = told("ValueError", "a\nb")
+    assert isinstance(told(torch.OutOfMemoryError("CUDA out of memory.")), OutOfMemory)
+    assert isinstance(told(RuntimeError("DefaultCPUAllocator: can't allocate memory")), OutOfMemory)
+    assert isinstance(told(ConfigError("This cannot be.")), ConfigError)
+    error = told(ValueError("a\nb"))
     assert str(error) == "rank 1: ValueError: a"
-    assert error.__notes__ == ["Traceback …", "said"]
+    assert error.__notes__ == ["ValueError: a\nb\n", "said"]
 
 
 def test_too_few_gpus_are_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:

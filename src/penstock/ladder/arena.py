@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
-
-from penstock.errors import ConfigError, OutOfMemory
+from penstock.errors import ConfigError, ran_out_of_memory
 from penstock.ladder import measure
 from penstock.ladder.measure import Bench, Contender, Crew, LossRun
 from penstock.ladder.result import Status
@@ -105,8 +103,7 @@ def failure(error: BaseException) -> tuple[Status, str]:
     """What an exception says about a rung: its status, and a line for the report."""
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else type(error).__name__
-    memory = isinstance(error, OutOfMemory | MemoryError | torch.OutOfMemoryError)
-    if memory or "can't allocate memory" in first:
+    if ran_out_of_memory(error):
         return "out of memory", first
     if isinstance(error, ConfigError):
         return "unsupported", first

@@ -11,7 +11,6 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 
 import torch
@@ -40,8 +39,7 @@ def main() -> None:
     try:
         _serve(connection, tasks)
     except BaseException as error:  # noqa: BLE001  # whatever it is, the climb reports it
-        failed = (type(error).__name__, str(error), traceback.format_exc(), time.time())
-        connection.send(Answer(failed=failed))
+        connection.send(Answer.of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

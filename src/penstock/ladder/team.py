@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from penstock import errors
-from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory, PenstockError
+from penstock.errors import ConfigError, EnvironmentProblem, PenstockError, ran_out_of_memory
 from penstock.ladder.forecast import Link
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Own, Subject
@@ -58,6 +59,13 @@ class Answer:
     result: Any = None
     failed: tuple[str, str, str, float] | None = None
     """Name, message and traceback of what was raised, and when."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Answer:
+        """That of a rank which raises `error`. Lack of memory has several names, and is called by ours."""
+        name = "OutOfMemory" if ran_out_of_memory(error) else type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+        return cls(failed=(name, str(error), trace, time.time()))
 
 
 class Team:
@@ -213,11 +221,9 @@ def threads_of(procs: int) -> int:
 
 
 def as_error(answer: Answer, rank: int, said: str) -> Exception:
-    """What a rank raised, as this process would have: our own errors and lack of memory as what they are."""
+    """What a rank raised, as this process would have: our own errors as what they are, and lack of memory as ours."""
     assert answer.failed is not None
     name, message, trace, _ = answer.failed
-    if name in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in message:
-        return OutOfMemory(f"On rank {rank}: {message}")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, PenstockError):
         return kind(f"On rank {rank}: {message}")

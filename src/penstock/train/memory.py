@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from penstock.config.plan import Plan
-from penstock.errors import OutOfMemory
+from penstock.errors import OutOfMemory, ran_out_of_memory
 from penstock.tasks import Task
-
-_CPU_MESSAGE = "can't allocate memory"
-"""What torch's CPU allocator says, in a plain RuntimeError."""
 
 
 @contextmanager
@@ -21,8 +16,7 @@ def memory_advice(plan: Plan, task: Task) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        known = isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_MESSAGE in str(error)
-        if not known:
+        if not ran_out_of_memory(error):
             raise
         raise OutOfMemory(f"{_first_line(error)} {_advice(plan, task)}") from error
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from penstock.config.convert import Count, NotNegative, Positive, check_fields
+from penstock.config.convert import Checked, Count, NotNegative, Positive
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
@@ -18,7 +18,7 @@ _SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(Checked):
     """What to plan: a model on a cluster, or how large a model to train for some compute."""
 
     model: ModelConfig | None = None
@@ -59,13 +59,9 @@ class PlanConfig:
     served_tokens: NotNegative = 0.0
     """Tokens that the model will serve: favours smaller models."""
 
-    def __post_init__(self) -> None:
-        if problems := check_fields(self, ""):
-            raise ConfigError(problems)
-
     def check(self) -> None:
         """Raise ConfigError for options that contradict each other, or have no effect."""
-        if problems := list(self._problems()):
+        if problems := list(self._contradictions()):
             raise ConfigError(problems)
 
     @property
@@ -73,7 +69,7 @@ class PlanConfig:
         """Whether the scaling laws are to be shown, instead of planning a model."""
         return self.compute is not None or self.budget_gpu_hours is not None
 
-    def _problems(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.laws:
             name = "--compute" if self.compute is not None else "--budget-gpu-hours"
             yield from self._unused(name, _LAWS)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from penstock.config.convert import Count, Natural, Positive, Range, Seed, check_fields
+from penstock.config.convert import Checked, Count, Natural, Positive, Range, Seed
 from penstock.config.model import PRESETS, ModelConfig, option_words
 from penstock.config.run import DataConfig
-from penstock.errors import ConfigError
 
 QUICK_ROUNDS = 3
 QUICK_LOSS_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LadderConfig:
+class LadderConfig(Checked):
     """One climb of the ladder."""
 
     model: ModelConfig = PRESETS["vit-s16"]
@@ -57,18 +57,14 @@ class LadderConfig:
     output: str = "runs/ladder"
     """Folder of the report: ladder.html and ladder.json."""
 
-    def __post_init__(self) -> None:
-        problems = check_fields(self, "")
-        if not problems:
-            if self.procs > 1 and self.device.startswith("cuda:"):
-                problems.append(
-                    f"device is {self.device!r}, one GPU, but procs is {self.procs}, and each process takes one of its "
-                    "own; write cuda."
-                )
-            if self.factory is not None and ":" not in self.factory:
-                problems.append(f"factory is {self.factory!r}; write package.module:function.")
-        if problems:
-            raise ConfigError(problems)
+    def _problems(self) -> Iterator[str]:
+        if self.procs > 1 and self.device.startswith("cuda:"):
+            yield (
+                f"device is {self.device!r}, one GPU, but procs is {self.procs}, and each process takes one of its "
+                "own; write cuda."
+            )
+        if self.factory is not None and ":" not in self.factory:
+            yield f"factory is {self.factory!r}; write package.module:function."
 
 
 def command_of(config: LadderConfig) -> str:

@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "planner": BASE | {"schedules"},
     "host_memory": BASE,
     "containers": set(),
-    "probe": BASE | ASKED,
+    "matmul": BASE,
+    "probe": BASE | ASKED | {"matmul"},
     "doctor": BASE | ASKED | {"probe"},
     "data": BASE | ASKED | {"containers", "disk"},
     "launch": BASE,
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | ASKED | {"kernels"},
     "tasks": BASE | {"data", "models"},
     "optim": BASE | ASKED | {"kernels", "models"},
-    "precision": BASE | ASKED | {"containers", "kernels", "models", "optim"},
+    "precision": BASE | ASKED | {"containers", "kernels", "matmul", "models", "optim"},
     "parallel": BASE | ASKED | {"containers", "kernels", "models", "optim", "precision"},
     "step": BASE
     | ASKED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.matmul import matmul_precision as matmul_precision
 from penstock.precision.accelerate import accelerate as accelerate
 from penstock.precision.accelerate import clip_grad_norm_ as clip_grad_norm_
 from penstock.precision.accelerate import master_parameters as master_parameters
@@ -19,7 +20,6 @@ from penstock.precision.inspect import PrecisionReport as PrecisionReport
 from penstock.precision.inspect import gradient_histogram as gradient_histogram
 from penstock.precision.inspect import report as report
 from penstock.precision.master import MasterWeights as MasterWeights
-from penstock.precision.matmul import matmul_precision as matmul_precision
 from penstock.precision.overflow import Overflow as Overflow
 from penstock.precision.overflow import OverflowTrace as OverflowTrace
 from penstock.precision.scaler import Agree as Agree

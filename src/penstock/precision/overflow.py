@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from penstock.precision.follower import Follower, tensors_of
@@ -87,11 +88,12 @@ class OverflowTrace(Follower):
 
     @torch.no_grad()
     def _note(self, seen: Overflow, values: list[Tensor]) -> None:
-        for value in values:
-            inside = value.coalesce().values() if value.is_sparse else value
-            if seen.where in ("input", "computation") and not value.requires_grad:
-                inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
-            self._notes.append((seen, ~inside.isfinite().all()))
+        with _disable_current_modes():  # whoever counts operators counts none of these
+            for value in values:
+                inside = value.coalesce().values() if value.is_sparse else value
+                if seen.where in ("input", "computation") and not value.requires_grad:
+                    inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
+                self._notes.append((seen, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
         """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked

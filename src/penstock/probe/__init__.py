@@ -26,7 +26,7 @@ from penstock.config.machine import (
 )
 from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.probe.operators import kernel_samples, operator_seconds
-from penstock.probe.products import gemm_samples, matmul_precision, measured_again, sustained
+from penstock.probe.products import gemm_samples, measured_again, sustained
 from penstock.probe.rates import (
     all_reduce_bandwidth,
     launch_seconds,
@@ -36,7 +36,7 @@ from penstock.probe.rates import (
 )
 from penstock.report.record import processor
 
-__all__ = ["cpu_name", "keep", "machine_for", "machine_name", "matmul_precision", "probe", "resolve_device"]
+__all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.machine import KernelSample
-from penstock.probe.products import matmul_precision
+from penstock.config.plan import Matmul
+from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 _ATTENTION = ((16, 32, 192), (64, 32, 48), (64, 64, 24), (197, 64, 12), (577, 64, 4))
 """Tokens, features of a head, and pairs of sample and head: digits, small images, ViT at 224 and at 384 pixels."""
 _ATTENTION_QUICK = (_ATTENTION[0], _ATTENTION[1], _ATTENTION[3])
-_TYPES = (
+_TYPES: tuple[tuple[str, torch.dtype, Matmul], ...] = (
     ("fp32", torch.float32, "highest"),
     ("fp32_medium", torch.float32, "medium"),
     ("bf16", torch.bfloat16, "highest"),

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.config.machine import GemmSample
+from penstock.config.plan import Matmul
+from penstock.matmul import matmul_precision
 from penstock.probe import load
 from penstock.probe.rates import seconds
 
@@ -58,29 +60,9 @@ class _Kind:
     name: str
     operands: Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]
     product: Callable[..., torch.Tensor]
-    matmul: str = "highest"
+    matmul: Matmul = "highest"
     trains: bool = True
     """Whether gradients are computed in it."""
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Run fp32 matrix products in `precision` (torch's words), and restore every setting that this changes.
-
-    torch keeps the choice twice: as one word, and per library. Setting the word does not restore a library's initial
-    value "none".
-    """
-    word = torch.get_float32_matmul_precision()
-    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    settings = [getattr(library, "fp32_precision", None) for library in libraries]
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(word)
-        for library, setting in zip(libraries, settings):
-            if setting is not None:
-                library.fp32_precision = setting
 
 
 @contextmanager

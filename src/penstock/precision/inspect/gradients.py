@@ -87,7 +87,9 @@ def gradient_histogram(
 
 def pass_in_fp32(model: nn.Module, batch: Any, loss: Loss | None, note: Note) -> Tensor:
     """A forward and a backward pass without loss scale; returns the loss, and tells `note` of each gradient."""
-    with undisturbed(model), in_fp32(model), torch.enable_grad():
+    model = in_fp32(model)
+    device = device_of([model])
+    with undisturbed(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
         with _watched(model, note):
             value = checked((loss or default_loss)(model, batch))
             found = gradients(model, value)

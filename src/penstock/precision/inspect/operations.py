@@ -63,24 +63,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str, str, Phase]] = Counter()
         self.phase: Phase = "forward"
         self._owners = _Owners()
-        self._paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._paused:
-            self._count(func, (*args, *(kwargs or {}).values()), result)
+        self._count(func, (*args, *(kwargs or {}).values()), result)
         return result
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, nothing is counted, so that other measurements can run."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _count(self, func: Any, arguments: tuple[Any, ...], result: Any) -> None:
         name = func.overloadpacket.__name__

@@ -190,24 +190,12 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
         yield model
 
 
-class _Unseen(OverflowTrace):
-    """An OverflowTrace whose own operators a recorder does not count."""
-
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        super().__init__([model])
-        self._recorder = recorder
-
-    def _note(self, seen: Overflow, values: list[Tensor]) -> None:
-        with self._recorder.pause():
-            super()._note(seen, values)
-
-
 def _recorded(
     model: nn.Module, batch: Any, loss: Loss, scale: float
 ) -> tuple[Recorder, Tensor, Overflow | None]:
     """A pass in the model's own precision, under a loss scale."""
     recorder = Recorder()
-    trace = _Unseen(model, recorder)
+    trace = OverflowTrace([model])
     with undisturbed(model), trace, recorder.attributing(model), recorder:
         value = checked(loss(model, batch))
         scaled = value.float() * scale if scale != 1.0 else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
@@ -9,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
-from penstock.precision.session import device_of
-from penstock.precision.settings import properties_of
-from penstock.precision.state_hooks import is_half, own_buffers, own_parameters
+from penstock.precision.copies import plain
+from penstock.precision.forward import precision_on
+from penstock.precision.state_hooks import is_half, own_buffers
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""
@@ -52,46 +52,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     value.copy_(kept)
 
 
-@contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes in fp32 throughout, whatever it was accelerated or cast to.
-
-    Half weights are those of the forward pass, widened: where there are master weights, these are not looked at.
-    Parameters keep their identity, so that optimizers and hooks that refer to them go on working.
+def in_fp32(model: nn.Module) -> nn.Module:
+    """The same model, computing in fp32 throughout: itself where it does, else a copy that shares its fp32 weights, and
+    has the master weights, or the half ones widened, in place of others.
     """
-    kept: list[tuple[nn.Module, str, Parameter]] = []
-    buffers: list[tuple[nn.Module, str, Tensor]] = []
-    wide: dict[int, Parameter] = {}
-    precisions = [(m, m.__dict__["_penstock_precision"]) for m in model.modules() if _accelerated(m)]
-    for module, _ in precisions:
-        module.__dict__["_penstock_precision"] = properties_of("O0")
-    try:
-        for module in model.modules():
-            for key, parameter in own_parameters(module):
-                if is_half(parameter):
-                    if id(parameter) not in wide:
-                        wide[id(parameter)] = Parameter(
-                            parameter.detach().float(), requires_grad=parameter.requires_grad
-                        )
-                    kept.append((module, key, parameter))
-                    setattr(module, key, wide[id(parameter)])  # recurrent layers keep a second list
-            for key, buffer in own_buffers(module):
-                if is_half(buffer):
-                    buffers.append((module, key, buffer))
-                    setattr(module, key, buffer.float())
-        with torch.autocast(device_of([model]).type, enabled=False):
-            yield
-    finally:
-        for module, precision in precisions:
-            module.__dict__["_penstock_precision"] = precision
-        for module, key, parameter in kept:
-            setattr(module, key, parameter)
-        for module, key, buffer in buffers:
-            setattr(module, key, buffer)
-
-
-def _accelerated(module: nn.Module) -> bool:
-    return "_penstock_precision" in module.__dict__
+    if any(precision_on(module) for module in model.modules()):
+        model = plain(model)
+    if any(map(is_half, (*model.parameters(), *model.buffers()))):
+        model = copy.deepcopy(model).float()
+    return model
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[tuple[str, Tensor | None]]:

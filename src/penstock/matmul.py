@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,6 +20,9 @@ def matmul_precision(setting: Matmul) -> Iterator[None]:
     """
     before = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
+    # torch keeps the choice once more per library, and setting the word does not restore a library's initial "none".
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    choices = [getattr(library, "fp32_precision", None) for library in libraries]
     torch.set_float32_matmul_precision(setting)
     torch.backends.cudnn.allow_tf32 = setting != "highest"
     try:
@@ -26,3 +30,6 @@ def matmul_precision(setting: Matmul) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = convolutions
+        for library, choice in zip(libraries, choices):
+            if choice is not None:
+                library.fp32_precision = choice

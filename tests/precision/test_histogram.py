@@ -106,9 +106,11 @@ def test_shares_say_what_fp16_makes_of_the_values() -> None:
         assert found.infinite(scale) == pytest.approx((~halves.isfinite()).float().mean().item(), abs=1e-3)
 
 
-def test_json_round_trips() -> None:
+def test_json_holds_every_count() -> None:
     found = histogram(PLANTED)
-    assert Histogram.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    stored = json.loads(json.dumps(found.to_dict()))
+    assert sum(stored.pop("counts").values()) + found.zeros + found.wrong == found.values
+    assert stored == {"zeros": found.zeros, "wrong": found.wrong, "largest": found.largest}
 
 
 def test_the_recommended_scale() -> None:

@@ -90,7 +90,7 @@ def test_every_property_can_be_overridden() -> None:
 def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_said", set())
+    module._once.cache_clear()
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: True)
     with caplog.at_level(logging.INFO, logger="penstock"):
         for level in ("O1", "O2", "O3"):
@@ -103,7 +103,7 @@ def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
 def test_auto_warns_once_of_a_cpu_without_units(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_said", set())
+    module._once.cache_clear()
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
     with caplog.at_level(logging.INFO, logger="penstock"):
         for _ in range(3):
@@ -149,7 +149,7 @@ def test_auto_goes_by_the_gpu(
 
 
 def test_fp16_on_a_cpu_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_said", set())
+    module._once.cache_clear()
     for _ in range(3):
         properties_of("O1", dtype="fp16")
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]

@@ -92,8 +92,8 @@ def check(
                 f"{halves[0]} and {len(halves) - 1} more weights are half, but accelerate starts from fp32 weights "
                 "and makes the half ones itself; call model.float() before making the optimizer."
             )
-    if properties.weights == "half" and properties.master == "copy":
-        problems += _shared_weights(bare, optimizers)
+    if properties.weights == "half" and properties.master != "none":
+        problems += _shared_weights(properties.level, bare, optimizers)
     owned = {id(p) for model in bare for p in model.parameters()}
     for optimizer in optimizers:
         trained = set(map(id, parameters_of(optimizer)))
@@ -108,7 +108,7 @@ def check(
         raise ConfigError(problems)
 
 
-def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[str]:
+def _shared_weights(level: str, models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[str]:
     """Weights of two optimizers: only one of them could have their masters."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
@@ -118,7 +118,7 @@ def _shared_weights(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
             if other is not optimizer:
                 yield (
                     f"{names.get(id(parameter), 'A weight')} is trained by a {type(other).__name__} and by a "
-                    f"{type(optimizer).__name__}, and O2 keeps its fp32 weight with one of them; use "
-                    "precision='O1', or give each weight to one optimizer."
+                    f"{type(optimizer).__name__}, and {level} keeps its fp32 weight with one of them; use O1, or give "
+                    "each weight to one optimizer."
                 )
                 return

@@ -8,7 +8,6 @@ keep the largest below 65,504, the largest fp16.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +73,6 @@ class Histogram:
         """For JSON: counts by exponent, empty bins left out."""
         counts = {str(LOW + place): count for place, count in enumerate(self.counts) if count}
         return {"zeros": self.zeros, "wrong": self.wrong, "largest": self.largest, "counts": counts}
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Histogram:
-        """What `to_dict` gave."""
-        counts = stored["counts"]
-        return cls(
-            counts=tuple(counts.get(str(exponent), 0) for exponent in range(LOW, HIGH + 1)),
-            zeros=stored["zeros"],
-            wrong=stored["wrong"],
-            largest=stored["largest"],
-        )
 
 
 class Meter:

@@ -6,6 +6,7 @@ fused kernel divides them on their way into the update, so that unscaling costs 
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -104,11 +105,15 @@ class Gradients:
 
     # -- before or in the step
 
+    def collect(self) -> None:
+        """Move gradients of half weights to their masters, where there are any."""
+        if self.session.masters is not None:
+            self.session.masters.collect(self.optimizer)
+
     @torch.no_grad()
     def unscale(self) -> None:
         """Divide the gradients by their scale, once, and note whether any is not finite."""
-        if self.session.masters is not None:
-            self.session.masters.collect(self.optimizer)
+        self.collect()
         if self.scale is not None:
             found = unscale_gradients(gradients_of(self.optimizer), self.scale)
             if found is not None and self.scaler is not None:
@@ -123,42 +128,37 @@ class Gradients:
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step on true gradients, skipped where one of them is not finite."""
         masters = self.session.masters
-        if closure is not None:
-            return self._step_with_closure(update, closure)
-        if not self.session.precision.scales:
-            if masters is not None:
-                masters.collect(self.optimizer)
+        loss: Any = None
+        if self.session.precision.scales:
+            if closure is not None:
+                loss = self._loss_of(closure)
+            result = self._scaled_step(update)
+        elif closure is not None:
+            result = update(functools.partial(self._evaluated, closure))
+        else:
+            self.collect()
             with folded(self.optimizer, grad_scale=self.scale):
                 result = update()
-        else:
-            result = self._scaled_step(update)
         if masters is not None:
             masters.publish(self.optimizer)
             masters.used_up(self.optimizer)
         self.forget()
-        return result
+        return result if loss is None else loss
 
-    def _step_with_closure(self, update: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """The loss by a closure that an optimizer calls when, and as often as, it likes, with the gradients."""
         masters = self.session.masters
+        if masters is not None:
+            masters.publish(self.optimizer)  # a line search moves the masters between evaluations
+            masters.zero_grad(self.optimizer)
+            masters.used_up(self.optimizer)
+        with torch.enable_grad():
+            loss = closure()
+        self.collect()
+        return loss
 
-        def evaluated() -> Any:
-            if masters is not None:
-                masters.publish(self.optimizer)  # a line search moves the masters between evaluations
-                masters.zero_grad(self.optimizer)
-                masters.used_up(self.optimizer)
-            with torch.enable_grad():
-                loss = closure()
-            if masters is not None:
-                masters.collect(self.optimizer)
-            return loss
-
-        if not self.session.precision.scales:
-            loss = update(evaluated)
-            if masters is not None:
-                masters.publish(self.optimizer)
-                masters.used_up(self.optimizer)
-            self.forget()
-            return loss
+    def _loss_of(self, closure: Callable[[], Any]) -> Any:
+        """The loss by a closure whose gradients are scaled: it is called once, before the step."""
         kind = self.optimizer.__class__
         if kind.__name__ == "LBFGS" or not kind.__module__.startswith(("torch.optim", "penstock.")):
             raise ConfigError(
@@ -167,15 +167,11 @@ class Gradients:
                 "closure."
             )
         with torch.enable_grad():
-            loss = closure()
-        self.step(update, None)
-        return loss
+            return closure()
 
     def _scaled_step(self, update: Callable[..., Any]) -> Any:
         self._warn_of_changes()
-        masters = self.session.masters
-        if masters is not None:
-            masters.collect(self.optimizer)
+        self.collect()
         scaler = self.scaler
         if scaler is None or not self.prepared:
             if any(p.grad is not None for p in parameters_of(self.optimizer)):
@@ -274,8 +270,7 @@ def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     gradients: list[Tensor] = []
     alone = all_of[0] if len(all_of) == 1 and not all_of[0].stash else None
     for own in all_of:
-        if own.session.masters is not None:
-            own.session.masters.collect(own.optimizer)
+        own.collect()
         if alone is None:
             own.unscale()
         gradients += gradients_of(own.optimizer)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -26,17 +26,18 @@ from penstock.precision.lists import OpLists, default_lists
 Level = Literal["O0", "O1", "O2", "O3"]
 Width = Literal["fp32", "half"]
 Master = Literal["none", "copy", "remainder"]
+Outputs = Literal["fp32", "keep"]
 Fp8 = Literal["none", "tensorwise", "rowwise"]
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
+LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "weights": ("fp32", "half"),
+    "weights": get_args(Width),
     "autocast": (False, True),
-    "norms": ("fp32", "half"),
-    "master": ("none", "copy", "remainder"),
-    "outputs": ("fp32", "keep"),
-    "fp8": ("none", "tensorwise", "rowwise"),
+    "norms": get_args(Width),
+    "master": get_args(Master),
+    "outputs": get_args(Outputs),
+    "fp8": get_args(Fp8),
 }
 
 _APEX = {
@@ -55,7 +56,6 @@ _APEX = {
 _FP32 = torch.finfo(torch.float32)
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Precision:
     """Where the fp32 value of a half weight lives: nowhere, in a copy, or in 16 more bits beside the bf16 weight."""
     loss_scale: float | Literal["dynamic"]
     """What the loss is multiplied with before the backward pass, so that small gradients do not vanish in fp16."""
-    outputs: Literal["fp32", "keep"]
+    outputs: Outputs
     """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
     fp8: Fp8
     """How matrix products of linear layers are scaled into fp8, if they are."""
@@ -335,7 +335,6 @@ def _contradictions(p: Precision) -> Iterator[str]:
         yield "lists have no effect with autocast=False, where each operation runs in the type of its arguments."
 
 
+@functools.cache
 def _once(message: str, level: int = logging.INFO) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.log(level, message)
+    _log.log(level, message)

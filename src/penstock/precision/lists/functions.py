@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -100,16 +100,11 @@ def _wrapped(function: F, policy: str) -> F:
         device = device_type_of((args, kwargs))
         if device is None or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
-        if policy == "fp32":
-            with torch.autocast(device, enabled=False):
-                return function(*cast(args, torch.float32, device), **cast(kwargs, torch.float32, device))
-        if policy == "half":
-            to: torch.dtype | None = torch.get_autocast_dtype(device)
-        else:
-            to = chosen_type("promote", (args, kwargs), device)
-        if to is None:
+        to = chosen_type(policy, (args, kwargs), device, torch.get_autocast_dtype(device))
+        if to is not None:
+            args, kwargs = cast((args, kwargs), to, device)
+        with torch.autocast(device, enabled=False) if policy == "fp32" else nullcontext():
             return function(*args, **kwargs)
-        return function(*cast(args, to, device), **cast(kwargs, to, device))
 
     setattr(wrapper, _MARK, policy)
     return wrapper  # type: ignore[return-value]

@@ -118,18 +118,11 @@ class ListMode(TorchFunctionMode):
             if any(t.dtype != torch.float32 for t in castable((args, kwargs), self.device_type)):
                 raise ConfigError(self.messages[name])
             return func(*args, **kwargs)
-        to = self._type(policy, args, kwargs)
+        to = chosen_type(policy, (args, kwargs), self.device_type, self.dtype)
         if to is None:
             return func(*args, **kwargs)
         with torch.autocast(self.device_type, enabled=False):
             return func(*cast(args, to, self.device_type), **cast(kwargs, to, self.device_type))
-
-    def _type(self, policy: str, args: Any, kwargs: Any) -> torch.dtype | None:
-        if policy == "fp32":
-            return torch.float32
-        if policy == "half":
-            return self.dtype
-        return chosen_type(policy, (args, kwargs), self.device_type)
 
 
 class _Active(threading.local):
@@ -142,8 +135,12 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def chosen_type(policy: str, values: Any, device_type: str) -> torch.dtype | None:
-    """The type that tensors in `values` decide: the widest (`promote`) or the first's (`keep`); None without any."""
+def chosen_type(policy: str, values: Any, device_type: str, half: torch.dtype) -> torch.dtype | None:
+    """The type that an operation on `values` runs in by its list: fp32, the half type, the widest of its tensors'
+    (`promote`) or the first's (`keep`); None where there is none.
+    """
+    if policy in ("fp32", "half"):
+        return half if policy == "half" else torch.float32
     found = [tensor.dtype for tensor in castable(values, device_type)]
     if not found:
         return None

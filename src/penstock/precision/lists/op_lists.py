@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -114,11 +115,9 @@ class OpLists:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
-
-
-def _rebuilt(values: dict[str, Any]) -> OpLists:
-    return OpLists(**values)
+        return functools.partial(
+            OpLists, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        ), ()
 
 
 def _canonical(policy: Policy, entries: Iterable[Any]) -> tuple[Any, ...]:
@@ -135,32 +134,28 @@ def default_lists(dtype: torch.dtype, device_type: str = "cuda") -> OpLists:
     """
     if dtype not in HALVES:
         raise ConfigError(f"There are op lists for torch.float16 and torch.bfloat16, and none for {dtype}.")
-    place = "cpu" if device_type == "cpu" else "cuda"
-    key = (HALVES[dtype], place)
-    if key not in _DEFAULTS:
-        chosen: dict[Policy, list[str]] = {policy: [] for policy in POLICIES}
-        for group in GROUPS:
-            if key[0] in group.dtypes and place in group.devices:
-                chosen[group.policy] += group.names
-        banned = tuple((name, BANNED[name]) for name in chosen.pop("banned"))
-        _DEFAULTS[key] = OpLists(banned=banned, **{policy: tuple(names) for policy, names in chosen.items()})
-    return _DEFAULTS[key]
+    return _default_lists(HALVES[dtype], "cpu" if device_type == "cpu" else "cuda")
 
 
-_DEFAULTS: dict[tuple[Half, str], OpLists] = {}
+@functools.cache
+def _default_lists(half: Half, place: str) -> OpLists:
+    chosen: dict[Policy, list[str]] = {policy: [] for policy in POLICIES}
+    for group in GROUPS:
+        if half in group.dtypes and place in group.devices:
+            chosen[group.policy] += group.names
+    banned = tuple((name, BANNED[name]) for name in chosen.pop("banned"))
+    return OpLists(banned=banned, **{policy: tuple(names) for policy, names in chosen.items()})
 
 
 def autocast_policy(name: str | Function, device_type: str) -> Policy | None:
     """The list that torch.autocast itself has an operation in on a device, or None."""
-    if device_type not in _AUTOCAST_OF:
-        table = AUTOCAST.get(device_type, {})
-        _AUTOCAST_OF[device_type] = {
-            name_of(member): policy for policy, members in table.items() for member in members
-        }
-    return _AUTOCAST_OF[device_type].get(name_of(name))
+    return _autocast_policies(device_type).get(name_of(name))
 
 
-_AUTOCAST_OF: dict[str, dict[str, Policy]] = {}
+@functools.cache
+def _autocast_policies(device_type: str) -> dict[str, Policy]:
+    table = AUTOCAST.get(device_type, {})
+    return {name_of(member): policy for policy, members in table.items() for member in members}
 
 
 def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:

@@ -43,6 +43,9 @@ PRODUCTS = (
 _CUDA_PRODUCTS = _in("torch.", "mv addmv addr einsum chain_matmul linalg.multi_dot") + _in(
     "torch.", "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
+_CUDA_PROMOTED = _in("torch.", "addcdiv addcmul atan2 cross dot vdot tensordot index_put scatter_add") + _in(
+    _F, "bilinear grid_sample"
+)
 _LARGE = _in("torch.", "exp expm1 pow cosh sinh reciprocal") + _in(
     "torch.", "sum cumsum prod cumprod norm dist linalg.vector_norm linalg.matrix_norm"
 )  # fmt: skip
@@ -174,8 +177,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         key="promote_cuda",
         policy="promote",
-        names=_in("torch.", "addcdiv addcmul atan2 cross dot vdot tensordot index_put scatter_add")
-        + _in(_F, "bilinear grid_sample"),
+        names=_CUDA_PROMOTED,
         devices=("cuda",),
         reason="Takes arguments of one type only, so mixed ones become the widest.",
     ),
@@ -238,10 +240,7 @@ AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
             + _NORMS
             + _SUMMED_LOSSES
         ),
-        "promote": (
-            _in("torch.", "addcdiv addcmul atan2 cross dot vdot tensordot index_put scatter_add")
-            + _in(_F, "bilinear grid_sample")
-        ),
+        "promote": _CUDA_PROMOTED,
         "banned": _in(_F, "binary_cross_entropy"),
     },
     "cpu": {

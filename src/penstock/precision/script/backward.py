@@ -44,8 +44,7 @@ class ScaledBackward:
         """
         all_of = [gradients_beside(optimizer) for optimizer in optimizers]
         for own in all_of:
-            if own.session.masters is not None:
-                own.session.masters.collect(own.optimizer)
+            own.collect()
         roots = _listed(tensors)
         scaled = [own for own in all_of if own.session.scalers]
         taking, others = self._taking_part(scaled, roots, inputs)
@@ -57,8 +56,7 @@ class ScaledBackward:
                 return
         self._original(tensors, grad_tensors, inputs=inputs, **options)
         for own in all_of:
-            if own.session.masters is not None:
-                own.session.masters.collect(own.optimizer)
+            own.collect()
 
     @torch.no_grad()
     def _scaled(
@@ -100,8 +98,7 @@ class ScaledBackward:
         before: dict[int, tuple[Tensor | None, int]],
         done: set[int],
     ) -> None:
-        if own.session.masters is not None:
-            own.session.masters.collect(own.optimizer)
+        own.collect()
         new = False
         gradients: list[Tensor] = []
         for parameter in parameters_of(own.optimizer):

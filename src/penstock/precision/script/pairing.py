@@ -173,8 +173,6 @@ class Pairing:
         models = [root]
         if precision.weights == "half" or not called:
             models, takers = self._all_that_belong(root, takers)
-            if precision.master != "none":
-                _refuse_shared(takers, precision)
         accelerate(models, takers, **self._asked)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
@@ -329,15 +327,3 @@ def _sharded(module: nn.Module) -> bool:
     return type(module).__name__.startswith("F") and any(
         cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__
     )
-
-
-def _refuse_shared(takers: list[Optimizer], precision: Precision) -> None:
-    seen: dict[int, Optimizer] = {}
-    for optimizer in takers:
-        for key in _ids(optimizer):
-            other = seen.setdefault(key, optimizer)
-            if other is not optimizer:
-                raise ConfigError(
-                    f"The script's {type(other).__name__} and {type(optimizer).__name__} train the same weights, and "
-                    f"{precision.level} keeps one fp32 copy with one optimizer; use --precision O1."
-                )

@@ -16,12 +16,12 @@ import torch
 from penstock import probe as probe_room
 from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
 from penstock.errors import EnvironmentProblem
+from penstock.matmul import matmul_precision
 from penstock.probe import (
     keep,
     load,
     machine_for,
     machine_name,
-    matmul_precision,
     probe,
     products,
     resolve_device,

@@ -158,7 +158,7 @@ def properties_of(
         problems += _scale_problems(overrides["loss_scale"])
     if problems:
         raise ConfigError(problems)
-    half, problem = _dtype(checked, dtype, device)
+    half = _dtype(checked, dtype, device)
     base = precision_of(
         Plan(precision=checked, dtype="fp16" if half == torch.float16 else "bf16") if half else Plan()
     )
@@ -169,8 +169,7 @@ def properties_of(
         # fp32 weights need no master and no half norms.
         overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
     found = replace(base, **overrides)
-    problems = ([problem] if problem else []) + list(_contradictions(found))
-    if problems:
+    if problems := list(_contradictions(found)):
         raise ConfigError(problems)
     return found
 
@@ -222,18 +221,15 @@ def _level(level: str) -> Level:
     )
 
 
-def _dtype(
-    level: Level, asked: str | torch.dtype, device: torch.device
-) -> tuple[torch.dtype | None, str | None]:
-    """The half type, and what is wrong with the one asked for."""
+def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The half type; None at O0."""
     name = next((n for n, d in DTYPES.items() if asked in (n, d)), asked)
     if level == "O0":
         if name != "auto":
-            return (
-                None,
-                f"dtype={name} has no effect with O0, which computes in fp32; leave it out or choose O1.",
+            raise ConfigError(
+                f"dtype={name} has no effect with O0, which computes in fp32; leave it out or choose O1."
             )
-        return None, None
+        return None
     if name == "auto":
         chosen, why = auto_dtype(device)
         _once(f"dtype=auto chose {chosen}: {why}.")
@@ -243,7 +239,7 @@ def _dtype(
                 'slower than fp32 here. For speed choose precision="O0"; the half levels serve to study numerics.',
                 logging.WARNING,
             )
-        return DTYPES[chosen], None
+        return DTYPES[chosen]
     if name not in DTYPES:
         known = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
         meant = known.get(str(asked).removeprefix("torch."))
@@ -255,7 +251,7 @@ def _dtype(
             "For speed use dtype=bf16 where the CPU has it, or O0.",
             logging.WARNING,
         )
-    return DTYPES[str(name)], None
+    return DTYPES[str(name)]
 
 
 def auto_dtype(device: torch.device) -> tuple[str, str]:

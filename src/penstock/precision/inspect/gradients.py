@@ -148,11 +148,9 @@ def together(layers: tuple[LayerGradients, ...], kind: Kind) -> LayerGradients |
     if not values:
         return None
 
-    def share(name: str) -> float:
-        return math.fsum(getattr(layer, name) * layer.values for layer in chosen) / values
-
-    return LayerGradients(
-        layer="all layers", kind=kind, values=values, zero=share("zero"), lost=share("lost"),
-        lost_scaled=share("lost_scaled"), infinite=share("infinite"), infinite_scaled=share("infinite_scaled"),
-        largest=max(layer.largest for layer in chosen),
-    )  # fmt: skip
+    shares = {
+        name: math.fsum(getattr(layer, name) * layer.values for layer in chosen) / values
+        for name in ("zero", "lost", "lost_scaled", "infinite", "infinite_scaled")
+    }
+    largest = max(layer.largest for layer in chosen)
+    return LayerGradients(layer="all layers", kind=kind, values=values, largest=largest, **shares)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.report.precision_figures import percent
+
 if TYPE_CHECKING:
     from penstock.precision.inspect.gradients import LayerGradients
     from penstock.precision.inspect.report import PrecisionReport
@@ -71,13 +73,6 @@ def _overflow(report: PrecisionReport) -> str:
     if report.overflow is None:
         return "No overflow."
     return f"An overflow begins in {report.overflow}."
-
-
-def percent(share: float) -> str:
-    """A share; one that is not zero never reads as zero."""
-    if share == 0.0:
-        return "0"
-    return f"{share:.2%}" if share >= 5e-5 else "< 0.01%"
 
 
 def scale_word(scale: float) -> str:

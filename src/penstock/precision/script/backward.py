@@ -76,20 +76,20 @@ class ScaledBackward:
         scale = _scale(taking)
         leaves = [*others, *(p for own in taking for p in parameters_of(own.optimizer))]
         held = _distinct(leaf.grad for leaf in leaves)
-        _multiply(held, scale)
+        unscale_gradients(held, scale.double().reciprocal())  # to divide by the inverse is to multiply
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
         try:
             with torch.enable_grad():
                 starts = [start * scale.to(start.device) for start in starts]
                 self._original(roots, starts, inputs=inputs, **options)
         except BaseException:
-            _multiply(held, scale.double().reciprocal().float())
+            unscale_gradients(held, scale)
             raise
         done: set[int] = set()
         for own in taking:
             self._true_again(own, scale, before, done)
         rest = [g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done]
-        _multiply(rest, scale.double().reciprocal().float())
+        unscale_gradients(rest, scale)
 
     def _true_again(
         self,
@@ -220,14 +220,3 @@ def _listed(value: Any) -> list[Any]:
 
 def _distinct(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     return list({id(g): g for g in gradients if g is not None}.values())
-
-
-def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    dense: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.mul_(factor.to(gradient.device, non_blocking=True))
-        else:
-            dense.setdefault(gradient.device, []).append(gradient)
-    for device, tensors in dense.items():
-        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))

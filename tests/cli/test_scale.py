@@ -8,13 +8,14 @@ import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli import main
 from penstock.errors import ExitCode
 from penstock.precision import recommend
-from penstock.precision.histogram import Histogram
+from penstock.precision.histogram import HIGH, LOW, Histogram
 
 SMALL = [
     "scale", "vit-digits", "--model.width", "16", "--model.depth", "1", "--model.heads", "2", "--model.mlp_width", "32",
@@ -28,6 +29,12 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, said.out, said.err
 
 
+def histogram(stored: dict[str, Any]) -> Histogram:
+    """What `Histogram.to_dict` wrote."""
+    counts = tuple(stored["counts"].get(str(exponent), 0) for exponent in range(LOW, HIGH + 1))
+    return Histogram(**{**stored, "counts": counts})
+
+
 def test_a_preset_is_measured_drawn_and_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "made" / "here"
     code, out, _ = run(capsys, *SMALL, "--output", str(folder))
@@ -35,7 +42,7 @@ def test_a_preset_is_measured_drawn_and_advised(tmp_path: Path, capsys: pytest.C
     assert "on digits: 3 batches of 8, training at a rate of 0.0003 in between" in out
     stored = json.loads((folder / "scale.json").read_text())
     advice, gradients = stored["recommendation"], stored["gradients"]
-    both = Histogram.from_dict(gradients["activations"]) + Histogram.from_dict(gradients["weights"])
+    both = histogram(gradients["activations"]) + histogram(gradients["weights"])
     assert advice["scale"] == recommend(both).scale
     assert advice["largest"] * advice["scale"] * 2 <= 65504 < advice["largest"] * advice["scale"] * 4
     assert gradients["batches"] == 3

@@ -37,13 +37,19 @@ def _with(subject: Configured, line: str, **model: object) -> Setting:
     )
 
 
+def _peak(subject: Configured, setting: Setting) -> int:
+    bench = measure.Bench(subject)
+    bench.contend(setting, 0)
+    return bench.memory(setting)
+
+
 @pytest.mark.parametrize(
     "line", ["", "optimizer=fused", "optimizer=contiguous", "precision=O3", "attention=plain"]
 )
 def test_peak_memory_is_near_what_the_planner_says(subject: Configured, line: str) -> None:
     setting = replace(_with(subject, line), plan=replace(Plan.parse(line), micro_batch=64))
     assert setting.model is not None
-    found = measure.peak_memory(measure.contend(subject, setting, 0))
+    found = _peak(subject, setting)
     assert found == pytest.approx(predict(setting.model, CPU, setting.plan).memory_bytes, rel=0.15)
 
 
@@ -53,16 +59,17 @@ def test_peak_memory_of_an_update_is_that_of_its_buffers(form: str) -> None:
     model = replace(PRESETS["vit-ti16"], image_size=32, depth=2, classes=10)
     subject = Configured(LadderConfig(model=model, batch=1), torch.device("cpu"))
     setting = replace(subject.first, plan=Plan.parse(f"optimizer={form} micro_batch=1"))
-    found = measure.peak_memory(measure.contend(subject, setting, 0))
+    found = _peak(subject, setting)
     assert found == pytest.approx(predict(model, CPU, setting.plan).memory_bytes, rel=0.05)
     # Measured: within 1 %, and 4 % for contiguous, where each gradient is there twice while it is moved.
 
 
 def test_peak_memory_sees_what_a_step_holds_at_once(subject: Configured) -> None:
     """A step whose forward keeps a known amount more weighs just that much more."""
-    contender = measure.contend(subject, subject.first, 0)
-    before = measure.peak_memory(contender)
-    step = contender.built.step
+    bench = measure.Bench(subject)
+    bench.contend(subject.first, 0)
+    before = bench.memory(subject.first)
+    step = bench._warm[subject.first].built.step
     runner = step.runner
 
     def heavier(batches: Any) -> Any:
@@ -72,13 +79,13 @@ def test_peak_memory_sees_what_a_step_holds_at_once(subject: Configured) -> None
         return result
 
     step.runner = heavier
-    assert measure.peak_memory(contender) - before == pytest.approx(50_000_000, rel=1e-3)
+    assert bench.memory(subject.first) - before == pytest.approx(50_000_000, rel=1e-3)
 
 
 def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) -> None:
-    first = measure.trained(subject, subject.first, 0, 3).losses
-    again = measure.trained(subject, subject.first, 0, 3).losses
-    other = measure.trained(subject, subject.first, 1, 3).losses
+    first = measure.Bench(subject).trained(subject.first, 0, 3).losses
+    again = measure.Bench(subject).trained(subject.first, 0, 3).losses
+    other = measure.Bench(subject).trained(subject.first, 1, 3).losses
     assert first == again
     assert first != other
     assert len(first) == 3
@@ -88,9 +95,9 @@ def test_runs_of_one_seed_see_the_same_weights_and_samples(subject: Configured) 
     "line", ["optimizer=fused", "optimizer=contiguous", "token_order=batch_second", "attention=plain"]
 )
 def test_what_changes_speed_only_changes_no_loss(subject: Configured, line: str) -> None:
-    plain = measure.trained(subject, subject.first, 0, 4).losses
+    plain = measure.Bench(subject).trained(subject.first, 0, 4).losses
     torch.testing.assert_close(
-        torch.tensor(measure.trained(subject, _with(subject, line), 0, 4).losses), torch.tensor(plain)
+        torch.tensor(measure.Bench(subject).trained(_with(subject, line), 0, 4).losses), torch.tensor(plain)
     )
 
 
@@ -124,20 +131,17 @@ def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> 
 def test_compiling_is_timed_and_leaves_losses_alone(subject: Configured) -> None:
     torch.compiler.reset()  # other tests compile such blocks too
     with measure.side_by_side():
-        measure.timed(
-            measure.contend(subject, _with(subject, "host_memory=keep"), 0), 1
-        )  # its memory is another's
+        bench = measure.Bench(subject)
+        bench.contend(_with(subject, "host_memory=keep"), 0)  # its memory is another's
         setting = _with(subject, "compile=blocks")
-        contender = measure.contend(subject, setting, 0)
-        assert contender.compile_seconds is not None
-        assert contender.compile_seconds > contender.step_seconds
+        step_seconds, compile_seconds = bench.contend(setting, 0)
+        assert compile_seconds is not None
+        assert compile_seconds > step_seconds
         torch.testing.assert_close(
-            torch.tensor(measure.trained(subject, setting, 0, 3).losses),
-            torch.tensor(measure.trained(subject, subject.first, 0, 3).losses),
+            torch.tensor(bench.trained(setting, 0, 3).losses),
+            torch.tensor(bench.trained(subject.first, 0, 3).losses),
         )
-        assert measure.peak_memory(contender) < 2 * measure.peak_memory(
-            measure.contend(subject, subject.first, 0)
-        )
+        assert bench.memory(setting) < 2 * _peak(subject, subject.first)
 
 
 @pytest.mark.gpu
@@ -146,5 +150,5 @@ def test_peak_memory_on_a_gpu_is_near_what_the_planner_says() -> None:
     machine = replace(CPU, device="cuda", peak_flops={"fp32": 1e13, "tf32": 1e14, "bf16": 1e14})
     model = replace(PRESETS["vit-s16"], depth=4)
     subject = Configured(LadderConfig(model=model, batch=32), device)
-    found = measure.peak_memory(measure.contend(subject, subject.first, 0))
+    found = _peak(subject, subject.first)
     assert found == pytest.approx(predict(model, machine, subject.first.plan).memory_bytes, rel=0.1)

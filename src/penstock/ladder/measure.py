@@ -48,10 +48,6 @@ class Warm:
     device: torch.device
     built: Built
     micro_batches: list[Any]
-    step_seconds: float = 0.0
-    """A first estimate."""
-    compile_seconds: float | None = None
-    """What the first steps took longer, where something was compiled."""
 
     def step(self) -> None:
         """One optimizer step; on a GPU it may still be running when this returns."""
@@ -82,23 +78,51 @@ class Bench:
         return [getattr(self, do)(*arguments)]
 
     def contend(self, setting: Setting, seed: int) -> tuple[float, float | None]:
-        """Build, warm up and keep a setting. Seconds of a step, and of compiling."""
-        warm = self._warm[setting] = contend(self.subject, setting, seed)
-        return warm.step_seconds, warm.compile_seconds
+        """Build, warm up and keep a setting. Seconds of a step, as a first estimate, and of compiling if anything was:
+        what the first steps take longer than later ones.
+        """
+        built = self.subject.build(setting, seed)
+        batches = self.subject.batches(setting, seed)
+        micro_batches = [next(batches) for _ in range(setting.plan.accumulate)]
+        _close(batches)
+        contender = Warm(setting, self.subject.device, built, micro_batches)
+        compiled = setting.plan.compile != "none"
+        # Now, and not with a step that is not timed, which would be the one that compiles.
+        set_host_memory(keep=setting.plan.host_memory == "keep")
+        taken: list[float] = []
+        while len(taken) < 2 or (len(taken) < WARM_UP_STEPS and (compiled or sum(taken) < LONG_WARM_UP)):
+            taken.append(_timed(contender, 1))
+        self._warm[setting] = contender
+        *first, last = taken
+        return last, max(0.0, sum(first) - len(first) * last) if compiled else None
 
     def timed(self, setting: Setting, steps: int) -> float:
         """Seconds per step over so many steps."""
-        return timed(self._warm[setting], steps)
+        return _timed(self._warm[setting], steps)
 
     def memory(self, setting: Setting) -> int:
-        """Peak bytes of one step."""
-        return peak_memory(self._warm[setting])
+        """Bytes of tensors at the worst moment of one step, with weights and optimizer state."""
+        warm = self._warm[setting]
+        return step_with_memory(warm.built.step, warm.micro_batches)[1]
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """Losses and gradient norms of a model of its own, which is let go afterwards."""
-        run = trained(self.subject, setting, seed, steps)
+        """So many optimizer steps of a model of its own, from the seed's weights and in its order of samples."""
+        run = self._loss_run(setting, seed, steps)
         release(self.subject.device, compiled=False)
         return run
+
+    def _loss_run(self, setting: Setting, seed: int, steps: int) -> LossRun:
+        built = self.subject.build(setting, seed)
+        batches = self.subject.batches(setting, seed)
+        try:
+            torch.manual_seed(seed)  # dropout, where there is any
+            micro_batches = range(setting.plan.accumulate)
+            results = [built.step([next(batches) for _ in micro_batches]) for _ in range(steps)]
+            losses = average(torch.stack([result.loss for result in results]).float().cpu(), built.dims)
+            norms = [result.grad_norm for result in results if result.grad_norm is not None]
+            return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
+        finally:
+            _close(batches)
 
     def drop(self, setting: Setting) -> None:
         """Let a setting go; its compiled code too, unless what stays would have to be compiled again."""
@@ -137,26 +161,7 @@ class Contender:
             self._crew.ask("drop", self.setting)
 
 
-def contend(subject: Subject, setting: Setting, seed: int) -> Warm:
-    """Build and warm up. What compiling costs is what the first steps take longer than later ones."""
-    built = subject.build(setting, seed)
-    batches = subject.batches(setting, seed)
-    micro_batches = [next(batches) for _ in range(setting.plan.accumulate)]
-    _close(batches)
-    contender = Warm(setting, subject.device, built, micro_batches)
-    compiled = setting.plan.compile != "none"
-    # Now, and not with a step that is not timed, which would be the one that compiles.
-    set_host_memory(keep=setting.plan.host_memory == "keep")
-    warm: list[float] = []
-    while len(warm) < 2 or (len(warm) < WARM_UP_STEPS and (compiled or sum(warm) < LONG_WARM_UP)):
-        warm.append(timed(contender, 1))
-    contender.step_seconds = warm[-1]
-    if compiled:
-        contender.compile_seconds = max(0.0, sum(warm[:-1]) - len(warm[:-1]) * warm[-1])
-    return contender
-
-
-def timed(contender: Warm, steps: int) -> float:
+def _timed(contender: Warm, steps: int) -> float:
     """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
     device, dims = contender.device, contender.built.dims
     if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
@@ -181,25 +186,6 @@ def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: flo
     for contender, taken in zip(contenders, seconds, strict=True):
         contender.step_seconds = statistics.median(taken)
     return seconds
-
-
-def peak_memory(contender: Warm) -> int:
-    """Bytes of tensors at the worst moment of one step, with weights and optimizer state."""
-    return step_with_memory(contender.built.step, contender.micro_batches)[1]
-
-
-def trained(subject: Subject, setting: Setting, seed: int, steps: int) -> LossRun:
-    """So many optimizer steps from the seed's weights and in its order of samples."""
-    built = subject.build(setting, seed)
-    batches = subject.batches(setting, seed)
-    try:
-        torch.manual_seed(seed)  # dropout, where there is any
-        results = [built.step([next(batches) for _ in range(setting.plan.accumulate)]) for _ in range(steps)]
-        losses = average(torch.stack([result.loss for result in results]).float().cpu(), built.dims)
-        norms = [result.grad_norm for result in results if result.grad_norm is not None]
-        return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
-    finally:
-        _close(batches)
 
 
 def release(device: torch.device, *, compiled: bool) -> None:

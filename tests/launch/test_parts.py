@@ -13,7 +13,7 @@ from penstock.launch import heartbeat
 from penstock.launch.heartbeat import Heartbeat, beat, beating, promise
 from penstock.launch.nodes import Nodes, ReservedPort
 from penstock.launch.report import VARIABLE, read_report, write_report
-from penstock.launch.settings import LaunchSettings, parse_nodes, parse_procs
+from penstock.launch.settings import LaunchSettings
 
 
 def test_the_agent_reads_what_the_rank_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +93,16 @@ def test_half_a_report_is_none(tmp_path: Path) -> None:
     assert read_report(tmp_path / "half") is None
 
 
-def test_numbers_of_nodes_and_ranks() -> None:
-    assert parse_nodes("4") == (4, 4)
-    assert parse_nodes("2:4") == (2, 4)
-    assert parse_procs("3") == 3
-    assert parse_procs("auto", {"CUDA_VISIBLE_DEVICES": "0,3,5"}) == 3
-    assert parse_procs("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 1
+def test_numbers_of_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LaunchSettings(nnodes="4", rdzv="a:1").nodes == (4, 4)
+    assert LaunchSettings(nnodes="2:4", rdzv="a:1").nodes == (2, 4)
+    assert LaunchSettings(procs="3").ranks == 3
+    for visible, ranks in (("0,3,5", 3), ("", 1), ("-1", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert LaunchSettings().ranks == ranks
     for text in ("", "a", "1:b", "1:2:3"):
         with pytest.raises(ConfigError):
-            parse_nodes(text)
+            LaunchSettings(nnodes=text, rdzv="a:1")
     assert LaunchSettings(nnodes="1:2", rdzv="[::1]:29400").endpoint() == ("::1", 29400)
 
 

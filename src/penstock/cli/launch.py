@@ -31,7 +31,7 @@ def launch(
     command = python_arguments(list(program))
     from penstock.launch.agent import launch as run
 
-    return run(command, settings, tell=_tell)
+    return run(command, settings, tell=lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def python_arguments(program: list[str]) -> list[str]:
@@ -53,7 +53,3 @@ def python_arguments(program: list[str]) -> list[str]:
     # Wrong options are reported once here, and not by every rank. The ranks check the settings' values.
     app.parse_args(arguments, exit_on_error=False, print_error=True)
     return ["-m", "penstock", *arguments]
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

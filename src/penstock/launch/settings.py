@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +65,28 @@ class LaunchSettings(Checked):
 
     @property
     def ranks(self) -> int:
-        """Ranks on this node."""
-        return parse_procs(self.procs)
+        """Ranks on this node. What `auto` means is found without torch and the driver."""
+        if self.procs != "auto":
+            try:
+                return int(self.procs)
+            except ValueError:
+                raise ConfigError(f"--procs is {self.procs!r}, but must be a number or auto.") from None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return max(1, sum(device.strip() not in ("", "-1") for device in visible.split(",")))
+        nvidia = Path("/proc/driver/nvidia/gpus")
+        return max(1, len(list(nvidia.iterdir())) if nvidia.is_dir() else 1)
 
     @property
     def nodes(self) -> tuple[int, int]:
         """The fewest and the most nodes that the run goes on with."""
-        return parse_nodes(self.nnodes)
+        low, colon, high = self.nnodes.partition(":")
+        try:
+            return int(low), int(high if colon else low)
+        except ValueError:
+            raise ConfigError(
+                f"--nnodes is {self.nnodes!r}, but must be N or MIN:MAX, such as 4 or 2:4."
+            ) from None
 
     @property
     def elastic(self) -> bool:
@@ -83,28 +98,3 @@ class LaunchSettings(Checked):
         assert self.rdzv is not None
         host, _, port = self.rdzv.rpartition(":")
         return host.strip("[]"), int(port)
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX`. Raises ConfigError for anything else."""
-    low, colon, high = text.partition(":")
-    try:
-        return int(low), int(high if colon else low)
-    except ValueError:
-        raise ConfigError(f"--nnodes is {text!r}, but must be N or MIN:MAX, such as 4 or 2:4.") from None
-
-
-def parse_procs(text: str, environment: Mapping[str, str] | None = None) -> int:
-    """A number, or `auto`: one rank per visible GPU, or one without GPUs. Uses neither torch nor the driver."""
-    if text != "auto":
-        try:
-            return int(text)
-        except ValueError:
-            raise ConfigError(f"--procs is {text!r}, but must be a number or auto.") from None
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(
-            1, len([device for device in visible.split(",") if device.strip() and device.strip() != "-1"])
-        )
-    nvidia = Path("/proc/driver/nvidia/gpus")
-    return max(1, len(list(nvidia.iterdir())) if nvidia.is_dir() else 1)

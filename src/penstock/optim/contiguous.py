@@ -125,7 +125,7 @@ class Contiguous(Optimizer):
         """Forget all gradients. With `set_to_none` nothing is written: the next backward pass overwrites the buffer;
         without, each flat buffer is zeroed by one launch.
         """
-        for bucket in self._all_buckets():
+        for bucket in self.buckets():
             if set_to_none:
                 for parameter in bucket.parameters:
                     parameter.grad = None
@@ -141,14 +141,14 @@ class Contiguous(Optimizer):
         self._collect()
         return [
             flat_like(b.parameters[0], s.gradient)
-            for b in self._all_buckets()
+            for b in self.buckets()
             for s in b.segments
             if s.leaf.grad is not None
         ]
 
     def buckets(self) -> list[Bucket]:
         """The buffers with the parameters in them; valid until `generation` changes."""
-        return list(self._all_buckets())
+        return [bucket for buckets in self._buckets for bucket in buckets]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; the buffers are laid out again."""
@@ -184,9 +184,6 @@ class Contiguous(Optimizer):
 
     # -- buffers
 
-    def _all_buckets(self) -> Iterable[Bucket]:
-        return (bucket for buckets in self._buckets for bucket in buckets)
-
     def _lay_out(self) -> None:
         """Lay parameters and state out anew from `param_groups` and `state`; what already lies right stays."""
         self.generation += 1
@@ -198,11 +195,11 @@ class Contiguous(Optimizer):
                     for bucket in self._buckets[index]:
                         bucket.release()
                     self._buckets[index] = buckets_of(group["params"])
-            per_parameter = {p: self.state.get(p, {}) for b in self._all_buckets() for p in b.parameters}
-            for bucket in self._all_buckets():
+            per_parameter = {p: self.state.get(p, {}) for b in self.buckets() for p in b.parameters}
+            for bucket in self.buckets():
                 bucket.segments = list(_segments(bucket, per_parameter))
             self._inner = inner = self._class(self._inner_groups(), **self._options)
-            for bucket in self._all_buckets():
+            for bucket in self.buckets():
                 for segment in bucket.segments:
                     states = [per_parameter[p] for p in bucket.parameters[segment.start : segment.stop]]
                     if states[0]:
@@ -221,7 +218,7 @@ class Contiguous(Optimizer):
 
     def _collect(self) -> None:
         """Bring the leaves up to date: values that lie in the buffer, gradients there too, unused parts left out."""
-        strayed = sum(bucket.strayed() for bucket in self._all_buckets())
+        strayed = sum(bucket.strayed() for bucket in self.buckets())
         if strayed:
             _log.warning(
                 "%d parameters no longer lie in the flat buffers of the contiguous optimizer: something replaced their "
@@ -231,7 +228,7 @@ class Contiguous(Optimizer):
             )
             self._lay_out_moved()
         split = False
-        for bucket in self._all_buckets():
+        for bucket in self.buckets():
             active = [bucket.adopt_gradient(index) for index in range(len(bucket.parameters))]
             for segment in list(bucket.segments):
                 share = active[segment.start : segment.stop]
@@ -257,7 +254,7 @@ class Contiguous(Optimizer):
         for parameter, state in self.state.items():
             if fused and isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(parameter.device)
-        gradients = [(p, p.grad) for b in self._all_buckets() for p in b.parameters]
+        gradients = [(p, p.grad) for b in self.buckets() for p in b.parameters]
         self._lay_out()
         for parameter, gradient in gradients:
             if (
@@ -292,7 +289,7 @@ class Contiguous(Optimizer):
         """Show the inner optimizer's flat state as views per parameter; cheap when nothing was added."""
         inner = self._inner
         assert inner is not None
-        for bucket in self._all_buckets():
+        for bucket in self.buckets():
             for segment in bucket.segments:
                 state = inner.state.get(segment.leaf, {})
                 identity = tuple(map(id, state.values()))

@@ -16,6 +16,7 @@ from penstock.planner.collectives import gather_seconds, group_of
 from penstock.planner.describe import describe
 from penstock.planner.rates import HOST_LINK_SHARE, rates_of
 from penstock.planner.states import update_bytes
+from penstock.planner.traffic import HOST_BYTES_PER_SECOND
 
 H100 = load_machine("h100")
 HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flash", micro_batch=1)
@@ -61,7 +62,7 @@ def test_an_offloaded_update_runs_in_host_memory() -> None:
     line = {"dp": 8, "sharding": "fsdp"}
     away, kept = at(**line, offload="optimizer"), at(**line).parameters / 8
     rates = rates_of(H100, HALF)
-    update = kept * update_bytes(replace(HALF, **line)) / rates.host_update  # type: ignore[arg-type]
+    update = kept * update_bytes(replace(HALF, **line)) / HOST_BYTES_PER_SECOND  # type: ignore[arg-type]
     assert away.seconds["optimizer"] == pytest.approx(update, rel=1e-3)
     # Gradients of 4 bytes go one way while weights of 4 come the other, for either pass.
     over = kept * 8 / rates.host - away.forward_seconds - away.backward_seconds

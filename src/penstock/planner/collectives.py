@@ -69,7 +69,7 @@ def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     called = calls * group.rates.call_seconds
     return (
         2 * (n - 1) / n * moved / group.bandwidth
-        + _latency(group, 2 * (n - 1))
+        + min(2 * (n - 1) * group.step, group.tree)
         + _ramp(group, moved)
         + called
     )
@@ -96,11 +96,6 @@ def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
     """What a transfer adds to the computing that it hides behind: all that outlasts it, or at least the share of the
     multiprocessors that it takes while it lasts."""
     return max(transfer - computing, rates.taken * transfer)
-
-
-def _latency(group: Group, steps: int) -> float:
-    """Steps of a ring, or levels of a tree up and down where that is less."""
-    return min(steps * group.step, group.tree)
 
 
 def _ramp(group: Group, moved: float) -> float:

@@ -24,20 +24,16 @@ RELATIVE_BUCKETS = 32
 
 def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together."""
-    return described(model, terms_of(model, plan, device, software))
-
-
-def terms_of(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Terms:
-    """What of `plan` the operators of `model` depend on."""
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
-    return Terms(
+    terms = Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
         gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
+    return described(model, terms)
 
 
 def attention_form(plan: Plan, tokens: int, device: str) -> Form:

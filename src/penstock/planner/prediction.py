@@ -10,7 +10,6 @@ from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.memory import held, in_flight, memory
@@ -121,7 +120,6 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
 @lru_cache(maxsize=4096)
 def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
     """Raise ConfigError with every reason why there is nothing to predict."""
-    rates_of(machine, plan)
     rules.require(plan, model, machine)
 
 
@@ -133,13 +131,12 @@ def predicted(
     parameters: int,
     *,
     parts: dict[str, float] | None = None,
-    constants: Constants = DEFAULT,
     software: Software = PENSTOCK,
 ) -> Prediction:
     """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
     time = step(work, rates, plan, software)
     seconds = time.total
-    parts = memory(work, plan, constants, cpu=rates.cpu) if parts is None else parts
+    parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))
     useful, again = flops(work, Recompute.of(plan))
     # All devices of a replica share one micro-batch.

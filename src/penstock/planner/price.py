@@ -96,8 +96,10 @@ def _host_seconds(op: Op, rates: Rates) -> float:
     if op.kind in MATRIX:
         measured = None
         if op.kind == "bmm":
-            shape = _attention_shape(op)
-            measured = rates.kernels.rate(f"bmm{backward}", *shape) or rates.kernels.rate("bmm", *shape)
+            features, _, tokens = sorted((op.m, op.n, op.k))
+            measured = rates.kernel(f"bmm{backward}", tokens, features) or rates.kernel(
+                "bmm", tokens, features
+            )
         if measured:
             return op.flops / measured + moved
         return rates.products.seconds(op.m, op.n, op.k, op.batch, form=op.form) + moved
@@ -105,7 +107,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.
         flops *= min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
-        measured = rates.kernels.rate(f"attention{backward}", op.n, op.k)
+        measured = rates.kernel(f"attention{backward}", op.n, op.k)
         if measured:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
             return flops / measured
@@ -113,12 +115,6 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         return max(flops / rate, moved)
     if op.kind in ("norm", "softmax", "activation"):
         name = "gelu" if op.kind == "activation" else op.kind
-        element = rates.kernels.rate(f"{name}{backward}")
+        element = rates.kernel(f"{name}{backward}")
         return moved + op.elements / element if element else moved
     return moved
-
-
-def _attention_shape(op: Op) -> tuple[float, float]:
-    """Tokens and features of a head of one of attention's products."""
-    sizes = sorted((op.m, op.n, op.k))
-    return sizes[-1], sizes[0]

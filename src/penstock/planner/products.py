@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.machine import GemmSample, ProductForm
+from penstock.config.machine import ProductForm
 
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
@@ -27,6 +27,22 @@ ODD_SHARE = 0.25
 """Rows whose start is no multiple of 16 bytes cannot be loaded by vector instructions."""
 
 
+Samples = list[tuple[float, float, float, float]]
+"""Of each measured shape the logarithms of its three sizes, and its rate."""
+
+
+def nearby_rate(samples: Samples, sizes: tuple[float, float, float], nearest: int) -> float:
+    """The rate of a shape, between so many of the nearest samples, by inverse square distance of logarithms."""
+    x, y, z = math.log(sizes[0]), math.log(sizes[1]), math.log(sizes[2])
+    near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in samples])
+    total = rates = 0.0
+    for apart, rate in near[:nearest]:
+        weight = 1.0 / (NEAR + apart)
+        total += weight
+        rates += weight * rate
+    return rates / total
+
+
 class Chip(NamedTuple):
     """What decides how long a GPU computes a product: its rate for large ones and how it cuts them up."""
 
@@ -35,27 +51,35 @@ class Chip(NamedTuple):
     tile_depth: float
     memory: float
 
+    def seconds(self, m: float, n: float, k: float, batch: float, *, over_rows: bool) -> float:
+        """Seconds of computing the products, by the best of the tile shapes, without moving what they read and write.
+
+        Tiles are whole, and so are waves over all multiprocessors. A product that fills its waves badly is cut along
+        its inner length, each part adding its sums in fp32 to those of the others.
+        """
+        rate, sms, depth, memory = self
+        tiles = _tiled(sms, m, n, batch)
+        seconds = 2.0 * tiles * (k + depth) / rate
+        if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
+            for parts in range(2, min(MOST_PARTS, int(k // SPLIT_DEPTH)) + 1):
+                summed = 8.0 * parts * m * n * batch / memory
+                split = 2.0 * _tiled(sms, m, n, batch * parts) * (k / parts + depth) / rate + summed
+                seconds = min(seconds, split)
+        row = m if over_rows else k
+        if n % LINE or row % LINE:
+            seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
+        return seconds
+
 
 class Products(NamedTuple):
     """How fast a machine multiplies matrices in one type."""
 
-    measured: dict[ProductForm, list[tuple[float, float, float, float]]]
-    """Of each form, logarithms of m, n and k, and FLOP/s."""
+    measured: dict[ProductForm, Samples]
+    """Of each form FLOP/s by m, n and k."""
     ceiling: float
     """No product is faster."""
     chip: Chip | None
     """How a GPU without measured products cuts them up."""
-
-    @classmethod
-    def of(
-        cls, samples: tuple[GemmSample, ...], ceiling: float, chip: Chip | None, share: float = 1.0
-    ) -> Products:
-        """From measured shapes, where there are any; long runs sustain `share` of what was measured."""
-        measured: dict[ProductForm, list[tuple[float, float, float, float]]] = {}
-        for s in samples:
-            one = (math.log(s.m), math.log(s.n), math.log(s.k), share * s.flops_per_second)
-            measured.setdefault(s.form, []).append(one)
-        return cls(measured, ceiling, None if measured else chip)
 
     def seconds(
         self,
@@ -73,44 +97,15 @@ class Products(NamedTuple):
         do, whose inner length is the tokens: then it is m and n that rows are aligned by, and not n and k.
         """
         if self.chip is not None:
-            return tiled_seconds(self.chip, m, n, k, batch, over_rows=over_rows)
+            return self.chip.seconds(m, n, k, batch, over_rows=over_rows)
         return 2.0 * m * n * k * batch / self.rate(m, n, k, form)
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
-        """FLOP/s as interpolated between the nearest measured shapes, by inverse square distance of logarithms."""
+        """FLOP/s, as measured nearby."""
         if not self.measured:
             return self.ceiling
-        x, y, z = math.log(m), math.log(n), math.log(k)
         samples = self.measured.get(form) or self.measured["forward"]
-        near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in samples])
-        total = rates = 0.0
-        for apart, rate in near[:NEAR_SAMPLES]:
-            weight = 1.0 / (NEAR + apart)
-            total += weight
-            rates += weight * rate
-        return min(rates / total, self.ceiling)
-
-
-def tiled_seconds(
-    chip: Chip, m: float, n: float, k: float, batch: float = 1, *, over_rows: bool = False
-) -> float:
-    """Seconds of computing the products, by the best of the tile shapes, without moving what they read and write.
-
-    Tiles are whole, and so are waves over all multiprocessors. A product that fills its waves badly is cut along its
-    inner length, each part adding its sums in fp32 to those of the others.
-    """
-    rate, sms, depth, memory = chip
-    tiles = _tiled(sms, m, n, batch)
-    seconds = 2.0 * tiles * (k + depth) / rate
-    if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
-        for parts in range(2, min(MOST_PARTS, int(k // SPLIT_DEPTH)) + 1):
-            summed = 8.0 * parts * m * n * batch / memory
-            split = 2.0 * _tiled(sms, m, n, batch * parts) * (k / parts + depth) / rate + summed
-            seconds = min(seconds, split)
-    row = m if over_rows else k
-    if n % LINE or row % LINE:
-        seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
-    return seconds
+        return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling)
 
 
 @lru_cache(maxsize=1 << 15)

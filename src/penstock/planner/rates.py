@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.machine import Machine
-from penstock.config.numerics import BYTES, Dtype, Numerics, numerics_of
+from penstock.config.machine import Machine, ProductForm
+from penstock.config.numerics import BYTES, Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.products import Chip, Products
+from penstock.planner.products import Chip, Products, Samples, nearby_rate
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
@@ -24,32 +24,8 @@ EXPONENTIALS_PER_CLOCK = 16
 """Of one multiprocessor, on every chip since Volta (CUDA C++ Programming Guide, arithmetic instructions)."""
 SLOWEST_CLOCK = 1.2e9
 """Below what chips for training run at, and above half of it."""
-
-
 NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
-
-
-class Kernels:
-    """What was measured of a CPU's operators in the types of a plan."""
-
-    def __init__(self, machine: Machine, types: dict[str, str]) -> None:
-        """Takes of `machine` what was measured of each operator that `types` names, in the type that it names."""
-        self._of: dict[str, list[tuple[float, float, float]]] = {}
-        for sample in machine.kernels:
-            if types.get(sample.name.removesuffix("_backward")) == sample.dtype:
-                shape = (math.log(sample.tokens or 1), math.log(sample.features or 1))
-                self._of.setdefault(sample.name, []).append((*shape, sample.per_second))
-
-    def rate(self, name: str, tokens: float = 1, features: float = 1) -> float | None:
-        """Per second, between the nearest shapes by distance of logarithms; None if it was not measured."""
-        measured = self._of.get(name)
-        if not measured:
-            return None
-        x, y = math.log(tokens), math.log(features)
-        near = sorted([((a - x) ** 2 + (b - y) ** 2, rate) for a, b, rate in measured])
-        weights = [(1.0 / (apart + 1e-6), rate) for apart, rate in near[:NEAREST]]
-        return sum(weight * rate for weight, rate in weights) / sum(weight for weight, _ in weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,11 +52,9 @@ class Rates:
     """Streaming kernels, bytes per second."""
     kernel_seconds: float
     """Between two dependent kernels of a GPU."""
-    operator_seconds: float
-    """What a CPU takes for one more operator of a training step; of a GPU the launch."""
-    page_seconds: float
     cpu: bool
-    kernels: Kernels
+    kernels: dict[str, Samples]
+    """Of a CPU's operators by name, what was measured by tokens and features."""
     compute: float
     """Bytes of a number that goes into a matrix product."""
     link: float
@@ -93,8 +67,11 @@ class Rates:
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     host: float
     """Between a device and host memory, one direction."""
-    host_update: float
-    """Bytes per second of one device's share of an update in host memory."""
+
+    def kernel(self, name: str, tokens: float = 1, features: float = 1) -> float | None:
+        """Per second, of a CPU's operator of that shape; None if it was not measured."""
+        samples = self.kernels.get(name)
+        return nearby_rate(samples, (tokens, features, 1.0), NEAREST) if samples else None
 
 
 def product_type(numerics: Numerics, machine: Machine) -> str:
@@ -105,106 +82,97 @@ def product_type(numerics: Numerics, machine: Machine) -> str:
     return wish if wish in machine.peak_flops else "fp32"
 
 
-def peak_of(machine: Machine, type_: str) -> float:
-    """FLOP/s of a type at the peak. Raises ConfigError where the machine cannot compute in it."""
-    if type_ not in machine.peak_flops:
-        raise ConfigError(
-            f"Machine {machine.name} has no rate for {type_}, which the plan computes in; it has "
-            f"{', '.join(machine.peak_flops)}. Choose another plan.dtype or plan.precision, or leave plan.fp8 out."
-        )
-    return machine.peak_flops[type_]
-
-
 def rates_of(
     machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False
 ) -> Rates:
     """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
-    numerics = numerics_of(plan)
-    return _rates(
-        machine, product_type(numerics, machine), numerics.compute, numerics.residual, numerics.fp8 != "none",
-        plan.attention, constants, launch_blocking,
-    )  # fmt: skip
+    return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking)
 
 
 @lru_cache(maxsize=512)
 def _rates(
-    machine: Machine,
-    type_: str,
-    compute: Dtype,
-    residual: Dtype,
-    fp8: bool,
-    attention: str,
-    constants: Constants,
-    launch_blocking: bool,
+    machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool
 ) -> Rates:
-    cpu = machine.device == "cpu"
+    cpu, fp8 = machine.device == "cpu", numerics.fp8 != "none"
+    type_ = product_type(numerics, machine)
     peak_name = "fp8" if fp8 else type_
-    peak = peak_of(machine, peak_name)
-    peak_of(machine, type_)
+    for kind in (peak_name, type_):
+        if kind not in machine.peak_flops:
+            raise ConfigError(
+                f"Machine {machine.name} has no rate for {kind}, which the plan computes in; it has "
+                f"{', '.join(machine.peak_flops)}. Choose another plan.dtype or plan.precision, or leave plan.fp8 out."
+            )
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
-    exponentials = math.inf if cpu else exponentials_per_second(machine.peak_flops[type_], multiprocessors)
+    exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
-
-    def products(kind: str) -> Products:
-        samples = tuple(sample for sample in machine.gemm if sample.dtype == kind)
-        best = _sustained(machine, kind, constants)
-        chip = Chip(best, multiprocessors, constants.tile_depth, memory)
-        ceiling = machine.peak_flops[kind] if samples or not cpu else best
-        return Products.of(samples, ceiling, None if cpu else chip, sustained_share(machine, constants))
-
+    products = _products(machine, type_, constants, multiprocessors, memory)
     return Rates(
         machine=machine,
         constants=constants,
-        peak=peak,
+        peak=machine.peak_flops[peak_name],
         peak_name=peak_name,
-        products=products(type_),
-        fp8=products("fp8") if fp8 else None,
+        products=products,
+        fp8=_products(machine, "fp8", constants, multiprocessors, memory) if fp8 else None,
         product_rate=_sustained(machine, type_, constants),
         attention=forward,
         attention_backward=backward,
         exponentials=exponentials,
         memory=memory,
-        kernel_seconds=0.0
-        if cpu
-        else constants.kernel_seconds + launch_blocking * constants.blocking_seconds,
-        operator_seconds=(machine.operator_seconds if cpu else 0.0) or machine.launch_seconds,
-        page_seconds=machine.page_seconds if cpu else 0.0,
+        kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds,
         cpu=cpu,
-        kernels=Kernels(
-            machine,
-            {"attention": type_, "bmm": type_, "gelu": compute, "softmax": compute, "norm": residual},
-        ),
-        compute=BYTES[compute],
+        kernels=_kernels(machine, type_, numerics),
+        compute=BYTES[numerics.compute],
         link=link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
-        host_update=HOST_BYTES_PER_SECOND,
     )
 
 
-HOST_BYTES_PER_SECOND = 50e9
-"""Of host memory, what one device's share of an update there moves: eight of them on two sockets of 200 GB/s each."""
+def _products(
+    machine: Machine, type_: str, constants: Constants, multiprocessors: int, memory: float
+) -> Products:
+    """Matrix products in one type: by measured shapes, where there are any, of which long runs sustain a share."""
+    share = sustained_share(machine, constants)
+    measured: dict[ProductForm, Samples] = {}
+    for s in machine.gemm:
+        if s.dtype == type_:
+            sizes = math.log(s.m), math.log(s.n), math.log(s.k)
+            measured.setdefault(s.form, []).append((*sizes, share * s.flops_per_second))
+    best = _sustained(machine, type_, constants)
+    if machine.device == "cpu" or measured:
+        return Products(measured, machine.peak_flops[type_] if measured else best, None)
+    return Products(measured, best, Chip(best, multiprocessors, constants.tile_depth, memory))
+
+
+def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samples]:
+    """What was measured of a CPU's operators in the types of a plan."""
+    types = {
+        "attention": type_, "bmm": type_, "gelu": numerics.compute, "softmax": numerics.compute,
+        "norm": numerics.residual,
+    }  # fmt: skip
+    found: dict[str, Samples] = {}
+    for s in machine.kernels:
+        if types.get(s.name.removesuffix("_backward")) == s.dtype:
+            sizes = math.log(s.tokens or 1), math.log(s.features or 1), 0.0
+            found.setdefault(s.name, []).append((*sizes, s.per_second))
+    return found
 
 
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
     """The rate of long runs of large products: of the best that was measured, or that a sweep found, or of the peak,
     the share that the chip sustains."""
     measured = [sample.flops_per_second for sample in machine.gemm if sample.dtype == type_]
-    if measured:
-        return max(measured) * sustained_share(machine, constants)
-    best = machine.achievable_flops.get(type_)
-    if best is None and type_ == "fp16":
+    best = max(measured, default=None) or machine.achievable_flops.get(type_)
+    if not best and type_ == "fp16":
         best = machine.achievable_flops.get("bf16")
-    if machine.device == "cpu":
-        return best or machine.peak_flops[type_]
-    return (best or constants.unmeasured_share * machine.peak_flops[type_]) * sustained_share(
-        machine, constants
-    )
+    if not best:
+        best = machine.peak_flops[type_] * (1.0 if machine.device == "cpu" else constants.unmeasured_share)
+    return best * sustained_share(machine, constants)
 
 
 def sustained_share(machine: Machine, constants: Constants) -> float:
@@ -242,9 +210,6 @@ def _attention(
 
     Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1).
     """
-    if machine.device == "cpu":
-        rate = _sustained(machine, type_, constants)
-        return rate, rate
     peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops
     if backend == "efficient" or "bf16" not in machine.peak_flops:

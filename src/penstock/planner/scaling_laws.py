@@ -95,16 +95,9 @@ BESIROGLU = ParametricLaw(
 )  # fmt: skip
 LAWS = (HOFFMANN, HOFFMANN_UNROUNDED, BESIROGLU)
 
-_N_C, _ALPHA_N = 8.8e13, 0.076
-_D_C, _ALPHA_D = 5.4e13, 0.095
 _C_C, _ALPHA_C = 3.1e8, 0.050
 _PF_DAY = 1e15 * 86400
 _KAPLAN_N, _KAPLAN_POWER = 1.3e9, 0.73
-
-
-def kaplan_loss(parameters: float, tokens: float) -> float:
-    """Expected loss by parameters without embeddings, and tokens (Kaplan et al. 2020, equation 1.5)."""
-    return float(((_N_C / parameters) ** (_ALPHA_N / _ALPHA_D) + _D_C / tokens) ** _ALPHA_D)
 
 
 def kaplan(compute_flops: float) -> Allocation:

@@ -19,7 +19,6 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import attention_form, describe, totals
 from penstock.planner.memory import memory
 from penstock.planner.prediction import Prediction, predicted, room
@@ -118,7 +117,6 @@ def explore(
     fixed: frozenset[str] = frozenset(),
     space: Space | None = None,
     keep: int | None = 50,
-    constants: Constants = DEFAULT,
 ) -> Found:
     """As `search`, with what became of the layouts that lose. Raises ConfigError as it does."""
     if gpus < 1:
@@ -128,7 +126,7 @@ def explore(
     if problems:
         raise ConfigError(problems)
     batch = global_batch or default_batch(model, gpus)
-    rates, parameters = rates_of(machine, base, constants), totals(model).parameters
+    rates, parameters = rates_of(machine, base), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
     limit = room(machine)
     found = Found()
@@ -141,7 +139,7 @@ def explore(
             found.too_large += 1
             continue
         work = describe(model, plan, machine.device)
-        parts = memory(work, plan, constants, cpu=rates.cpu)
+        parts = memory(work, plan, cpu=rates.cpu)
         needed = sum(parts.values())
         if needed > limit:
             too_large[rest] = plan.micro_batch

@@ -11,7 +11,6 @@ from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
-from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import described, totals
 from penstock.planner.listing import Terms
 from penstock.planner.operators import Part
@@ -69,9 +68,7 @@ class InferencePrediction:
     """Sequences whose cache the memory holds."""
 
 
-def predict_inference(
-    model: ModelConfig, machine: Machine, serving: Serving, constants: Constants = DEFAULT
-) -> InferencePrediction:
+def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) -> InferencePrediction:
     """Predict generation with a decoder on `serving.gpus` devices of `machine`: seconds, and bytes of one device.
 
     Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
@@ -84,7 +81,7 @@ def predict_inference(
     for dtype in ("fp16", "bf16"):
         if dtype in machine.peak_flops:
             plan = Plan(precision="O3", dtype=dtype, attention="flash")
-    rates = rates_of(machine, plan, constants)
+    rates = rates_of(machine, plan)
     weights = totals(model).parameters * serving.weight_bytes / serving.gpus
     each = cache_bytes_per_token(model, serving)
     cache = each * serving.batch * (serving.prompt + serving.generated)

@@ -299,10 +299,12 @@ def _host(
             "launch": max(0.0, (launches + updates) * rates.machine.launch_seconds - device),
             "pages": 0.0,
         }
-    faults = plan.host_memory == "release" and rates.page_seconds
+    machine = rates.machine
+    faults = plan.host_memory == "release" and machine.page_seconds
     return {
-        "launch": launches * rates.operator_seconds + updates * rates.machine.launch_seconds,
-        "pages": faulted_pages(work, plan) * rates.page_seconds if faults else 0.0,
+        "launch": launches * (machine.operator_seconds or machine.launch_seconds)
+        + updates * machine.launch_seconds,
+        "pages": faulted_pages(work, plan) * machine.page_seconds if faults else 0.0,
     }
 
 

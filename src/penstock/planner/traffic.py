@@ -24,6 +24,8 @@ from penstock.planner.states import Holding, accumulation_bytes, state_numbers, 
 IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
 third array, whose lines are first read, four accesses for the three that are counted."""
+HOST_BYTES_PER_SECOND = 50e9
+"""Of host memory, what one device's share of an update there moves: eight of them on two sockets of 200 GB/s each."""
 BUCKET_BYTES = 25 * 2**20
 """Gradients that replicas reduce in one go."""
 LEAST_EXPOSED = 0.1
@@ -166,7 +168,7 @@ def update_seconds(work: Workload, rates: Rates, plan: Plan, hold: Holding, *, a
     moved = hold.kept * update_bytes(plan, state_numbers(work, plan.algorithm))
     added = accumulation_bytes(plan, hold) if adds else 0.0
     if plan.offload == "optimizer":
-        return moved / rates.host_update + added / rates.memory
+        return moved / HOST_BYTES_PER_SECOND + added / rates.memory
     found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory
     if plan.algorithm == "muon":
         # Whole matrices are needed; the devices that hold parts of the same ones share them out among them.

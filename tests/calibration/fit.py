@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from calibration.rows import TABLES, rows
 from calibration.table import FOLDER, Row
@@ -58,7 +59,7 @@ def fit(given: Sequence[Row], start: Constants = DEFAULT, names: Sequence[str] =
                     least_value, most_value = RANGE.get(name, (0.0, math.inf))
                     if not least_value <= value <= most_value:
                         continue
-                    trial = best.with_(**{name: value})
+                    trial = replace(best, **{name: value})
                     found = loss(trial, given)
                     if found < least - 1e-6:
                         best, least, moved = trial, found, True

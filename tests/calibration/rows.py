@@ -415,7 +415,7 @@ def matmul() -> Iterator[Row]:
         def predict(
             constants: Constants, machine: Machine = machine, m: int = m, n: int = n, k: int = k
         ) -> float:
-            constants = constants.with_(gemm_share_hopper=constants.gemm_share)
+            constants = replace(constants, gemm_share_hopper=constants.gemm_share)
             rates = rates_of(machine, Plan(precision="O1"), constants)
             op = Op("product", "gemm", m=m, n=n, k=k, read=2.0 * (m + n) * k, written=2.0 * m * n)
             return 2 * m * n * k / price(op, rates) / 1e12

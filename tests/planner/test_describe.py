@@ -16,7 +16,7 @@ from penstock.models import ViT
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
 from penstock.planner.operators import COLLECTIVE, Op
-from penstock.planner.prediction import flops
+from penstock.planner.prediction import repeated_flops
 
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
@@ -104,9 +104,9 @@ def test_a_fused_kernel_recomputes_the_scores() -> None:
     kernels = [(n, op) for n, op in operators(TINY, samples, plan) if op.kind == "attention"]
     backward = sum(n * (op.flops + op.repeated_flops) for n, op in kernels if not op.forward)
     assert backward == TINY.depth * sdpa_backward_flop_count(shape, shape, shape, shape)
-    recomputed = flops(describe(TINY, replace(plan, micro_batch=samples)))[1]
+    recomputed = repeated_flops(describe(TINY, replace(plan, micro_batch=samples)))
     assert recomputed == sum(n * op.repeated_flops for n, op in kernels)
-    assert flops(describe(TINY, Plan(attention="plain")))[1] == 0
+    assert repeated_flops(describe(TINY, Plan(attention="plain"))) == 0
     # The CPU's fused kernel is not known to FlopCounterMode, which then lacks attention and nothing else.
     images = torch.randn(samples, 3, 32, 32)
     with FlopCounterMode(display=False) as counter:
@@ -124,7 +124,7 @@ def test_flops_do_not_depend_on_the_plan(name: str) -> None:
         "precision=O1 fp8=true", "recompute=full",
     ):  # fmt: skip
         work = describe(model, Plan.parse(f"micro_batch=3 {line}"))
-        assert flops(work)[0] == pytest.approx(expected), line
+        assert work.model_flops == pytest.approx(expected), line
 
 
 @pytest.mark.parametrize("name", ["gpt-22b", "llama3-70b", "mixtral-8x7b", "vit-g14"])
@@ -136,7 +136,7 @@ def test_devices_of_a_replica_share_out_flops_and_matrices(name: str, line: str)
     whole, part = describe(model, Plan(micro_batch=2)), describe(model, plan)
     shared = plan.tp * plan.cp
     # The router of a mixture and the embedding of patches are computed by all.
-    assert flops(part)[0] == pytest.approx(flops(whole)[0] / shared, rel=0.02)
+    assert part.model_flops == pytest.approx(whole.model_flops / shared, rel=0.02)
     held = sum(op.weights for _, op in whole.operators() if op.forward and op.kind == "gemm")
     mine = sum(op.weights for _, op in part.operators() if op.forward and op.kind == "gemm")
     assert mine == pytest.approx(held / plan.tp, rel=0.01)

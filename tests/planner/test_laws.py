@@ -25,7 +25,7 @@ MODELS = (
     "bert-base", "t5-base", "bloom-176b",
 )  # fmt: skip
 MACHINES = ("a100-80g", "h100", "mi300x")
-INSTANT = DEFAULT.with_(link_step_seconds=0.0, node_step_seconds=0.0, ramp_seconds=0.0)
+INSTANT = replace(DEFAULT, link_step_seconds=0.0, node_step_seconds=0.0, ramp_seconds=0.0)
 
 models = st.sampled_from(MODELS).map(preset)
 machines = st.sampled_from(MACHINES).map(load_machine)

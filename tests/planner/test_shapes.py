@@ -87,7 +87,7 @@ def test_flops_are_those_of_a_real_decoder() -> None:
     )  # fmt: skip
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, 32, dtype=torch.long))
-    assert 2 * totals(config).forward_flops == pytest.approx(counter.get_total_flops(), rel=0.001)
+    assert 2 * totals(config).model_flops / 3 == pytest.approx(counter.get_total_flops(), rel=0.001)
 
 
 def test_narayanan_s_formula_of_flops() -> None:
@@ -130,11 +130,6 @@ def test_gpt_3_s_iteration_and_training_in_flops() -> None:
     steps = 300e9 / (1536 * 2048)
     assert steps * recomputed == pytest.approx(430e21, rel=0.001)
     assert steps * recomputed / 312e12 / 86400 == pytest.approx(16_000, rel=0.01)
-
-
-def test_a_mixture_meets_fewer_parameters_than_it_has() -> None:
-    shape = totals(PRESETS["mixtral-8x7b"])
-    assert shape.active_parameters == pytest.approx(12.9e9, rel=0.01)  # Jiang et al. 2024, section 2.2
 
 
 def test_impossible_models_say_why() -> None:

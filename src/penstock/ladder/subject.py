@@ -31,7 +31,6 @@ from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
-from penstock.planner.prediction import flops
 from penstock.tasks import Loss, task_of
 
 BATCH = {"cpu": 8, "cuda": 64}
@@ -100,9 +99,7 @@ class Subject(ABC):
 
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
-        work = self.workload(setting)
-        each, _ = flops(work)
-        return round(each) * setting.plan.accumulate * setting.plan.dp
+        return round(self.workload(setting).model_flops) * setting.plan.accumulate * setting.plan.dp
 
 
 class Configured(Subject):

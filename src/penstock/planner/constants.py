@@ -7,7 +7,7 @@ remain, with each model left out in turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,6 @@ class Constants:
     host_wait_seconds: float = 0.0457
     """What devices wait between two steps of a distributed run: for the host to read the loss and the norm, to log, and
     to launch ahead again. A step on one device need not wait."""
-
-    def with_(self, **changes: float) -> Constants:
-        """A copy with some constants changed; for calibration."""
-        return replace(self, **changes)
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """All constants by name."""
-        return tuple(f.name for f in fields(cls))
 
 
 DEFAULT = Constants()

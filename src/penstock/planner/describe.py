@@ -7,7 +7,6 @@ lies between the inputs and the blocks, and between these and the loss, is liste
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, stacks
 from penstock.config.numerics import BYTES, numerics_of
@@ -66,30 +65,9 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     )  # fmt: skip
 
 
-class Totals(NamedTuple):
-    """Sums over a whole model, whatever its layout."""
-
-    parameters: int
-    forward_flops: float
-    """Of one sample, attention in full."""
-    model_flops: float
-    """Forward and backward: the numerator of MFU."""
-    active_parameters: int
-    """Learned numbers that one token meets: fewer than all in a mixture of experts."""
-
-
-@lru_cache(maxsize=1024)
-def totals(model: ModelConfig) -> Totals:
-    """Parameters and FLOPs of one sample."""
-    work = described(model, Terms())
-    forward = backward = active = 0.0
-    for part in work.parts:
-        forward += part.count * part.model_flops(part.forward)
-        backward += part.count * part.model_flops(part.backward)
-        block = part.block
-        met = block.stack.experts_per_token / block.stack.experts if block and block.mixture else 1.0
-        active += part.count * (part.parameters + part.experts * met)
-    return Totals(work.parameters, forward, forward + backward, round(active))
+def totals(model: ModelConfig) -> Workload:
+    """One sample on one device: its parameters and FLOPs are those of the model, whatever its layout."""
+    return described(model, Terms())
 
 
 def _entrance(to: Lister, model: ModelConfig) -> int:

@@ -146,7 +146,6 @@ def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[st
     reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.dp * plan.cp
     found = worst_stage(work, plan)
-    gathered = _gathered(work, plan, hold)
     buckets = 0.0
     # Gradients that were let go of after the last step come as activations go.
     standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
@@ -166,10 +165,15 @@ def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[st
         whole, standing = hold.held * reduced, True
     if plan.offload == "optimizer" and hold.gathers:
         whole = 0.0
-    at_hand = 0.0
-    if hold.gathers and plan.pp == 1:
+    gathered = at_hand = 0.0
+    if hold.gathers and plan.pp > 1:
+        # A stage's whole weights stay from its first micro-batch to its last.
+        gathered = hold.held * BYTES[numerics.gathered]
+    elif hold.gathers:
+        block = (hold.block_dense + hold.block_experts) / work.pieces
+        # The whole weights of the block at hand and of the next one, and of the ends.
+        gathered = (2 * block + hold.ends) * BYTES[numerics.gathered]
         # The whole gradients of one block, and beside them those of the block before, which are being reduced.
-        block = hold.block_dense + hold.block_experts if work.depth else hold.held / work.units
         at_hand = block * (made + reduced)
     begun = found | {
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
@@ -198,26 +202,22 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     """Activations, output and what a backward pass works with, on the stage where they are most together."""
     one, depth = held(work, plan), max(1, work.depth)
     blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
-    if plan.pp == 1:
-        return {"activations": blocks + one.entrance} | _larger(one.output + one.exit, one.working)
-    first, _, last = stage_blocks(depth, plan.pp)
-    front = ((blocks / depth * first + one.entrance) * in_flight(plan), 0.0)
-    if plan.schedule == "zero_bubble":
-        # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
-        put_off = min(plan.pp, plan.accumulate) - 1
-        blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
-    waiting = 0.0
-    if plan.schedule == "gpipe":
-        # All micro-batches' outputs wait for their backward passes.
-        waiting = (plan.accumulate - 1) * one.exit
-    back = (blocks / depth * last * rested(plan) + waiting, one.output + one.exit)
-    activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
-    return {"activations": activations} | _larger(output, one.working)
-
-
-def _larger(output: float, working: float) -> dict[str, float]:
-    """The output and a block's backward pass never need memory together."""
-    return {"output": output, "working": 0.0} if output >= working else {"output": 0.0, "working": working}
+    activations, output = blocks + one.entrance, one.output + one.exit
+    if plan.pp > 1:
+        first, _, last = stage_blocks(depth, plan.pp)
+        front = ((blocks / depth * first + one.entrance) * in_flight(plan), 0.0)
+        if plan.schedule == "zero_bubble":
+            # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
+            put_off = min(plan.pp, plan.accumulate) - 1
+            blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
+        # Under gpipe all micro-batches' outputs wait for their backward passes.
+        waiting = (plan.accumulate - 1) * one.exit if plan.schedule == "gpipe" else 0.0
+        back = (blocks / depth * last * rested(plan) + waiting, output)
+        activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
+    # The output and a block's backward pass never need memory together.
+    if output >= one.working:
+        return {"activations": activations, "output": output, "working": 0.0}
+    return {"activations": activations, "output": 0.0, "working": one.working}
 
 
 @lru_cache(maxsize=8192)
@@ -246,16 +246,3 @@ def rested(plan: Plan) -> float:
     if plan.virtual > 1:
         return min(float(plan.accumulate), ((plan.virtual - 1) * plan.pp + 1) / plan.virtual)
     return 1.0
-
-
-def _gathered(work: Workload, plan: Plan, hold: Holding) -> float:
-    """Whole weights of the blocks at hand and the next, and of the ends, where weights are sharded; of a pipeline's
-    stage all, which stay from its first micro-batch to its last."""
-    if not hold.gathers:
-        return 0.0
-    size = BYTES[numerics_of(plan).gathered]
-    if plan.pp > 1:
-        return hold.held * size
-    if not work.depth:
-        return 2 * hold.held * size / work.units
-    return (2 * (hold.block_dense + hold.block_experts) + hold.ends) * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -102,11 +102,14 @@ class Part:
     tensors: int = 0
     block: Block | None = None
 
-    def model_flops(self, operators: Iterable[Op]) -> float:
-        """Model FLOPs of some of its operators. Room that experts make for more tokens than come is no work of the
-        model's."""
+    @property
+    def model_flops(self) -> float:
+        """Forward and backward. Room that experts make for more tokens than come is no work of the model's."""
         capacity = self.block.stack.capacity if self.block else 1.0
-        return sum(op.flops / (capacity if op.name.startswith("experts.") else 1.0) for op in operators)
+        return sum(
+            op.flops / (capacity if op.name.startswith("experts.") else 1.0)
+            for op in (*self.forward, *self.backward)
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -138,6 +141,11 @@ class Workload:
         """Blocks of all kinds; 0 where they are not told apart."""
         return sum(part.count for part in self.blocks)
 
+    @property
+    def pieces(self) -> float:
+        """Pieces that the weights of one block are gathered in, or of the model where blocks are not told apart."""
+        return self.units / max(1, self.depth)
+
     @cached_property
     def parameters(self) -> int:
         """Learned numbers on this device, with all stages and before data parallel sharding."""
@@ -147,6 +155,11 @@ class Workload:
     def tensors(self) -> int:
         """Tensors that they are in."""
         return sum(part.count * part.tensors for part in self.parts)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Forward and backward, attention in full: the numerator of MFU."""
+        return sum(part.count * part.model_flops for part in self.parts)
 
     def operators(self) -> Iterator[tuple[int, Op]]:
         """All operators of forward and backward, with how often each runs."""

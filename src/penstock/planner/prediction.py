@@ -120,6 +120,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
 @lru_cache(maxsize=4096)
 def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
     """Raise ConfigError with every reason why there is nothing to predict."""
+    rates_of(machine, plan)
     rules.require(plan, model, machine)
 
 
@@ -138,7 +139,7 @@ def predicted(
     seconds = time.total
     parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))
-    useful, again = flops(work, Recompute.of(plan))
+    useful, again = work.model_flops, repeated_flops(work, Recompute.of(plan))
     # All devices of a replica share one micro-batch.
     each = plan.accumulate / (plan.pp * seconds)
     kinds = held(work, plan).activations
@@ -176,12 +177,10 @@ def predicted(
 
 
 @lru_cache(maxsize=8192)
-def flops(work: Workload, how: Recompute = NOTHING) -> tuple[float, float]:
-    """Model FLOPs of one micro-batch on one device, all stages together, and those that are computed twice."""
-    useful = again = 0.0
+def repeated_flops(work: Workload, how: Recompute = NOTHING) -> float:
+    """FLOPs of one micro-batch that are computed twice."""
+    again = 0.0
     for part in work.parts:
-        operators = (*part.forward, *part.backward)
-        useful += part.count * part.model_flops(operators)
-        again += part.count * sum(op.repeated_flops for op in operators)
+        again += part.count * sum(op.repeated_flops for op in (*part.forward, *part.backward))
         again += part.count * how.share * sum(op.flops for op in computed_again(part, how))
-    return useful, again
+    return again

@@ -26,7 +26,7 @@ from penstock.planner.rates import rates_of
 from penstock.planner.shapes import counted_tokens
 
 LEAST_TOKENS = 8192
-MOST_CONTEXT = 16
+CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 GIB = 2**30
 _AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
 _FIELDS = tuple(f.name for f in fields(Plan))
@@ -152,8 +152,10 @@ def explore(
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
     if not found.tried:
+        given = [f"{name}={getattr(base, name)}" for name in _SEARCHED if name in fixed]
+        kept = f" with {', '.join(given)}" if given else ""
         raise ConfigError(
-            f"No layout has {gpus} devices and {batch} samples a step{_as_fixed(base, fixed)}: tensor parallel degrees "
+            f"No layout has {gpus} devices and {batch} samples a step{kept}: tensor parallel degrees "
             f"must divide the heads, stages must divide the {_depth(model)} blocks, and replicas the samples. "
             "Try a number of devices that divides the batch, or another global batch."
         )
@@ -194,11 +196,6 @@ def vary(plan: Plan, **changes: Any) -> Plan:
     for name, value in changes.items():
         object.__setattr__(other, name, value)
     return other
-
-
-def _as_fixed(base: Plan, fixed: frozenset[str]) -> str:
-    degrees = [f"{name}={getattr(base, name)}" for name in _SEARCHED if name in fixed]
-    return f" with {', '.join(degrees)}" if degrees else ""
 
 
 def layouts(
@@ -294,11 +291,9 @@ def _stages(model: ModelConfig, gpus: int) -> list[int]:
 
 
 def _context_degrees(model: ModelConfig) -> list[int]:
-    """Powers of two that leave each device enough of the tokens."""
-    tokens, degrees = min(sequences(model)), [1]
-    while 2 * degrees[-1] <= min(MOST_CONTEXT, tokens // LEAST_TOKENS):
-        degrees.append(2 * degrees[-1])
-    return degrees
+    """Those that leave each device enough of the tokens."""
+    most = max(1, min(sequences(model)) // LEAST_TOKENS)
+    return [degree for degree in CONTEXT_DEGREES if degree <= most]
 
 
 def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:

@@ -12,6 +12,8 @@ from penstock.planner.operators import MATRIX, Op, Part, Workload
 
 FP8_MULTIPLE = 16
 """Both sizes of a weight must be multiples of it, that its products run in fp8."""
+_ALONE = MATRIX | {"attention"}
+"""Kinds of operators that no compiler merges with their neighbours."""
 
 
 def recorded(
@@ -92,7 +94,7 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
     merged: list[Op] = []
     for op in operators:
         last = merged[-1] if merged else None
-        if last is not None and not _stands_alone(last) and not _stands_alone(op):
+        if last is not None and last.kind not in _ALONE and op.kind not in _ALONE:
             merged[-1] = Op(
                 f"{last.name}+{op.name}", "pointwise", op.forward, read=max(last.read, op.read),
                 written=max(last.written, op.written), elements=max(last.elements, op.elements),
@@ -100,10 +102,6 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
         else:
             merged.append(op)
     return merged
-
-
-def _stands_alone(op: Op) -> bool:
-    return op.kind in MATRIX or op.kind == "attention"
 
 
 def _is_fp8(op: Op) -> bool:

@@ -37,70 +37,45 @@ def data_seconds(
 ) -> float:
     """Of a step: gathering weights and reducing gradients over replicas, beside a stage of so many blocks that takes
     `forward` and `backward` seconds for a micro-batch."""
-    size = BYTES[numerics_of(plan).reduction]
-    found = 0.0
+    numerics = numerics_of(plan)
+    size, found = BYTES[numerics.reduction], 0.0
     if plan.pp > 1 and work.tied:
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         found = reduce_seconds(pair, work.tied * size)
-    group, outer = _replicas(rates, plan)
+    replicas = plan.dp * plan.cp
     if not hold.gathers:
-        return found + (
-            _reduced(work, rates, plan, hold, group, forward, backward) if group.size > 1 else 0.0
-        )
+        return found + _reduced(work, rates, plan, hold, forward, backward)
+    # Context parallel devices hold the same weights, so they share them out too. With hsdp a group of replicas does.
+    inner = min(plan.shard, replicas) if plan.sharding == "hsdp" else replicas
+    group, hides = group_of(rates, inner, plan.tp), plan.overlap and not rates.cpu
+    gather, again, scatter = _shared_out(work, rates, plan, hold, group)
+    each = gather + again + scatter
+    if hides:
+        each = exposed_seconds(rates, gather, forward / blocks)
+        each += exposed_seconds(rates, again + scatter, backward / blocks)
+        # The first block's gathering and the last one's scattering have nothing to hide behind.
+        each += (gather + scatter) / max(1, work.units)
+    # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
+    # the last, behind nothing.
+    whole = BYTES[numerics.gathered]
+    ends = gather_seconds(group, hold.ends * whole) + gather_seconds(group, hold.ends * size)
+    # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
+    # its division by the number of replicas.
+    passes = 1 if plan.pp > 1 else 2
+    each += (hold.block_dense + hold.block_experts) * (2 * passes * whole + 4 * size) / rates.memory
+    ends += hold.ends * (2 * whole + 4 * size) / rates.memory
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate
-    found += times * blocks * _gathered(work, rates, plan, hold, group, forward / blocks, backward / blocks)
-    # Embedding and head are gathered before the first block and scattered after the last, behind nothing.
-    found += times * _ends(rates, plan, hold, group)
-    if outer is not None:
-        whole = reduce_seconds(outer, hold.sharded * size)
-        # Behind what the transfers within the group leave of the backward pass.
-        _, again, scatter = _shared_out(work, rates, plan, hold, group)
-        left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
-        shown = max(LEAST_EXPOSED * whole, exposed_seconds(rates, whole, left))
-        found += shown if plan.overlap and not rates.cpu else whole
-    return found
-
-
-def _replicas(rates: Rates, plan: Plan) -> tuple[Group, Group | None]:
-    """The replicas that share weights out among them, and, with hsdp, those that hold equal shares.
-
-    Context parallel devices hold the same weights, so they are of the group too.
-    """
-    size, stride = plan.dp * plan.cp, plan.tp
+    found += times * blocks * each
+    found += times * ends
     if plan.sharding == "hsdp":
-        inner = min(plan.shard, size)
-        return group_of(rates, inner, stride), group_of(rates, max(1, size // inner), stride * inner)
-    return group_of(rates, size, stride), None
-
-
-def _gathered(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group, forward: float, backward: float
-) -> float:
-    """Per block and micro-batch: gathering weights (twice) and scattering gradients (once), beside so many seconds of a
-    block."""
-    gather, again, scatter = _shared_out(work, rates, plan, hold, group)
-    copies = (hold.block_dense + hold.block_experts) * _copied(plan, 1 if plan.pp > 1 else 2) / rates.memory
-    if not plan.overlap or rates.cpu:
-        return gather + again + scatter + copies
-    exposed = exposed_seconds(rates, gather, forward) + exposed_seconds(rates, again + scatter, backward)
-    # The first block's gathering and the last one's scattering have nothing to hide behind.
-    return exposed + (gather + scatter) / max(1, work.units) + copies
-
-
-def _ends(rates: Rates, plan: Plan, hold: Holding, group: Group) -> float:
-    """Gathering the weights of the ends, which stay from forward to backward, and scattering their gradients."""
-    numerics = numerics_of(plan)
-    gather = gather_seconds(group, hold.ends * BYTES[numerics.gathered])
-    scatter = gather_seconds(group, hold.ends * BYTES[numerics.reduction])
-    return gather + scatter + hold.ends * _copied(plan, 1) / rates.memory
-
-
-def _copied(plan: Plan, passes: int) -> float:
-    """Bytes per weight that filling and emptying flat buffers takes on the device's own time: a read and a write of
-    each weight in each pass, of each gradient, and of its division by the number of replicas."""
-    numerics = numerics_of(plan)
-    return 2 * passes * BYTES[numerics.gathered] + 4 * BYTES[numerics.reduction]
+        # Between the groups, behind what the transfers within them leave of the backward pass.
+        outer = group_of(rates, max(1, replicas // inner), plan.tp * inner)
+        reduced = reduce_seconds(outer, hold.sharded * size)
+        left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
+        shown = max(LEAST_EXPOSED * reduced, exposed_seconds(rates, reduced, left))
+        found += shown if hides else reduced
+    return found
 
 
 def _shared_out(
@@ -110,18 +85,20 @@ def _shared_out(
     gradients, on the mean over blocks."""
     numerics = numerics_of(plan)
     alike = group_of(rates, hold.expert_replicas, plan.tp * plan.ep)
-    calls = work.units / max(1, work.depth)
     gather = scatter = 0.0
     for members, size in ((group, hold.block_dense), (alike, hold.block_experts)):
-        gather += gather_seconds(members, size * BYTES[numerics.gathered], calls)
-        scatter += gather_seconds(members, size * BYTES[numerics.reduction], calls)
+        gather += gather_seconds(members, size * BYTES[numerics.gathered], work.pieces)
+        scatter += gather_seconds(members, size * BYTES[numerics.reduction], work.pieces)
     return gather, 0.0 if plan.pp > 1 else gather, scatter
 
 
 def _reduced(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group, forward: float, backward: float
+    work: Workload, rates: Rates, plan: Plan, hold: Holding, forward: float, backward: float
 ) -> float:
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
+    group = group_of(rates, plan.dp * plan.cp, plan.tp)
+    if group.size == 1:
+        return 0.0
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
     size = BYTES[numerics.reduction]
     calls = math.ceil(hold.held * size / BUCKET_BYTES)

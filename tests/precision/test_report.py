@@ -304,7 +304,7 @@ def test_text_and_json_say_it() -> None:
         "No overflow.",
     ):
         assert part in text, part
-    stored = json.loads(found.to_json())
+    stored = json.loads(json.dumps(found.to_dict()))
     assert len(stored["operations"]) == len(found.operations)
     assert stored["gradients"][0]["layer"] == found.gradients[0].layer
     assert stored["overflow"] is None

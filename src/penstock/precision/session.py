@@ -39,12 +39,11 @@ class Session:
         self.models = models
         self.agree = agree
         self.masters: MasterWeights | None = None
-        if precision.weights == "half":
+        if precision.master == "copy":
             assert precision.dtype is not None
-            if precision.master == "copy":
-                self.masters = MasterWeights(
-                    models, optimizers, precision.dtype, norms=precision.norms, lists=precision.lists
-                )
+            self.masters = MasterWeights(
+                models, optimizers, precision.dtype, norms=precision.norms, lists=precision.lists
+            )
         device = device_of(models)
         self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
         self._noted: dict[int, tuple[Tensor, bool]] = {}

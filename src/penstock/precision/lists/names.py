@@ -37,14 +37,10 @@ def functions_of(name: str) -> frozenset[Function]:
 
     Raises ConfigError when there is no such operation of torch, or when it is no function that torch lets others watch.
     """
-    found = set()
-    for full in _aliases(name):
-        function = _lookup(full)
-        if function is not None:
-            found.add(function)
+    found = frozenset(function for full in _aliases(name) if (function := _lookup(full)) is not None)
     if not found:
         raise ConfigError(_unknown(name))
-    return frozenset(found)
+    return found
 
 
 def name_of(function: Function | str) -> str:

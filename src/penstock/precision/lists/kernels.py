@@ -40,31 +40,24 @@ def register() -> None:
         )
         for variant in _VARIANTS.get(packet, ("default",)):
             overload = getattr(getattr(torch.ops.aten, packet), variant)
-            kernel = _promoting(overload) if policy == "promote" else _halving(overload)
-            _library[0].impl(overload, kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
+            _library[0].impl(overload, _casting(overload, policy), "AutocastCPU")  # type: ignore[no-untyped-call]
 
 
-def _promoting(overload: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if len({tensor.dtype for tensor in tensors((args, kwargs)) if tensor.dtype in CASTABLE}) > 1:
-            args, kwargs = _cast((args, kwargs), torch.float32)
-        with torch.autocast("cpu", enabled=False):
-            return overload(*args, **kwargs)
+def _casting(overload: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """An operation that casts its arguments as its list says, `promote` or `half`."""
 
-    return kernel
-
-
-def _halving(overload: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors((args, kwargs)))
-        # One number beside a tensor is multiplied with, and no product.
-        if all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in given):
-            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+        if policy == "promote":
+            dtype = torch.float32
+            casts = len({tensor.dtype for tensor in given if tensor.dtype in CASTABLE}) > 1
+        else:
+            dtype = torch.get_autocast_dtype("cpu")
+            # One number beside a tensor is multiplied with, and no product.
+            casts = all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in given)
+        if casts:
+            args, kwargs = replaced((args, kwargs), lambda t: t.to(dtype) if t.dtype in CASTABLE else t)
         with torch.autocast("cpu", enabled=False):
             return overload(*args, **kwargs)
 
     return kernel
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return replaced(values, lambda tensor: tensor.to(dtype) if tensor.dtype in CASTABLE else tensor)

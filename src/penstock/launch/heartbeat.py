@@ -59,10 +59,6 @@ class Heartbeat:
         self._count += 1
         _BEAT.pack_into(self._memory, 0, self._count, step, time.monotonic())
 
-    def promise(self) -> None:
-        """Announce steps, so that a hang before the first one is noticed."""
-        self.beat(_PROMISED)
-
     def read(self) -> Beat:
         """The last beat."""
         return Beat(*_BEAT.unpack_from(self._memory, 0))
@@ -83,10 +79,8 @@ def beat(step: int) -> None:
 
 
 def promise() -> None:
-    """Tell the agent, if there is one, that this process will take steps."""
-    mine = _of_this_process()
-    if mine is not None:
-        mine.promise()
+    """Tell the agent, if there is one, that steps will come, so that a hang before the first is noticed."""
+    beat(_PROMISED)
 
 
 def beating(items: Iterable[T], step: int) -> Iterator[T]:

@@ -143,7 +143,6 @@ class Experts(Compound):
     down: Linear
     gate: Linear | None = None
     count: int
-    per_token: int
 
 
 def walk(part: Any) -> Iterator[Role]:

@@ -138,7 +138,6 @@ def _llama(names: Collection[str], config: Any) -> Stacks:
             up=Linear("mlp.experts.gate_up_proj", "column", fused=(1, 1)),
             down=Linear("mlp.experts.down_proj", "row"),
             count=getattr(config, "num_local_experts", 0),
-            per_token=getattr(config, "num_experts_per_tok", 0),
         ),
     )
     blocks, before = numbered(names, r"layers\.(\d+)"), (Embedding("embed_tokens", "token"),)

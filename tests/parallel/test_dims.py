@@ -176,6 +176,7 @@ def norm_over_two_dimensions() -> tuple[float, float, list[str]]:
     return grad_norm(gradients).item(), whole, placements
 
 
+@pytest.mark.alone
 def test_the_norm_over_two_dimensions_is_that_of_the_whole_gradients() -> None:
     for norm, whole, placements in spawn(norm_over_two_dimensions, 4):
         assert "_StridedShard" in placements, "the case that this test is about"

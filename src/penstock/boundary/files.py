@@ -1,0 +1,172 @@
+"""Files from outside: the one place where a path that a user or another file named is opened for reading.
+
+A path may lead to a folder, a pipe that nobody writes to, an endless device, a link to nothing, or three gigabytes of
+holes. So it is looked at before it is opened, only regular files are read, and never more than the caller can use.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+from penstock.errors import DataError, PenstockError
+
+AnyPath = str | os.PathLike[str]
+
+_CAUSES: dict[int, tuple[str, str]] = {
+    errno.ENOENT: ("it does not exist", "Check the path."),
+    errno.EACCES: ("this user may not open it", "Change its permissions, or choose another path."),
+    errno.EPERM: ("this user may not change it", "Change its permissions, or choose another path."),
+    errno.EROFS: ("its file system is read-only", "Choose a path that can be written."),
+    errno.ENOSPC: ("the disk is full", "Free space, or choose a path on another disk."),
+    errno.EDQUOT: ("this user's share of the disk is full", "Free space, or choose a path on another disk."),
+    errno.EFBIG: ("it would be larger than a file may be here", "Raise `ulimit -f`, or choose another disk."),
+    errno.ENAMETOOLONG: ("its name is too long", "Choose a shorter one."),
+    errno.EISDIR: ("it is a folder", "Give the path of a file."),
+    errno.ENOTDIR: ("a part of its path is a file, not a folder", "Check the path."),
+    errno.EEXIST: ("it exists already", "Remove it, or choose another path."),
+    errno.ENOTEMPTY: ("the folder is not empty", "Remove it, or choose another path."),
+    errno.ELOOP: ("it is a link that leads back to itself", "Mend the link."),
+    errno.ENXIO: ("nothing is at its other end", "Give the path of a regular file."),
+    errno.EMFILE: ("too many files are open", "Raise `ulimit -n`."),
+    errno.ENFILE: ("too many files are open on this machine", "Close other programs."),
+    errno.EIO: ("the disk fails", "Look into the system's log, and copy the data from elsewhere."),
+    errno.ESTALE: ("the network's file system has lost it", "Mount it again."),
+}
+"""What an error number of the system means to a user, and what to do next."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(
+    path: AnyPath,
+    what: str,
+    *,
+    limit: int | None = None,
+    error: type[PenstockError] = DataError,
+    remedy: str = "",
+) -> BinaryIO:
+    """Open the regular file `path`, unbuffered, for reading. This never waits, as opening a pipe would.
+
+    `what` begins the message, such as "The machine file". `limit` is in bytes; without one, the caller bounds what it
+    reads. `remedy` is a sentence that replaces the usual one. Raises `error` where it cannot be read.
+    """
+    try:
+        # A look before it is opened, for opening some devices does something; and one after, for it may be another now.
+        _refuse_others(os.stat(path))
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = _refuse_others(os.fstat(handle))
+        except BaseException:
+            os.close(handle)
+            raise
+    except (OSError, ValueError, _Irregular) as problem:
+        raise _refusal(path, what, problem, error, remedy) from problem
+    if limit is not None and size > limit:
+        os.close(handle)
+        raise _too_large(path, what, f"{size:,}", limit, error, remedy)
+    return open(handle, "rb", buffering=0)
+
+
+def read_bytes(
+    path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
+) -> bytes:
+    """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors as of `open_regular`."""
+    with open_regular(path, what, limit=limit, error=error, remedy=remedy) as file:
+        try:
+            # Some files, such as those of /proc, hold more than their size says.
+            parts, left = [], limit + 1
+            while left and (part := file.read(min(left, max(os.fstat(file.fileno()).st_size + 1, 1 << 16)))):
+                parts.append(part)
+                left -= len(part)
+        except OSError as problem:
+            raise _refusal(path, what, problem, error, remedy) from problem
+    if not left:
+        raise _too_large(path, what, "more", limit, error, remedy)
+    return b"".join(parts)
+
+
+def read_text(
+    path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
+) -> str:
+    """As `read_bytes`, for text in UTF-8, with or without a byte order mark."""
+    raw = read_bytes(path, what, limit=limit, error=error, remedy=remedy)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"{what} {shown(path)} is not text in UTF-8: byte {problem.start:,} is 0x{raw[problem.start]:02x}. "
+            f"{remedy or 'Save it as UTF-8.'}"
+        ) from problem
+
+
+def why(problem: OSError, path: AnyPath | None = None) -> str:
+    """The cause of an error of the system, as the end of a sentence."""
+    path = path if path is not None else problem.filename
+    if problem.errno == errno.ENOENT and path is not None and os.path.islink(path):
+        return f"it is a link to {shown(os.readlink(path))}, which does not exist"
+    known = _CAUSES.get(problem.errno or 0)
+    return known[0] if known else problem.strerror or str(problem) or type(problem).__name__
+
+
+def remedy_for(problem: OSError) -> str:
+    """What to do about an error of the system: a sentence."""
+    known = _CAUSES.get(problem.errno or 0)
+    return known[1] if known else "Check the path and the disk."
+
+
+def quoted(value: object, longest: int = 80) -> str:
+    """Anything from outside, to be shown in a message: in quotes, its control characters and terminal escapes spelled
+    out, its middle left out where it is long.
+    """
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    return repr(text)
+
+
+def shown(path: AnyPath) -> str:
+    """A path as it is; in quotes where it would not be seen well (see `quoted`)."""
+    text = os.fspath(path)
+    return text if text.isprintable() and 0 < len(text) <= 500 else quoted(text)
+
+
+class _Irregular(Exception):
+    """It is no regular file. The argument says what it is."""
+
+
+def _refuse_others(found: os.stat_result) -> int:
+    """The size of a regular file in bytes."""
+    if not stat.S_ISREG(found.st_mode):
+        raise _Irregular(_KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind"))
+    return found.st_size
+
+
+def _refusal(
+    path: AnyPath, what: str, problem: Exception, error: type[PenstockError], remedy: str
+) -> PenstockError:
+    if isinstance(problem, OSError):
+        cause, usual = why(problem, path), remedy_for(problem)
+    elif isinstance(problem, _Irregular):
+        cause, usual = f"it is {problem}, not a regular file", "Give the path of a regular file."
+    else:  # os.stat's own complaints about NUL and half characters
+        cause, usual = f"its name is impossible ({problem})", "Check the path."
+    return error(f"{what} {shown(path)} cannot be read: {cause}. {remedy or usual}")
+
+
+def _too_large(
+    path: AnyPath, what: str, found: str, limit: int, error: type[PenstockError], remedy: str
+) -> PenstockError:
+    return error(
+        f"{what} {shown(path)} has {found} bytes, but no more than {limit:,} are read. "
+        f"{remedy or 'Check that it is the right file.'}"
+    )

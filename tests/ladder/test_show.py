@@ -10,11 +10,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from penstock.ladder.page import to_html
-from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread, Status
+from penstock.ladder.result import (
+    Chosen,
+    Control,
+    Estimate,
+    Forecast,
+    LadderReport,
+    Noise,
+    RungResult,
+    Status,
+)
 from penstock.ladder.show import remarks, table, write
 
 
@@ -26,13 +34,13 @@ def _rung(name: str, status: Status, ratio: float, total: float, *, difference: 
         status=status,
         plan="precision=O1",
         forecast=Forecast(
-            samples_per_second=20.0, to_previous=1.5, to_baseline=2.5, memory_bytes=300 * 2**20, mfu=0.4,
+            samples_per_second=20.0, to_previous=1.5, to_baseline=2.5, corrected=2.4, memory_bytes=300 * 2**20, mfu=0.4,
             seconds={"gemm": 0.1},
         ),
-        samples_per_second=Spread(median=8 * total, low=7.9 * total, high=8.1 * total),
-        model_flops_per_second=Spread(median=1e11 * total, low=9e10 * total, high=1.1e11 * total),
-        to_previous=Spread(median=ratio, low=ratio - 0.01, high=ratio + 0.01),
-        to_baseline=Spread(median=total, low=total - 0.01, high=total + 0.01),
+        samples_per_second=Estimate(value=8 * total, low=7.9 * total, high=8.1 * total),
+        model_flops_per_second=Estimate(value=1e11 * total, low=9e10 * total, high=1.1e11 * total),
+        to_previous=Estimate(value=ratio, low=ratio - 0.01, high=ratio + 0.01),
+        to_baseline=Estimate(value=total, low=total - 0.01, high=total + 0.01),
         memory_bytes=350 * 2**20,
         compile_seconds=12.5 if "compile" in name else None,
         losses=(2.0, 1.5 + difference),
@@ -44,7 +52,6 @@ def _rung(name: str, status: Status, ratio: float, total: float, *, difference: 
 REPORT = LadderReport(
     title="vit-s16",
     unit="images",
-    alone=False,
     rungs=(
         _rung("baseline", "baseline", 1.0, 1.0),
         _rung("half", "kept", 2.0, 2.0, difference=0.02),
@@ -55,9 +62,24 @@ REPORT = LadderReport(
         RungResult(name="batch", title="batch rung", why="Why batch.", status="out of memory", reason="tried 9 GiB"),
     ),
     noise=Noise(seeds=(0, 1, 2), losses=(1.5, 1.6, 1.4), curves=((2.0, 1.5), (2.1, 1.6), (1.9, 1.4)), deviation=0.1),
-    plan="precision=O1 compile=blocks",
-    model={"classifier": "pooled"},
-    train_command='penstock train vit-s16 --model.classifier pooled --plan "precision=O1 compile=blocks"',
+    same=Chosen(
+        plan="precision=O1 compile=blocks",
+        model={"classifier": "pooled"},
+        rungs=("half", "compile"),
+        train_command='penstock train vit-s16 --model.classifier pooled --plan "precision=O1 compile=blocks"',
+        speedup=Estimate(value=2.5, low=2.49, high=2.51, rounds=9),
+        samples_per_second=Estimate(value=20.0, low=19.0, high=21.0, rounds=9),
+        predicted=2.4,
+        memory_bytes=350 * 2**20,
+        loss_difference=0.5,
+        within_noise=False,
+    ),
+    fastest=None,
+    control=Control(
+        ratio=Estimate(value=1.001, low=0.997, high=1.005, rounds=12), processor_ratio=None, floor=0.01
+    ),
+    tried=(),
+    candidates=96,
     batch=8,
     rounds=7,
     loss_steps=2,
@@ -74,15 +96,6 @@ REPORT = LadderReport(
 def test_the_best_is_the_last_rung_kept() -> None:
     assert REPORT.best.name == "compile"
     assert REPORT.speedup == 2.5
-    assert [rung.name for rung in REPORT.outside_noise()] == ["compile"]
-
-
-def test_alone_the_best_is_the_highest() -> None:
-    alone = replace(REPORT, alone=True, rungs=(*REPORT.rungs[:2], _rung("matmul", "kept", 1.5, 1.5)))
-    assert alone.best.name == "half"
-    nothing_paid = replace(REPORT, rungs=REPORT.rungs[:1])
-    assert nothing_paid.best.name == "baseline"
-    assert nothing_paid.speedup == 1.0
 
 
 def test_the_table_tells_every_rung_with_its_verdict() -> None:
@@ -139,29 +152,10 @@ def test_written_json_reads_back(tmp_path: Path) -> None:
     html, data = write(REPORT, tmp_path / "new" / "folder")
     found = json.loads(data.read_text(encoding="utf-8"))
     assert found["speedup"] == 2.5
-    assert found["best"] == "compile"
+    assert found["plan"] == "precision=O1 compile=blocks"
     assert found["rungs"][1]["forecast"]["seconds"] == {"gemm": 0.1}
     assert found["rungs"][5]["status"] == "unsupported"
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([1.0]) == Spread(median=1.0, low=1.0, high=1.0)
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(median=3.0, low=2.0, high=4.0, count=5)
-
-
-def test_a_gain_is_one_percent_and_two_standard_errors() -> None:
-    # The standard error of a median of n normal values is 1.2533 σ / √n, and their quartiles are 1.349 σ apart.
-    unit = Spread(median=0.0, low=-1.349 / 2, high=1.349 / 2, count=100)
-    assert unit.error == pytest.approx(1.2533 / 10, rel=2e-3)
-    assert Spread(median=1.02, low=1.01, high=1.03, count=9).pays()
-    scattered = Spread(median=1.02, low=0.99, high=1.05, count=9)
-    assert not scattered.pays()
-    assert scattered.undecided()
-    assert replace(scattered, count=100).pays()
-    small = Spread(median=1.005, low=1.004, high=1.006, count=9)
-    assert not small.pays()
-    assert not small.undecided()  # however sure, it is below the threshold
 
 
 def test_showing_needs_no_torch() -> None:

@@ -25,7 +25,7 @@ def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str
     return load(cls, file=file, overrides=given)
 
 
-@configured(LadderConfig, positional="model", flags=("alone", "quick"), loader=load_or_factory)
+@configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_factory)
 def ladder(config: LadderConfig) -> int:
     """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
 
@@ -39,7 +39,7 @@ def ladder(config: LadderConfig) -> int:
     from penstock.report.page import plain_console
 
     def show(result: RungResult) -> None:
-        ratio = f"{result.to_previous.median:.2f}×" if result.to_previous else ""
+        ratio = f"{result.to_previous.value:.2f}×" if result.to_previous else ""
         reason = f" ({result.reason})" if result.reason else ""
         print(f"{result.title:<24} {ratio:>7}  {result.status}{reason}", file=sys.stderr)
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.ladder.climb import ladder as ladder
     from penstock.ladder.page import to_html as to_html
+    from penstock.ladder.result import Estimate as Estimate
     from penstock.ladder.result import LadderReport as LadderReport
+    from penstock.ladder.result import Progress as Progress
     from penstock.ladder.result import RungResult as RungResult
     from penstock.ladder.rung import Rung as Rung
     from penstock.ladder.rung import Setting as Setting
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "climb": ("ladder",),
     "page": ("to_html",),
-    "result": ("LadderReport", "RungResult"),
+    "result": ("Estimate", "LadderReport", "Progress", "RungResult"),
     "rung": ("Rung", "Setting", "Situation", "register"),
     "settings": ("LadderConfig",),
     "show": ("table", "write"),

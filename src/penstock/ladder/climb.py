@@ -24,9 +24,9 @@ from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.factory import Factory
 from penstock.ladder.forecast import rank_machine
-from penstock.ladder.judge import HOPELESS, equality, tail_mean, verdict
-from penstock.ladder.result import Forecast, LadderReport, Noise, RungResult, Spread
-from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose
+from penstock.ladder.judge import HOPELESS, equality, spread, tail_mean, undecided, verdict
+from penstock.ladder.result import Chosen, Estimate, Forecast, LadderReport, Noise, RungResult
+from penstock.ladder.rung import Rung, Setting, Situation, choose
 from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig, command_of
 from penstock.ladder.subject import Subject, subject_of
 from penstock.ladder.team import Team, threads_of
@@ -145,21 +145,20 @@ class _Climb:
         results = [self._baseline_result(noise)]
         self.on_result(results[0])
         for index, rung in enumerate(rungs):
-            start = time.perf_counter()
             result = self._rung(rung, noise, remaining=len(rungs) - index)
-            results.append(replace(result, wall_seconds=time.perf_counter() - start))
+            results.append(result)
             self.on_result(results[-1])
         return self._report(results, noise)
 
     def _rung(self, rung: Rung, noise: Noise | None, *, remaining: int) -> RungResult:
         """The result of one rung, also where it cannot be applied or fails."""
-        reference = self.arena.baseline if self.config.alone else self.arena.best
+        reference = self.arena.best
         result = RungResult(
             name=rung.name,
             title=rung.title,
             why=rung.why,
             status="unsupported",
-            changes_numerics=rung.changes_numerics,
+            results="other" if rung.changes_numerics else "same",
             compared_by=rung.compared_by,
         )
         refusal = rung.refusal(reference, self.situation)
@@ -174,7 +173,7 @@ class _Climb:
             status, reason = failure(error)
             log.info("%s: %s: %s", rung.name, status, reason, exc_info=error if status == "failed" else None)
             result = replace(result, status=status, reason=reason)
-        if result.status == "kept" and not self.config.alone:
+        if result.status == "kept":
             self.arena.accept(setting)
         self.arena.retire(setting)
         return result
@@ -213,12 +212,12 @@ class _Climb:
         def timed() -> dict[Setting, list[float]]:
             return self.arena.time(setting, (reference, baseline), rounds, together=together)
 
-        def against(other: Setting) -> Spread:
+        def against(other: Setting) -> Estimate:
             pairs = zip(taken[setting], taken[other], strict=True)
-            return Spread.of([(work(setting) / mine) / (work(other) / theirs) for mine, theirs in pairs])
+            return spread([(work(setting) / mine) / (work(other) / theirs) for mine, theirs in pairs])
 
         taken = timed()
-        if against(reference).undecided():
+        if undecided(against(reference)):
             more = timed()
             taken = {one: seconds + more[one] for one, seconds in taken.items()}
         contender = self.arena.contender(setting)
@@ -226,9 +225,8 @@ class _Climb:
         memory = contender.memory()
         return replace(
             result,
-            samples_per_second=Spread.of([samples / s for s in taken[setting]]),
-            model_flops_per_second=Spread.of([flops / s for s in taken[setting]]),
-            baseline_samples_per_second=self.subject.samples(baseline) / statistics.median(taken[baseline]),
+            samples_per_second=spread([samples / s for s in taken[setting]]),
+            model_flops_per_second=spread([flops / s for s in taken[setting]]),
             to_previous=against(reference),
             to_baseline=against(baseline),
             interleaved=together,
@@ -249,6 +247,7 @@ class _Climb:
             samples_per_second=predicted.samples_per_second,
             to_previous=rate(predicted) / rate(before),
             to_baseline=rate(predicted) / rate(first),
+            corrected=rate(predicted) / rate(first),
             memory_bytes=predicted.memory_bytes,
             mfu=predicted.mfu,
             seconds=predicted.seconds,
@@ -355,16 +354,32 @@ class _Climb:
         return compiling + first * pace * samples * (measure.WARM_UP_STEPS + 2 + trained)
 
     def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
-        best = self._best_alone(results) if self.config.alone else self.arena.best
+        best, measured = self.arena.best, [r for r in results if r.status in ("baseline", "kept")][-1]
+        assert measured.to_baseline is not None
+        assert measured.samples_per_second is not None
+        change, deviation = measured.loss_difference, noise.deviation if noise else 0.0
+        chosen = Chosen(
+            plan=best.plan.line(),
+            model=_model_changes(self.subject.first.model, best.model),
+            rungs=tuple(r.name for r in results if r.status == "kept"),
+            train_command=self.subject.train_command(best),
+            speedup=measured.to_baseline,
+            samples_per_second=measured.samples_per_second,
+            predicted=measured.forecast.to_baseline if measured.forecast else 1.0,
+            memory_bytes=measured.memory_bytes,
+            loss_difference=change,
+            within_noise=None if noise is None or change is None else abs(change) <= 2 * deviation,
+        )
         return LadderReport(
             title=self.subject.title,
             unit=self.subject.unit,
-            alone=self.config.alone,
             rungs=tuple(results),
+            same=chosen,
+            fastest=None,
+            control=None,
+            tried=(),
+            candidates=0,
             noise=noise,
-            plan=best.plan.line(),
-            model=_model_changes(self.subject.first.model, best.model),
-            train_command=self.subject.train_command(best),
             batch=self.subject.first.plan.micro_batch,
             rounds=self.config.rounds,
             loss_steps=self.loss_steps,
@@ -375,11 +390,3 @@ class _Climb:
             procs=self.config.procs,
             notes=tuple(self.notes),
         )
-
-    def _best_alone(self, results: list[RungResult]) -> Setting:
-        """The setting of the single rung that gains most."""
-        paying = [(r.to_baseline.median, r.name) for r in results if r.status == "kept" and r.to_baseline]
-        if not paying:
-            return self.arena.baseline
-        rung = next(rung for rung in all_rungs() if rung.name == max(paying)[1])
-        return rung.apply(self.arena.baseline, self.situation)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.ladder.result import Equality, RungResult, Status
+from penstock.ladder.result import Equality, Estimate, RungResult, Status
+
+PAYS_FROM = 1.01
+"""A rung pays when its ratio is at least this, and above 1 by two standard errors."""
 
 HOPELESS = 0.5
 """A rung this much slower than the best is timed in two rounds only, and its loss is not run."""
@@ -26,7 +30,7 @@ def verdict(result: RungResult, *, carried: bool) -> tuple[Status, str]:
     assert result.to_previous is not None
     if result.equality is not None and not result.equality.holds:
         return "not kept", "its results differ from those of one process"
-    if result.to_previous.pays():
+    if result.to_previous.value >= PAYS_FROM and result.to_previous.low > 1.0:
         return "kept", ""
     if result.to_previous.high < HOPELESS:
         return "not kept", "far slower" if result.equality else "far slower, so its loss was not run"
@@ -64,3 +68,18 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
         if math.isfinite(one):
             worst = max(worst, abs(one - other) / max(abs(other), 1e-12))
     return worst
+
+
+def spread(values: Sequence[float]) -> Estimate:
+    """The median of paired ratios or of speeds, and two standard errors of it, judged by the quartiles."""
+    median = statistics.median(values)
+    if len(values) == 1:
+        return Estimate.exact(median)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    error = 2.0 * 0.93 * (high - low) / math.sqrt(len(values))
+    return Estimate(value=median, low=median - error, high=median + error, rounds=len(values))
+
+
+def undecided(ratio: Estimate) -> bool:
+    """Whether a ratio would be a gain if only it scattered less: a case for more rounds."""
+    return ratio.value >= PAYS_FROM and ratio.low <= 1.0

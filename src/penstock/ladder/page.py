@@ -16,7 +16,7 @@ SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
 
 _STATES: Mapping[str, State] = {
-    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "reported": "not kept",
+    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "offered": "not kept", "reported": "not kept",
 }  # fmt: skip
 _LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong"}
 """How a rung's row looks; others are faint."""
@@ -46,7 +46,7 @@ def to_html(report: LadderReport) -> str:
 
 def heading(report: LadderReport) -> str:
     """What was climbed, in a few words."""
-    return f"{'Single rungs' if report.alone else 'The ladder'} of {report.title}"
+    return f"The ladder of {report.title}"
 
 
 def _lead(report: LadderReport) -> str:
@@ -64,15 +64,16 @@ def _tiles(report: LadderReport) -> list[Tile]:
     """The numbers worth reading first. Speeds are of the same rounds, as their ratio is."""
     best, first = report.best, report.baseline
     tiles = [Tile(value=f"{report.speedup:.2f}×", words="the speed of the plain baseline", lead=True)]
-    now, before = best.samples_per_second, best.baseline_samples_per_second
+    now = best.samples_per_second
+    before = first.samples_per_second.value if first.samples_per_second else None
     if now and before:
-        tiles.append(Tile(value=f"{number(now.median)}/s", words=f"{report.unit}, from {number(before)}"))
+        tiles.append(Tile(value=f"{number(now.value)}/s", words=f"{report.unit}, from {number(before)}"))
     flops = best.model_flops_per_second
     if flops and before and first.model_flops_per_second and first.samples_per_second:
         scale, unit = _flop_unit(report)
-        each = first.model_flops_per_second.median / first.samples_per_second.median
+        each = first.model_flops_per_second.value / first.samples_per_second.value
         words = f"{unit} of the model, from {number(before * each / scale)}"
-        tiles.append(Tile(value=number(flops.median / scale), words=words))
+        tiles.append(Tile(value=number(flops.value / scale), words=words))
     if best.memory_bytes and first.memory_bytes:
         words = f"peak memory, from {number(first.memory_bytes / MIB)}"
         tiles.append(Tile(value=f"{number(best.memory_bytes / MIB)} MiB", words=words))
@@ -84,34 +85,21 @@ def _tiles(report: LadderReport) -> list[Tile]:
 
 def _plan_words(report: LadderReport) -> str:
     words = f"Everything that pays, in one line: {report.plan}."
-    changed = ", ".join(f"{name} {value}" for name, value in report.model.items())
+    changed = ", ".join(f"{name} {value}" for name, value in report.same.model.items())
     if changed:
         words += f" It changes the model: {changed}."
-    outside = report.outside_noise()
-    higher = [rung for rung in outside if (rung.loss_difference or 0.0) > 0]
-    lower = [rung for rung in outside if rung not in higher]
-    if lower:
-        words += f" With these the loss is lower than chance explains: {titles(lower)}."
-    if higher:
-        words += (
-            f" With these the loss is higher than chance explains: {titles(higher)}. Decide whether their speed is "
-            f"worth it, or leave them out with --skip."
-        )
+    if report.same.within_noise is False:
+        words += " Its loss differs from the baseline's by more than chance explains."
     return words
 
 
 def _gain_words(report: LadderReport) -> str:
-    how = (
-        "Each optimisation by itself, against the plain baseline."
-        if report.alone
-        else "Each optimisation on top of those before it that pay. One that does not pay is measured, and not kept."
-    )
+    how = "Each optimisation on top of those before it that pay. One that does not pay is measured, and not kept."
     without = [rung for rung in report.rungs if rung.status == "unsupported"]
     left_out = f"\n\nThese do not apply here, for the reasons below: {titles(without)}." if without else ""
     return (
-        f"{how} Speeds are medians of {report.rounds} rounds in which the settings take turns, so that a machine that "
-        f"slows down does so for all; whiskers are quartiles. A step pays if it gains at least 1 % and more than two "
-        f"standard errors. An unclear one gets as many rounds again.{left_out}"
+        f"{how} Speeds are of one joint estimate over all rounds, in which the settings take turns, so that a machine "
+        f"that slows down does so for all; whiskers are intervals of 95 %.{left_out}"
     )
 
 
@@ -124,15 +112,15 @@ def _waterfall(report: LadderReport) -> str:
                 label=rung.title,
                 state=_STATES.get(rung.status, "absent"),
                 reason=rung.status,
-                value=spread.median if spread else None,
+                value=spread.value if spread else None,
                 low=spread.low if spread else None,
                 high=spread.high if spread else None,
-                floor=1.0 if report.alone else level,
+                floor=level,
                 predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
             )
         )
         if rung.status == "kept" and spread:
-            level = spread.median
+            level = spread.value
     title = "Speed of each rung relative to the baseline"
     return waterfall(bars, title=title, y_label="speed relative to the baseline")
 
@@ -216,8 +204,8 @@ def _several(report: LadderReport) -> list[Section]:
         equal = equality_words(rung.equality) if rung.equality else "not checked: it builds on one that was"
         cells = [
             Cell(rung.title, rung.plan, words=True),
-            Cell(number(speed.median) if speed else ""),
-            Cell(f"{ratio.median:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
+            Cell(number(speed.value) if speed else ""),
+            Cell(f"{ratio.value:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
             Cell(
                 " · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast.memory_bytes if forecast else None)
             ),
@@ -248,10 +236,10 @@ def _curves(report: LadderReport) -> list[Line]:
 
 def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
     """What was measured of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
-    against = "to baseline" if report.alone else "to rung before"
+    against = "to rung before"
     columns = [
         Cell("rung", words=True), Cell("predicted", against, minor=True), Cell("measured", against),
-        Cell("in all", "to baseline"), Cell(f"{report.unit}/s", "quartiles"), Cell(_flop_unit(report)[1], minor=True),
+        Cell("in all", "to baseline"), Cell(f"{report.unit}/s", "interval"), Cell(_flop_unit(report)[1], minor=True),
         Cell("MiB", "predicted"), Cell("compile s", minor=True), Cell("loss change", "loss"),
         Cell("verdict", words=True),
     ]  # fmt: skip
@@ -269,14 +257,14 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
     samples, flops = rung.samples_per_second, rung.model_flops_per_second
     if not rung.measured or not (before and rung.to_baseline and samples and flops):
         return [predicted, *[Cell("")] * 7]
-    ratio = f"{before.median:.2f}×{'' if rung.interleaved else ' *'}"
+    ratio = f"{before.value:.2f}×{'' if rung.interleaved else ' *'}"
     compiled, loss, change = rung.compile_seconds, rung.loss, rung.loss_difference
     return [
         predicted,
         Cell("") if first else Cell(ratio, f"{before.low:.2f} – {before.high:.2f}"),
-        Cell(f"{rung.to_baseline.median:.2f}×"),
-        Cell(number(samples.median), f"{number(samples.low)} – {number(samples.high)}"),
-        Cell(number(flops.median / _flop_unit(report)[0])),
+        Cell(f"{rung.to_baseline.value:.2f}×"),
+        Cell(number(samples.value), f"{number(samples.low)} – {number(samples.high)}"),
+        Cell(number(flops.value / _flop_unit(report)[0])),
         Cell(_mib(rung.memory_bytes), _mib(forecast.memory_bytes if forecast else None)),
         Cell("" if compiled is None else f"{compiled:.1f}"),
         Cell("" if change is None or first else signed(change, 4), "" if loss is None else f"{loss:.4f}"),
@@ -290,7 +278,7 @@ def _mib(size: float | None) -> str:
 def _flop_unit(report: LadderReport) -> tuple[float, str]:
     """A unit of FLOP/s that gives readable numbers for this report, and its name."""
     first = report.baseline.model_flops_per_second
-    return (1e12, "TFLOP/s") if first and first.median >= 0.1e12 else (1e9, "GFLOP/s")
+    return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
 
 
 def titles(rungs: Sequence[RungResult]) -> str:

@@ -1,58 +1,49 @@
-"""The results of a climb as plain data: free of torch, and ready for JSON."""
+"""The results of a climb as plain data: free of torch, and ready for JSON.
+
+Every speed and ratio is of one joint estimate over all rounds of the run (`ladder.statistics`), so that the steps of
+the path multiply to the total, and a figure is the same wherever it is shown.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal[
-    "baseline", "kept", "not kept", "reported", "unsupported", "out of memory", "failed", "not run"
+    "baseline", "kept", "not kept", "offered", "reported", "unsupported", "out of memory", "failed", "not run"
 ]
-"""`kept`: it pays, and later rungs build on it. `not kept`: it was measured, and does not pay. `reported`: it was
-measured, and no rung builds on it by its nature. The others have no measurement, and a reason."""
+"""`kept`: part of the Plan with the same results. `not kept`: measured, and it does not pay. `offered`: it changes
+results and pays, and is part of the fastest Plan only. `reported`: measured, and no Plan takes it by its nature. The
+others have no measurement, and a reason."""
 
-MEASURED: tuple[Status, ...] = ("baseline", "kept", "not kept", "reported")
+MEASURED: tuple[Status, ...] = ("baseline", "kept", "not kept", "offered", "reported")
 
-PAYS_FROM = 1.01
-"""A rung pays when the median of its ratios is at least this, and above 1 by `STANDARD_ERRORS`."""
-STANDARD_ERRORS = 2.0
-_ERROR_OF_MEDIAN = 0.93
-"""Standard error of a median, in quartile distances over the root of the count, for normal noise: 1.2533 / 1.349."""
+Results = Literal["same", "rounding", "other"]
+"""What becomes of results: `same` but for the order of sums; the same within the noise of seeds, as with mixed
+precision and fp32 masters (`rounding`), which is measured; or `other` (a larger batch, no masters)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Median and quartiles over the interleaved rounds."""
+class Estimate:
+    """A ratio or a speed, with an interval that holds at whatever round the measuring stopped."""
 
-    median: float
+    value: float
     low: float
     high: float
-    count: int = 1
+    rounds: int = 1
+    """Rounds that were measured of it; of a ratio, those in which both took turns or were tied by others."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value; quartiles are interpolated between order statistics."""
-        if len(values) == 1:
-            return cls(median=values[0], low=values[0], high=values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median=median, low=low, high=high, count=len(values))
+    def exact(cls, value: float) -> Estimate:
+        """What needs no measuring, as the ratio of a setting to itself."""
+        return cls(value=value, low=value, high=value)
 
-    @property
-    def error(self) -> float:
-        """Standard error of the median, judged by the quartiles."""
-        return _ERROR_OF_MEDIAN * (self.high - self.low) / math.sqrt(self.count)
-
-    def pays(self) -> bool:
-        """Whether ratios with this spread are a gain, by the rule of `PAYS_FROM`."""
-        return self.median >= PAYS_FROM and self.median - 1.0 > STANDARD_ERRORS * self.error
-
-    def undecided(self) -> bool:
-        """Whether they would be a gain if only they scattered less: a case for more rounds."""
-        return self.median >= PAYS_FROM and not self.pays()
+    def times(self, factor: float) -> Estimate:
+        """In another unit."""
+        return dataclasses.replace(
+            self, value=self.value * factor, low=self.low * factor, high=self.high * factor
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +54,8 @@ class Forecast:
     to_previous: float
     """Predicted gain over the setting that the rung builds on, in what the rung is compared by."""
     to_baseline: float
+    corrected: float
+    """`to_baseline`, corrected by what had been measured of other settings before."""
     memory_bytes: int
     mfu: float
     seconds: dict[str, float]
@@ -98,19 +91,22 @@ class RungResult:
     reason: str = ""
     """Why there is no measurement, or why it was not kept."""
     plan: str = ""
-    """The Plan it was measured under, as a line."""
+    """The Plan it was measured under, as a line: up to here on the path, or the best Plan with this rung besides."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of the model that differ from the baseline's."""
-    changes_numerics: bool = False
+    results: Results = "same"
     compared_by: str = "samples"
     forecast: Forecast | None = None
-    samples_per_second: Spread | None = None
-    model_flops_per_second: Spread | None = None
-    baseline_samples_per_second: float | None = None
-    """The baseline's median in the same rounds: a machine may have been quicker or slower by then."""
-    to_previous: Spread | None = None
-    """Median of the paired ratios to the best setting so far, in what the rung is compared by."""
-    to_baseline: Spread | None = None
+    samples_per_second: Estimate | None = None
+    model_flops_per_second: Estimate | None = None
+    to_previous: Estimate | None = None
+    """Speed against the setting before: the rung below on the path, or the Plan that this rung was put on top of. The
+    steps of kept rungs multiply to the last one's `to_baseline`."""
+    to_baseline: Estimate | None = None
+    worth: Estimate | None = None
+    """Speed of the best Plan against the same without this rung: what it is worth in the end. Of kept rungs."""
+    processor_to_baseline: Estimate | None = None
+    """`to_baseline` in processor time, which others on the machine change less; on a CPU only."""
     interleaved: bool = True
     """False where memory did not hold both contenders at once, so that they were timed one after the other."""
     memory_bytes: int | None = None
@@ -122,16 +118,41 @@ class RungResult:
     compile_seconds: float | None = None
     losses: tuple[float, ...] = ()
     loss: float | None = None
-    """Mean over the last quarter of the loss run."""
+    """Mean over the last quarter of the loss run; loss runs are made where results may change."""
     loss_difference: float | None = None
     """`loss` less the baseline's, from the same weights and the same order of samples."""
-    wall_seconds: float = 0.0
-    """Seconds that measuring it took in all."""
 
     @property
     def measured(self) -> bool:
         """Whether there are figures."""
         return self.status in MEASURED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A whole setting that the search measured."""
+
+    plan: str
+    model: dict[str, Any]
+    predicted: float
+    """Speed to the baseline's by the planner alone."""
+    corrected: float
+    """The same, corrected by what had been measured before it was built."""
+    to_baseline: Estimate
+    compile_seconds: float | None
+    build_seconds: float
+    """Seconds from the start of building to the end of warming up, compiling included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """The baseline built twice: whatever differs between the two is noise."""
+
+    ratio: Estimate
+    processor_ratio: Estimate | None
+    """In processor time; on a CPU only."""
+    floor: float
+    """The noise floor: two settings are called different only if the interval of their ratio leaves 1 ± this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +168,30 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A Plan that the ladder ends with."""
+
+    plan: str
+    """As a line."""
+    model: dict[str, Any]
+    """Fields of the model that it changes."""
+    rungs: tuple[str, ...]
+    """Names of the rungs that it consists of, in the order of the path."""
+    train_command: str
+    """The command that trains with it, or the Python call for a model of one's own."""
+    speedup: Estimate
+    """Over the baseline."""
+    samples_per_second: Estimate
+    predicted: float
+    """`speedup` as the planner alone predicts it."""
+    memory_bytes: int | None
+    loss_difference: float | None
+    """Its loss less the baseline's; none where no losses were run."""
+    within_noise: bool | None
+    """Whether that is at most two standard deviations over seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LadderReport:
     """A whole climb."""
 
@@ -154,19 +199,23 @@ class LadderReport:
     """What was climbed with."""
     unit: str
     """What a sample is: images, or samples."""
-    alone: bool
     rungs: tuple[RungResult, ...]
-    """The baseline first."""
+    """The baseline first, then what is kept, in the order of the path, then the others in the order of the ladder."""
+    same: Chosen
+    """The fastest Plan that gives the same results."""
+    fastest: Chosen | None
+    """The fastest Plan of all, where one that changes results is faster."""
+    control: Control | None
+    """None where nothing was measured but the baseline."""
+    tried: tuple[Tried, ...]
+    """Every setting that was measured with one process, the fastest first."""
+    candidates: int
+    """Legal combinations with the same results, all of which the planner ordered."""
     noise: Noise | None
-    plan: str
-    """The best Plan, as a line."""
-    model: dict[str, Any]
-    """Fields of the model that the best setting changes."""
-    train_command: str
-    """The command that trains with the best setting, or the Python call for a model of one's own."""
     batch: int
     """Samples of a micro-batch of the baseline."""
     rounds: int
+    """The least rounds before a difference under 5 % is believed."""
     loss_steps: int
     machine: dict[str, Any]
     """The Machine that predictions were made with."""
@@ -175,6 +224,8 @@ class LadderReport:
     command: str
     """The command that makes this report again."""
     wall_seconds: float
+    others_busy: float | None = None
+    """Cores that other processes kept busy on average while this measured; none where it cannot be told."""
     procs: int = 1
     """Processes that rungs of several had."""
     notes: tuple[str, ...] = ()
@@ -186,34 +237,51 @@ class LadderReport:
 
     @property
     def best(self) -> RungResult:
-        """The highest rung that was kept; alone, the one of the highest gain; the baseline if nothing paid."""
-        kept = [rung for rung in self.rungs if rung.status == "kept" and rung.to_baseline is not None]
-        if not kept:
-            return self.baseline
-        if self.alone:
-            return max(kept, key=lambda rung: rung.to_baseline.median if rung.to_baseline else 0.0)
-        return kept[-1]
+        """The last rung that was kept, whose Plan is the best with the same results; the baseline if nothing paid."""
+        return [self.baseline, *(rung for rung in self.rungs if rung.status == "kept")][-1]
 
     @property
     def speedup(self) -> float:
-        """Of the best setting over the baseline, measured in interleaved rounds."""
-        return self.best.to_baseline.median if self.best.to_baseline else 1.0
+        """Of the best Plan with the same results over the baseline."""
+        return self.same.speedup.value
 
-    def outside_noise(self) -> tuple[RungResult, ...]:
-        """Kept rungs whose loss differs from the baseline's by more than two standard deviations over seeds."""
-        if self.noise is None:
-            return ()
-        return tuple(
-            rung
-            for rung in self.rungs
-            if rung.status == "kept"
-            and rung.loss_difference is not None
-            and abs(rung.loss_difference) > 2 * self.noise.deviation
-        )
+    @property
+    def plan(self) -> str:
+        """The best Plan with the same results, as a line."""
+        return self.same.plan
+
+    @property
+    def train_command(self) -> str:
+        """The command that trains with it."""
+        return self.same.train_command
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
+        """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`."""
         values = dataclasses.asdict(self)
-        values["speedup"] = self.speedup
-        values["best"] = self.best.name
-        return values
+        return values | {"speedup": self.speedup, "plan": self.plan, "train_command": self.train_command}
+
+
+Phase = Literal["baseline", "search", "losses", "top", "path", "apart", "race"]
+"""`search`: settings are built and the slow ones dropped. `top`: each optimisation is taken away from the best Plan,
+and each that it lacks is put on. `path`: the rungs from the baseline to it. `apart`: what changes results. `race`:
+first and last once more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a climb is doing now, told before it does it."""
+
+    phase: Phase
+    doing: Literal["building", "compiling", "timing", "training", "weighing"]
+    what: str
+    """In words for a reader: the rung's title, or the Plan's line."""
+    plans: tuple[str, ...]
+    """Lines of the Plans that take part."""
+    expected_seconds: float
+    """How long this one thing should take; 0 where nobody knows."""
+    spent: float
+    """Seconds since the start."""
+    budget: float
+    """Seconds that the whole may take."""
+    standings: tuple[tuple[str, Estimate], ...]
+    """Plans measured so far with their speed to the baseline's, the fastest first."""

@@ -32,8 +32,6 @@ class LadderConfig(Checked):
     """Rungs or groups of rungs to leave out, such as `compile`."""
     procs: Count = 1
     """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
-    alone: bool = False
-    """Measure each rung by itself against the baseline, instead of climbing."""
     quick: bool = False
     """Few rounds and short loss runs: a first impression."""
     rounds: Annotated[int, Range(2)] = 7

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.ladder.page import equality_words, figures, heading, titles, to_html
+from penstock.ladder.page import equality_words, figures, heading, to_html
 from penstock.ladder.result import LadderReport
 from penstock.report.page import PLAIN_WIDTH, terminal_table
 
@@ -43,10 +43,4 @@ def remarks(report: LadderReport) -> list[str]:
     said += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
         said.append("The MiB of several processes are those of the fullest one.")
-    outside = report.outside_noise()
-    if outside:
-        said.append(
-            f"With these the loss differs from the baseline's by more than two standard deviations over seeds: "
-            f"{titles(outside)}."
-        )
     return [*said, *report.notes]

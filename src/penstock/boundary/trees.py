@@ -1,0 +1,363 @@
+"""Trees of values from outside: JSON, TOML and YAML. What they may hold is limited before their parser could suffer.
+
+A tree here is a table whose entries are text, numbers, true, false, none, lists and tables. Every parser of this module
+returns one within its `Bounds`, or raises the caller's error and nothing else. Parsers recurse into each level and
+convert long digits in quadratic time, so levels are counted in the text, and files are limited in bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.boundary.files import AnyPath, quoted, read_bytes, shown
+from penstock.errors import ConfigError, PenstockError
+
+LEVELS = 64
+"""Tables and lists that may lie inside each other, and parts of a dotted key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a tree may hold."""
+
+    bytes: int = 1 << 20
+    values: int = 100_000
+    """Tables, lists and what they hold, counted as often as a YAML alias repeats them."""
+    infinite: bool = False
+    """Whether a number may be infinite or NaN."""
+    control: bool = False
+    """Whether text may hold control characters other than tabs and ends of lines."""
+
+
+SETTINGS = Bounds()
+"""For files that people write."""
+YAML = Bounds(bytes=1 << 16, values=10_000)
+"""The most of any YAML, whose parser is written in Python: 30,000 values take it two seconds."""
+
+
+class _Problem(Exception):
+    """What is wrong with a tree, to complete `<the file> is refused: ...`, and where in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        return f"{shown('.'.join(reversed(self.path)))} {self.args[0]}" if self.path else str(self.args[0])
+
+
+def parse_json(
+    raw: bytes | str,
+    where: str,
+    *,
+    error: type[PenstockError] = ConfigError,
+    bounds: Bounds = SETTINGS,
+    remedy: str = "",
+) -> dict[str, Any]:
+    """The table in a JSON text. `where` begins every message, such as "The index a.json"; `remedy` ends it.
+
+    Raises `error` for anything but a table within `bounds`.
+    """
+    return _parse("JSON", _load_json, raw, where, error, bounds, remedy)
+
+
+def parse_toml(
+    raw: bytes | str,
+    where: str,
+    *,
+    error: type[PenstockError] = ConfigError,
+    bounds: Bounds = SETTINGS,
+    remedy: str = "",
+) -> dict[str, Any]:
+    """The table in a TOML text; as `parse_json`."""
+    return _parse("TOML", _load_toml, raw, where, error, bounds, remedy)
+
+
+def parse_yaml(
+    raw: bytes | str,
+    where: str,
+    *,
+    error: type[PenstockError] = ConfigError,
+    bounds: Bounds = SETTINGS,
+    remedy: str = "",
+) -> dict[str, Any]:
+    """The table in a YAML text, within `YAML` too; as `parse_json`. An empty text is an empty table.
+
+    `1e-3` is a number, as in YAML 1.2. Tags are refused.
+    """
+    bounds = replace(bounds, bytes=min(bounds.bytes, YAML.bytes), values=min(bounds.values, YAML.values))
+    return _parse("YAML", _load_yaml, raw, where, error, bounds, remedy)
+
+
+def read_tree(
+    path: AnyPath,
+    what: str,
+    *,
+    error: type[PenstockError] = ConfigError,
+    bounds: Bounds = SETTINGS,
+    remedy: str = "",
+) -> dict[str, Any]:
+    """The table in the file `path`, in the language of its ending: .toml, .yaml, .yml or .json.
+
+    `what` begins every message, such as "The machine file". Raises `error` where there is none.
+    """
+    suffix = os.path.splitext(path)[1]
+    if suffix not in _PARSERS:
+        raise error(
+            f"{what} {shown(path)} ends in {suffix or 'nothing'}; use a name that ends in .toml, .yaml or .json."
+        )
+    raw = read_bytes(path, what, limit=bounds.bytes, error=error, remedy=remedy)
+    return _PARSERS[suffix](raw, f"{what} {shown(path)}", error=error, bounds=bounds, remedy=remedy)
+
+
+_PARSERS = {".json": parse_json, ".toml": parse_toml, ".yaml": parse_yaml, ".yml": parse_yaml}
+
+
+def _parse(
+    language: str,
+    load: Callable[[str, Bounds], Any],
+    raw: bytes | str,
+    where: str,
+    error: type[PenstockError],
+    bounds: Bounds,
+    remedy: str,
+) -> dict[str, Any]:
+    try:
+        if len(raw) > bounds.bytes:
+            raise _Problem(f"it has {len(raw):,} bytes, and at most {bounds.bytes:,} are read")
+        tree = load(raw if isinstance(raw, str) else raw.decode("utf-8-sig"), bounds)
+        if not isinstance(tree, dict):
+            raise _Problem(f"it must hold a table of settings, not {type(tree).__name__}")
+        _Examination(bounds).enter(tree, 1)
+    except _Problem as problem:
+        raise error(f"{where} is refused: {problem}. {remedy}".rstrip()) from None
+    except (ValueError, OverflowError, RecursionError) as problem:
+        what = " ".join(str(problem).split()).rstrip(".")
+        if "int_max_str_digits" in what:
+            what = "a whole number has thousands of digits"
+        raise error(f"{where} is not valid {language}: {what}. {remedy}".rstrip()) from None
+    return tree
+
+
+class _Examination:
+    """A walk through a parsed tree, which raises `_Problem` at the first value that is not allowed."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._left = bounds.values
+
+    def enter(self, value: Any, level: int) -> None:
+        """Examine a table or a list, and what is in it."""
+        if level > LEVELS:
+            raise _too_deep()
+        self._left -= len(value) + 1
+        if self._left < 0:
+            raise _too_many(self._bounds)
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            kind = type(entry)
+            try:
+                if type(key) is str:
+                    self._text(key, "the key")
+                elif isinstance(value, dict):
+                    raise _Problem("is no text, as a key must be; write it in quotes")
+                if kind is dict or kind is list:
+                    self.enter(entry, level + 1)
+                elif kind is str:
+                    self._text(entry, "the text")
+                elif kind is int and not -(1 << 63) <= entry < 1 << 64:
+                    raise _Problem("is a whole number of more than 64 bits")
+                elif kind is float and not (math.isfinite(entry) or self._bounds.infinite):
+                    raise _Problem(f"is {entry}, but must be a finite number")
+                elif kind not in (int, float, bool, type(None), str):
+                    raise _Problem(f"is a {kind.__name__}; write it in quotes")
+            except _Problem as problem:
+                problem.path.append(str(key))
+                raise
+
+    def _text(self, text: str, what: str) -> None:
+        # Only what is not printable can be a control character, and asking for that is quick.
+        if not text.isprintable() and (found := _FORBIDDEN.search(text)):
+            surrogate = "\ud800" <= found[0] <= "\udfff"
+            if surrogate or not self._bounds.control:
+                kind = "half a character" if surrogate else "a control character"
+                raise _Problem(f"has {kind}, {found[0]!a}, in {what}; remove it")
+
+
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def _too_deep() -> _Problem:
+    return _Problem(f"it nests more than {LEVELS} levels deep; write it flatter")
+
+
+def _too_many(bounds: Bounds) -> _Problem:
+    return _Problem(f"it holds more than {bounds.values:,} values")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _twice(twice)
+    return table
+
+
+def _twice(key: str) -> _Problem:
+    return _Problem(f"it has the key {quoted(key)} twice in one table; keep one")
+
+
+# JSON
+
+_OUTSIDE_TEXT = b'[]{},"'
+_DROPPED = bytes(byte for byte in range(256) if byte not in _OUTSIDE_TEXT)
+
+
+def _load_json(text: str, bounds: Bounds) -> Any:
+    # Without escapes every second part between quotes is text. Only few characters of the others matter.
+    plain = text.replace(r"\\", "").replace(r"\"", "").encode("utf-8", "replace").translate(None, _DROPPED)
+    _count_levels(b"".join(plain.split(b'"')[::2]).decode(), bounds)
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _count_levels(outside: str, bounds: Bounds) -> None:
+    """Refuse what nests too deep or holds too much. `outside` is the text without its strings and comments."""
+    if outside.count(",") + outside.count("[") + outside.count("{") >= bounds.values:
+        raise _too_many(bounds)
+    level = 0
+    for bracket in _BRACKET.findall(outside):
+        level += 1 if bracket in "[{" else -1
+        if level > LEVELS:
+            raise _too_deep()
+
+
+_BRACKET = re.compile(r"[][{}]")
+
+
+# TOML
+
+_TOML_STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+"{3,5}'  # its last two quotes may belong to the text
+    r"|'''(?:[^']++|'{1,2}(?!'))*+'{3,5}"
+    r'|"(?:[^"\\\n]++|\\[^\n])*+"'
+    r"|'[^'\n]*+'"
+    r"|\#[^\n]*+",
+    re.DOTALL,
+)
+_TOML_KEY_ENDS = re.compile(r"[][{}=,\n]")
+
+
+def _load_toml(text: str, bounds: Bounds) -> Any:
+    outside = _TOML_STRING_OR_COMMENT.sub("_", text)
+    _count_levels(outside, bounds)
+    # The parser copies the whole path for each part of a dotted key.
+    if max(part.count(".") for part in _TOML_KEY_ENDS.split(outside)) >= LEVELS:
+        raise _too_deep()
+    return tomllib.loads(text)
+
+
+# YAML
+
+
+def _load_yaml(text: str, bounds: Bounds) -> Any:
+    import yaml  # here, because it takes a tenth of the time in which the command line starts
+
+    try:
+        tree = _yaml_loader()(text, bounds).get_single_data()
+    except yaml.YAMLError as problem:
+        raise ValueError(str(problem)) from None
+    return {} if tree is None else tree
+
+
+@functools.cache
+def _yaml_loader() -> Any:
+    """PyYAML's safe loader, which refuses too much as soon as it is read, before anything is built of it."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def __init__(self, text: str, bounds: Bounds) -> None:
+            self._bounds = bounds
+            self._open: list[_Size] = []
+            self._anchors: dict[str, _Size] = {}
+            super().__init__(text)
+
+        def get_event(self) -> Any:
+            event: Any = super().get_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.NodeEvent):
+                self._begin(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._end(self._open.pop())
+            return event
+
+        def _begin(self, event: Any) -> None:
+            if isinstance(event, yaml.AliasEvent):
+                if found := self._anchors.get(str(event.anchor)):  # an unknown one is the parser's to refuse
+                    if found in self._open:
+                        raise _Problem(
+                            f"it has the alias {quoted(event.anchor)} inside of what it stands for"
+                        )
+                    self._end(_Size(values=found.values, levels=found.levels))
+                return
+            if event.tag is not None:
+                raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
+            begun = _Size()
+            if event.anchor is not None:
+                self._anchors[event.anchor] = begun
+            if not isinstance(event, yaml.CollectionStartEvent):
+                self._end(begun)
+            elif len(self._open) == LEVELS:
+                raise _too_deep()
+            else:
+                begun.levels = 1
+                self._open.append(begun)
+
+        def _end(self, ended: _Size) -> None:
+            """Add a finished value to the one that it is in."""
+            if len(self._open) + ended.levels > LEVELS:
+                raise _too_deep()
+            if self._open:
+                outer = self._open[-1]
+                outer.values += ended.values
+                outer.levels = max(outer.levels, ended.levels + 1)
+                if outer.values > self._bounds.values:
+                    raise _too_many(self._bounds)
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if (key.tag, key.value) in seen:
+                        raise _twice(key.value)
+                    seen.add((key.tag, key.value))
+            return node
+
+        def construct_yaml_int(self, node: Any) -> int:
+            if len(node.value) > 100:
+                raise _Problem("it holds a whole number of more than 64 bits")
+            return int(super().construct_yaml_int(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
+    return Loader
+
+
+@dataclass(slots=True, eq=False)
+class _Size:
+    """Size of a value as its aliases repeat it."""
+
+    values: int = 1
+    levels: int = 0

@@ -1,0 +1,15 @@
+"""Which doors there are. Each is enrolled by its name here and described in `door_NAME.py`."""
+
+from __future__ import annotations
+
+import importlib
+
+from fuzz.door import Door
+
+DOORS = ("files",)
+
+
+def load(name: str) -> Door:
+    """The door of that name. Only its own module is imported."""
+    door: Door = importlib.import_module(f"fuzz.door_{name}").DOOR
+    return door

@@ -123,7 +123,7 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
 
 
 def test_fp8_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="no rate for fp8"):
+    with pytest.raises(ConfigError, match="needs a GPU with fp8 units"):
         predict(preset("vit-b16"), load_machine("a100-80g"), Plan.parse(FP8 + " fp8=true"))
     with pytest.raises(ConfigError, match="replaces the bf16 products"):
         predict(preset("vit-b16"), load_machine("h100"), Plan(fp8=True))
@@ -345,9 +345,19 @@ def test_memory_of_the_moments() -> None:
     }  # fmt: skip
 
 
-def test_a_type_the_machine_lacks_is_refused_with_what_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"no rate for fp16.*fp32, fp32_medium, bf16"):
-        predict(TINY, CPU, Plan.parse("precision=O1 dtype=fp16"))
+def test_a_type_the_machine_lacks_is_refused_with_every_other_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dtype=fp16 cannot be computed(.|\n)*attention=cudnn exists on GPUs only"
+    ):
+        predict(TINY, CPU, Plan.parse("precision=O1 dtype=fp16 attention=cudnn"))
+    half_only = replace(CPU, peak_flops={"bf16": 1e12}, gemm=())
+    with pytest.raises(ConfigError, match=r"computes in fp32, and machine .* has rates for bf16 only"):
+        predict(TINY, half_only, Plan())
+
+
+def test_without_products_measured_as_the_forward_pass_has_them_the_best_rate_stands() -> None:
+    gradient = GemmSample(dtype="fp32", m=64, n=64, k=64, flops_per_second=1e9, form="weight")
+    assert math.isfinite(predict(TINY, replace(CPU, gemm=(gradient,)), Plan()).iteration_seconds)
 
 
 def test_a_slower_memory_or_a_larger_batch_never_makes_a_step_shorter() -> None:

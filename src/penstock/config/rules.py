@@ -304,6 +304,11 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
         able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
         remedy = f"use dtype={able[0]}" if able else "use precision=O0"
         yield f"plan.dtype={plan.dtype} cannot be computed on machine {machine.name}; {remedy}."
+    if not numerics_of(plan).half and "fp32" not in machine.peak_flops:
+        yield (
+            f"plan.precision={plan.precision} computes in fp32, and machine {machine.name} has rates for "
+            f"{', '.join(machine.peak_flops)} only; use precision=O1, O2 or O3, or give machine.peak_flops.fp32."
+        )
     if plan.fp8 and "fp8" not in machine.peak_flops:
         yield (
             f"plan.fp8={word(plan.fp8)} needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "

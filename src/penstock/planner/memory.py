@@ -18,7 +18,7 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import Holding, holding, state_numbers
+from penstock.planner.states import DeviceShare, device_share, state_numbers
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 """What nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages, of 8
@@ -118,20 +118,20 @@ def memory(
     On one device what the allocator adds and what libraries take is not counted on a CPU, where tensors are what is
     measured.
     """
-    hold, numerics = holding(work, plan), numerics_of(plan)
+    mine, numerics = device_share(work, plan), numerics_of(plan)
     shards = plan.dp * plan.cp
-    weights = hold.sharded if hold.gathers else hold.held
+    weights = mine.sharded if mine.gathers else mine.held
     parts = {
         "weights": BYTES[numerics.weights] * weights,
-        "optimizer": hold.kept * state_numbers(work, plan.algorithm) * BYTES[numerics.moments],
-        "master_weights": hold.kept * numerics.master_bytes,
+        "optimizer": mine.kept * state_numbers(work, plan.algorithm) * BYTES[numerics.moments],
+        "master_weights": mine.kept * numerics.master_bytes,
     }
     if plan.offload == "optimizer":
         # Shards live in host memory, weights too; what is not shared out stays.
         parts["optimizer"] = parts["master_weights"] = 0.0
-        if hold.gathers:
+        if mine.gathers:
             parts["weights"] = 0.0
-    parts |= _moments(work, plan, hold, cpu=cpu)
+    parts |= _moments(work, plan, mine, cpu=cpu)
     groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
     found = parts["activations"] + parts["output"] + parts["working"]
     parts["communication"] = 0.0 if cpu else groups * group_bytes(constants)
@@ -139,7 +139,7 @@ def memory(
     return parts
 
 
-def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[str, float]:
+def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dict[str, float]:
     """What is there besides weights and states, at the worse of two moments: when the backward pass begins, and when it
     has ended."""
     numerics = numerics_of(plan)
@@ -149,52 +149,52 @@ def _moments(work: Workload, plan: Plan, hold: Holding, *, cpu: bool) -> dict[st
     buckets = 0.0
     # Gradients that were let go of after the last step come as activations go.
     standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
-    if hold.gathers or (shards > 1 and plan.sharding == "zero2"):
-        whole = hold.sharded * reduced
+    if mine.gathers or (shards > 1 and plan.sharding == "zero2"):
+        whole = mine.sharded * reduced
         # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
-        standing = standing or not (hold.gathers and cpu)
-        if hold.gathers and plan.pp > 1:
+        standing = standing or not (mine.gathers and cpu)
+        if mine.gathers and plan.pp > 1:
             # Gradients of a stage add up whole, and are reduced once.
-            whole += hold.held * reduced
+            whole += mine.held * reduced
     elif plan.sharding == "ddp" or shards == 1:
-        whole = hold.held * (reduced if standing else made)
+        whole = mine.held * (reduced if standing else made)
         if shards > 1 and not standing:
             # Replicas reduce gradients in buckets beside the gradients themselves.
-            buckets = hold.held * reduced
+            buckets = mine.held * reduced
     else:
-        whole, standing = hold.held * reduced, True
-    if plan.offload == "optimizer" and hold.gathers:
+        whole, standing = mine.held * reduced, True
+    if plan.offload == "optimizer" and mine.gathers:
         whole = 0.0
     gathered = at_hand = 0.0
-    if hold.gathers and plan.pp > 1:
+    if mine.gathers and plan.pp > 1:
         # A stage's whole weights stay from its first micro-batch to its last.
-        gathered = hold.held * BYTES[numerics.gathered]
-    elif hold.gathers:
-        block = (hold.block_dense + hold.block_experts) / work.pieces
+        gathered = mine.held * BYTES[numerics.gathered]
+    elif mine.gathers:
+        block = (mine.block_dense + mine.block_experts) / work.pieces
         # The whole weights of the block at hand and of the next one, and of the ends.
-        gathered = (2 * block + hold.ends) * BYTES[numerics.gathered]
+        gathered = (2 * block + mine.ends) * BYTES[numerics.gathered]
         # The whole gradients of one block, and beside them those of the block before, which are being reduced.
         at_hand = block * (made + reduced)
     begun = found | {
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    after = {"gradients": whole, "temporary": _temporary(work, plan, hold), "buckets": buckets}
+    after = {"gradients": whole, "temporary": _temporary(work, plan, mine), "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
     return max(begun, ended, key=lambda moment: sum(moment.values()))
 
 
-def _temporary(work: Workload, plan: Plan, hold: Holding) -> float:
+def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:
     """What an update allocates in between: the gradients in fp32 for master weights, and of an unfused AdamW the root
     of the second moment, per tensor or of all at once."""
     numerics = numerics_of(plan)
     number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
-    cast = 4.0 * hold.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
+    cast = 4.0 * mine.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     if plan.optimizer == "foreach":
-        return cast + hold.kept * number
+        return cast + mine.kept * number
     if plan.optimizer == "loop":
         # The largest tensor is far above the mean.
-        return cast + 2 * number * hold.kept / max(hold.tensors // 8, 1)
+        return cast + 2 * number * mine.kept / max(mine.tensors // 8, 1)
     return cast
 
 

@@ -120,7 +120,6 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
 @lru_cache(maxsize=4096)
 def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
     """Raise ConfigError with every reason why there is nothing to predict."""
-    rates_of(machine, plan)
     rules.require(plan, model, machine)
 
 

@@ -102,10 +102,8 @@ class Products(NamedTuple):
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
         """FLOP/s, as measured nearby."""
-        if not self.measured:
-            return self.ceiling
-        samples = self.measured.get(form) or self.measured["forward"]
-        return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling)
+        samples = self.measured.get(form) or self.measured.get("forward")
+        return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
 
 
 @lru_cache(maxsize=1 << 15)

@@ -9,7 +9,6 @@ from functools import lru_cache
 from penstock.config.machine import Machine, ProductForm
 from penstock.config.numerics import BYTES, Numerics, numerics_of
 from penstock.config.plan import Plan
-from penstock.errors import ConfigError
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.products import Chip, Products, Samples, nearby_rate
 
@@ -85,7 +84,7 @@ def product_type(numerics: Numerics, machine: Machine) -> str:
 def rates_of(
     machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False
 ) -> Rates:
-    """The rates of `machine` under `plan`. Raises ConfigError where the machine cannot compute in the plan's type."""
+    """The rates of `machine` under `plan`, which the rules allow there."""
     return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking)
 
 
@@ -96,12 +95,6 @@ def _rates(
     cpu, fp8 = machine.device == "cpu", numerics.fp8 != "none"
     type_ = product_type(numerics, machine)
     peak_name = "fp8" if fp8 else type_
-    for kind in (peak_name, type_):
-        if kind not in machine.peak_flops:
-            raise ConfigError(
-                f"Machine {machine.name} has no rate for {kind}, which the plan computes in; it has "
-                f"{', '.join(machine.peak_flops)}. Choose another plan.dtype or plan.precision, or leave plan.fp8 out."
-            )
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from penstock.config import rules
 from penstock.config.convert import Count, Positive, check_fields
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, ModelConfig
@@ -81,6 +82,8 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     for dtype in ("fp16", "bf16"):
         if dtype in machine.peak_flops:
             plan = Plan(precision="O3", dtype=dtype, attention="flash")
+    if plan.precision == "O0":
+        rules.require(plan, machine=machine)
     rates = rates_of(machine, plan)
     weights = totals(model).parameters * serving.weight_bytes / serving.gpus
     each = cache_bytes_per_token(model, serving)

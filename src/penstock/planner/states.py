@@ -52,7 +52,7 @@ def state_numbers(work: Workload, algorithm: str) -> float:
     return kept / work.parameters
 
 
-class Holding(NamedTuple):
+class DeviceShare(NamedTuple):
     """Learned numbers of the fullest stage on one device."""
 
     held: float
@@ -70,22 +70,22 @@ class Holding(NamedTuple):
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
-    """Of one block on the mean, what is gathered of weights that all replicas hold."""
+    """Of one block on the mean, what is gathered of weights that all replicas mine."""
     block_experts: float
     """The same of experts, which are fewer replicas' alike; 0 where nobody else holds them."""
     ends: float
     """What is gathered of the entrance and the exit where one stage has both, or of the larger."""
 
 
-def holding(work: Workload, plan: Plan) -> Holding:
+def device_share(work: Workload, plan: Plan) -> DeviceShare:
     """What each device of a layout holds."""
     shards = plan.dp * plan.cp
     group = min(plan.shard, shards) if plan.sharding == "hsdp" else shards
-    return _holding(work, plan.pp, group, plan.ep, plan.sharding if shards > 1 else "ddp")
+    return _device_share(work, plan.pp, group, plan.ep, plan.sharding if shards > 1 else "ddp")
 
 
 @lru_cache(maxsize=8192)
-def _holding(work: Workload, pp: int, group: int, ep: int, sharding: str) -> Holding:
+def _device_share(work: Workload, pp: int, group: int, ep: int, sharding: str) -> DeviceShare:
     ends = [part.parameters for part in work.parts if part.block is None]
     held, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
     experts = float(sum(part.count * part.experts for part in work.blocks))
@@ -102,7 +102,7 @@ def _holding(work: Workload, pp: int, group: int, ep: int, sharding: str) -> Hol
     # Experts are shared out over fewer replicas, for ep has split them already.
     sharded = (held - experts) / group + experts / alike
     whole = sharding == "ddp"
-    return Holding(
+    return DeviceShare(
         held, sharded, held if whole else sharded, work.tensors / pp, 1 if whole else group, 1 if whole else alike,
         sharding in ("fsdp", "hsdp"), dense, sparse if alike > 1 else 0.0, end,
     )  # fmt: skip
@@ -150,12 +150,12 @@ def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool 
     return 3
 
 
-def accumulation_bytes(plan: Plan, hold: Holding) -> float:
+def accumulation_bytes(plan: Plan, mine: DeviceShare) -> float:
     """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written."""
     if plan.accumulate == 1 and plan.pp == 1:
         return 0.0
     # A pipeline's stage adds up whole gradients, and shares them out once.
-    shared = (hold.gathers and plan.pp == 1) or plan.sharding == "zero2"
+    shared = (mine.gathers and plan.pp == 1) or plan.sharding == "zero2"
     numerics = numerics_of(plan)
     each = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
-    return plan.accumulate * (hold.sharded if shared else hold.held) * each
+    return plan.accumulate * (mine.sharded if shared else mine.held) * each

@@ -37,7 +37,7 @@ from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.states import Holding, holding, update_launches
+from penstock.planner.states import DeviceShare, device_share, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
@@ -201,7 +201,7 @@ class _Stage(NamedTuple):
 
 def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> Step:
     """One optimizer step under `plan`, of which `work` is one micro-batch."""
-    times, hold, m = _times(work, rates, layout_of(plan)), holding(work, plan), plan.accumulate
+    times, mine, m = _times(work, rates, layout_of(plan)), device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
     forward, backward = n * block.forward.total, n * block.back
@@ -209,9 +209,9 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     found = both | {
         "recompute": m * n * block.again,
         "output": m * stage.ends,
-        "data": traffic.data_seconds(work, rates, plan, hold, n, forward, backward),
-        "optimizer": traffic.update_seconds(work, rates, plan, hold, adds=not software.adds_in_products),
-        "offload": traffic.offload_seconds(work, rates, plan, hold, forward, backward),
+        "data": traffic.data_seconds(work, rates, plan, mine, n, forward, backward),
+        "optimizer": traffic.update_seconds(work, rates, plan, mine, adds=not software.adds_in_products),
+        "offload": traffic.offload_seconds(work, rates, plan, mine, forward, backward),
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0,
         "bubble": 0.0,
@@ -227,7 +227,7 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     found["straggling"] = (
         rates.constants.straggling * math.log2(nodes) * sum(found.values()) if waiting else 0.0
     )
-    found |= _host(work, rates, plan, times.launches, hold, sum(found.values()))
+    found |= _host(work, rates, plan, times.launches, mine, sum(found.values()))
     return result
 
 
@@ -289,11 +289,11 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 
 
 def _host(
-    work: Workload, rates: Rates, plan: Plan, launched: float, hold: Holding, device: float
+    work: Workload, rates: Rates, plan: Plan, launched: float, mine: DeviceShare, device: float
 ) -> dict[str, float]:
     """What the host takes besides the device's seconds. A CPU runs what it launches; a GPU is launched ahead of."""
     launches = plan.accumulate / plan.pp * launched
-    updates = update_launches(hold.kept, hold.tensors, plan, cpu=rates.cpu)
+    updates = update_launches(mine.kept, mine.tensors, plan, cpu=rates.cpu)
     if not rates.cpu:
         return {
             "launch": max(0.0, (launches + updates) * rates.machine.launch_seconds - device),

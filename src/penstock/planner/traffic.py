@@ -19,7 +19,7 @@ from penstock.planner.memory import held
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
-from penstock.planner.states import Holding, accumulation_bytes, state_numbers, update_bytes
+from penstock.planner.states import DeviceShare, accumulation_bytes, state_numbers, update_bytes
 
 IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
@@ -33,7 +33,7 @@ LEAST_EXPOSED = 0.1
 
 
 def data_seconds(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, blocks: int, forward: float, backward: float
+    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, blocks: int, forward: float, backward: float
 ) -> float:
     """Of a step: gathering weights and reducing gradients over replicas, beside a stage of so many blocks that takes
     `forward` and `backward` seconds for a micro-batch."""
@@ -43,12 +43,12 @@ def data_seconds(
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         found = reduce_seconds(pair, work.tied * size)
     replicas = plan.dp * plan.cp
-    if not hold.gathers:
-        return found + _reduced(work, rates, plan, hold, forward, backward)
+    if not mine.gathers:
+        return found + _reduced(work, rates, plan, mine, forward, backward)
     # Context parallel devices hold the same weights, so they share them out too. With hsdp a group of replicas does.
     inner = min(plan.shard, replicas) if plan.sharding == "hsdp" else replicas
     group, hides = group_of(rates, inner, plan.tp), plan.overlap and not rates.cpu
-    gather, again, scatter = _shared_out(work, rates, plan, hold, group)
+    gather, again, scatter = _shared_out(work, rates, plan, mine, group)
     each = gather + again + scatter
     if hides:
         each = exposed_seconds(rates, gather, forward / blocks)
@@ -58,12 +58,12 @@ def data_seconds(
     # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
     # the last, behind nothing.
     whole = BYTES[numerics.gathered]
-    ends = gather_seconds(group, hold.ends * whole) + gather_seconds(group, hold.ends * size)
+    ends = gather_seconds(group, mine.ends * whole) + gather_seconds(group, mine.ends * size)
     # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
     # its division by the number of replicas.
     passes = 1 if plan.pp > 1 else 2
-    each += (hold.block_dense + hold.block_experts) * (2 * passes * whole + 4 * size) / rates.memory
-    ends += hold.ends * (2 * whole + 4 * size) / rates.memory
+    each += (mine.block_dense + mine.block_experts) * (2 * passes * whole + 4 * size) / rates.memory
+    ends += mine.ends * (2 * whole + 4 * size) / rates.memory
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate
     found += times * blocks * each
@@ -71,7 +71,7 @@ def data_seconds(
     if plan.sharding == "hsdp":
         # Between the groups, behind what the transfers within them leave of the backward pass.
         outer = group_of(rates, max(1, replicas // inner), plan.tp * inner)
-        reduced = reduce_seconds(outer, hold.sharded * size)
+        reduced = reduce_seconds(outer, mine.sharded * size)
         left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
         shown = max(LEAST_EXPOSED * reduced, exposed_seconds(rates, reduced, left))
         found += shown if hides else reduced
@@ -79,21 +79,21 @@ def data_seconds(
 
 
 def _shared_out(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, group: Group
+    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, group: Group
 ) -> tuple[float, float, float]:
     """Seconds of gathering one block's weights for its forward pass, again for its backward pass, and of scattering its
     gradients, on the mean over blocks."""
     numerics = numerics_of(plan)
-    alike = group_of(rates, hold.expert_replicas, plan.tp * plan.ep)
+    alike = group_of(rates, mine.expert_replicas, plan.tp * plan.ep)
     gather = scatter = 0.0
-    for members, size in ((group, hold.block_dense), (alike, hold.block_experts)):
+    for members, size in ((group, mine.block_dense), (alike, mine.block_experts)):
         gather += gather_seconds(members, size * BYTES[numerics.gathered], work.pieces)
         scatter += gather_seconds(members, size * BYTES[numerics.reduction], work.pieces)
     return gather, 0.0 if plan.pp > 1 else gather, scatter
 
 
 def _reduced(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, forward: float, backward: float
+    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, forward: float, backward: float
 ) -> float:
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
     group = group_of(rates, plan.dp * plan.cp, plan.tp)
@@ -101,13 +101,13 @@ def _reduced(
         return 0.0
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
     size = BYTES[numerics.reduction]
-    calls = math.ceil(hold.held * size / BUCKET_BYTES)
+    calls = math.ceil(mine.held * size / BUCKET_BYTES)
     after = earlier = 0.0
     if plan.sharding == "ddp":
-        whole = reduce_seconds(group, hold.held * size, calls)
+        whole = reduce_seconds(group, mine.held * size, calls)
     else:
-        whole = gather_seconds(group, hold.held * size, calls)
-        after = gather_seconds(group, hold.held * BYTES[numerics.gathered])
+        whole = gather_seconds(group, mine.held * size, calls)
+        after = gather_seconds(group, mine.held * BYTES[numerics.gathered])
     if plan.sharding == "zero2":
         # Gradients cannot be kept whole, so each micro-batch reduces them.
         shown = exposed_seconds(rates, whole, backward) if hides else whole
@@ -140,10 +140,12 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
     return steady + 2.0 * (plan.pp - 1) * one
 
 
-def update_seconds(work: Workload, rates: Rates, plan: Plan, hold: Holding, *, adds: bool = True) -> float:
+def update_seconds(
+    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, *, adds: bool = True
+) -> float:
     """Of a step: the update, on the device or in host memory, Muon's products, and with `adds` adding up gradients."""
-    moved = hold.kept * update_bytes(plan, state_numbers(work, plan.algorithm))
-    added = accumulation_bytes(plan, hold) if adds else 0.0
+    moved = mine.kept * update_bytes(plan, state_numbers(work, plan.algorithm))
+    added = accumulation_bytes(plan, mine) if adds else 0.0
     if plan.offload == "optimizer":
         return moved / HOST_BYTES_PER_SECOND + added / rates.memory
     found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory
@@ -154,13 +156,13 @@ def update_seconds(work: Workload, rates: Rates, plan: Plan, hold: Holding, *, a
             assert block is not None
             dense = block.newton_schulz_flops(0)
             experts = block.newton_schulz_flops(block.stack.experts / plan.ep) - dense
-            flops = dense / hold.replicas + experts / hold.expert_replicas
+            flops = dense / mine.replicas + experts / mine.expert_replicas
             found += part.count / plan.pp * flops / plan.tp / rates.product_rate
     return found
 
 
 def offload_seconds(
-    work: Workload, rates: Rates, plan: Plan, hold: Holding, forward: float, backward: float
+    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, forward: float, backward: float
 ) -> float:
     """Of a step: copies to host memory and back, over a link of each device's own, behind a stage's two passes."""
     m, numerics = plan.accumulate, numerics_of(plan)
@@ -171,8 +173,8 @@ def offload_seconds(
         one = blocks * held(work, plan).blocks / rates.host
         return m * (max(0.0, one - forward) + max(0.0, one - backward))
     gradient = BYTES[numerics.reduction]
-    if not hold.gathers:
+    if not mine.gathers:
         # Gradients go once a step, updated weights come back, with nothing to hide behind.
-        return hold.kept * (gradient + BYTES[numerics.gathered]) / rates.host
-    there, back = hold.kept * gradient, (1 if plan.pp > 1 else 2) * hold.kept * BYTES[numerics.weights]
+        return mine.kept * (gradient + BYTES[numerics.gathered]) / rates.host
+    there, back = mine.kept * gradient, (1 if plan.pp > 1 else 2) * mine.kept * BYTES[numerics.weights]
     return m * max(0.0, max(there, back) / rates.host - forward - backward)

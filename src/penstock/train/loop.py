@@ -34,7 +34,6 @@ from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
-from penstock.step.memory import step_with_memory
 from penstock.tasks import task_of
 from penstock.train.calendar import Calendar
 from penstock.train.display import Display
@@ -50,13 +49,9 @@ from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
-from penstock.train.speed import Speedometer, peak_memory
+from penstock.train.speed import MemoryMeter, Speedometer, peak_memory
 
 _log = logging.getLogger(__name__)
-
-MEMORY_STEP = 1
-"""The step of a process whose memory is counted, on a CPU under a profiler: the second, for the first one makes the
-optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +148,6 @@ class _Run:
 
         # The model, its samples, and whoever looks at its losses.
         seed_random(config.seed, dims.rank)
-        self.memory_bytes = 0
-        """Of tensors, at the worst moment of one step; 0 before it was counted."""
         self.built = build(
             config.model,
             config.plan,
@@ -185,6 +178,7 @@ class _Run:
         self.speedometer = Speedometer(
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds
         )
+        self.memory = MemoryMeter(device)
         records.rewind(self.step if stored else -1, again=self._recorded_again())
         if tensorboard:
             records.open_tensorboard(resumed_at=self.resumed_at)
@@ -229,10 +223,7 @@ class _Run:
         recipe = self.config.recipe
         set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.calendar.total))
         self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
-        if self.step == self.resumed_at + MEMORY_STEP:
-            result, self.memory_bytes = step_with_memory(self.built.step, self.batches)
-        else:
-            result = self.built.step(self.batches)
+        result = self.memory.step(self.built.step, self.batches)
         self.pending.add(result.loss, result.grad_norm)
         self.state.step += 1
         self.speedometer.lap()
@@ -330,14 +321,6 @@ class _Run:
             f"The same command goes on from there."
         )
 
-    def _memory(self) -> dict[str, Any]:
-        """What training needed, to be held against a prediction. A GPU knows the most of all steps."""
-        if self.device.type == "cuda":
-            return {"memory_bytes": peak_memory(self.device), "memory_kind": "allocated at most"}
-        if not self.memory_bytes:
-            return {"memory_bytes": peak_memory(self.device), "memory_kind": "the whole process"}
-        return {"memory_bytes": self.memory_bytes, "memory_kind": "of tensors"}
-
     def _finish(self) -> TrainResult:
         """Export what was evaluated, and set what was predicted beside what was measured."""
         assert self.state.evaluation is not None  # the last step evaluates before it saves
@@ -347,7 +330,7 @@ class _Run:
             self._record(
                 "summary",
                 predicted=_of_prediction(self.prediction),
-                measured=speed | self._memory(),
+                measured=speed | self.memory.read(),
             )
         return TrainResult(
             steps=self.step,

@@ -19,6 +19,8 @@ import torch
 
 from penstock.config.machine import Machine
 from penstock.planner import Prediction
+from penstock.step.memory import step_with_memory
+from penstock.step.train_step import StepResult, TrainStep
 
 
 class Speedometer:
@@ -103,6 +105,35 @@ class Speedometer:
         event = event_type(enable_timing=True)
         event.record()
         return event
+
+
+class MemoryMeter:
+    """How much memory training takes, counted as predictions count it: in tensors.
+
+    A GPU's allocator knows the most of all steps. On a CPU one step is taken under a profiler: the second, because the
+    first one makes the optimizer's state.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = 0
+        self._counted = 0
+
+    def step(self, step: TrainStep, batches: Sequence[Any]) -> StepResult:
+        """Take a step; the second one on a CPU is counted."""
+        self._steps += 1
+        if self._device.type != "cpu" or self._steps != 2:
+            return step(batches)
+        result, self._counted = step_with_memory(step, batches)
+        return result
+
+    def read(self) -> dict[str, Any]:
+        """Bytes, and what they are of: tensors, or the whole process where a CPU took a single step."""
+        if self._device.type == "cuda":
+            return {"memory_bytes": peak_memory(self._device), "memory_kind": "allocated at most"}
+        if not self._counted:
+            return {"memory_bytes": peak_memory(self._device), "memory_kind": "the whole process"}
+        return {"memory_bytes": self._counted, "memory_kind": "of tensors"}
 
 
 def peak_memory(device: torch.device) -> int:

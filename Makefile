@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with only Python and make:
-#   make demo    trains on real images and measures what each optimisation gains here
+#   make demo    tunes a small model, trains it on real images, and says what to type next
 #   make test    runs the tests
 # Each first installs what it needs into .venv. A stamp file per set of packages marks what is installed.
 
@@ -7,14 +7,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUNS   ?= runs/demo
 
-# What the demo measures and trains; `make demo DEMO_LADDER_MODEL=vit-s16` measures another model.
-DEMO_LADDER_MODEL ?= vit-ti16
-DEMO_LADDER       ?= --model.image_size 96 --quick --budget 190
-DEMO_TRAIN_MODEL  ?= vit-digits
-# The batch that the ladder found suits its own model, not the digits.
-DEMO_TRAIN        ?= --plan.micro_batch 64 --recipe.epochs 30 --recipe.lr 1e-3
-DEMO_PLAN         ?= $(RUNS)/plan.txt
-PYTEST            ?=
+# Options of `penstock demo`, such as DEMO='--budget 60'.
+DEMO   ?=
+PYTEST ?=
 
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
@@ -25,7 +20,7 @@ INPUTS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo      train on real images and measure what each optimisation gains here"
+	@echo "make demo      tune a small model and train it on real images; make clean-runs demo does so anew"
 	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-gpu  run the tests that need a GPU"
@@ -60,22 +55,8 @@ $(VENV)/.check: $(VENV)/.core
 install: $(VENV)/.core
 install-all: $(VENV)/.core $(VENV)/.test $(VENV)/.check
 
-demo: $(RUNS)/train/.done
-	@echo
-	@echo "the ladder, with figures:  $(RUNS)/ladder/ladder.html"
-	@echo "the trained model:         $(RUNS)/train"
-	@echo "measure again:             make clean-runs demo"
-
-$(RUNS)/ladder/ladder.json: | $(VENV)/.core
-	@mkdir -p $(RUNS)
-	$(BIN)/penstock ladder $(DEMO_LADDER_MODEL) $(DEMO_LADDER) --output $(RUNS)/ladder
-
-$(RUNS)/plan.txt: $(RUNS)/ladder/ladder.json
-	@$(PY) -c 'import json, sys; print(json.load(open(sys.argv[1]))["plan"])' $< > $@
-
-$(RUNS)/train/.done: $(RUNS)/plan.txt
-	$(BIN)/penstock train $(DEMO_TRAIN_MODEL) $(DEMO_TRAIN) --plan "$$(cat $(DEMO_PLAN))" --output $(RUNS)/train
-	@touch $@
+demo: $(VENV)/.core
+	@$(BIN)/penstock demo --output $(RUNS) $(DEMO)
 
 # First the tests that may run beside each other, on all cores; then, one by one, those marked `alone`.
 # Code 5 of pytest says that there were none: one of the two may have none.

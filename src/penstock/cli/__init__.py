@@ -20,6 +20,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` returns its code
 )
 _VERBS = {
+    "demo": "Tune a small model, train it on real images, and say what to type next.",
     "train": "Train a model; resumes where it was stopped.",
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, unchanged.",
@@ -47,6 +48,18 @@ for _verb, _words in _CHECKPOINT_VERBS.items():
 app.command(checkpoint)
 
 
+GREETING = f"""\
+Penstock {__version__} makes Transformers train as fast as your hardware allows.
+Three things to type:
+
+  penstock demo            tunes a small model and trains it on real images
+                           (about four minutes, nothing is downloaded)
+  penstock ladder vit-s16  measures which optimisations pay on this machine;
+                           --model my_module:factory measures your own model
+  penstock plan gpt-175b --machine a100-80g --gpus 1024
+                           finds the fastest layout of a cluster
+
+penstock --help lists everything else."""
 _WITH_VALUE = ("--precision", "--dtype", "--option")
 """Options of `run` that take a value. What follows the script's name is the script's."""
 _SPINS = "3000"
@@ -59,13 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A `PenstockError` becomes a message on stderr and an exit code. Any other error is a bug, ours or a library's, and
     shows its traceback.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        print(GREETING)
+        return int(ExitCode.DONE)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(
             "GOMP_SPINCOUNT", _SPINS
         )  # read when torch is loaded, which no verb has done yet
     try:
         result = app(
-            before_script(sys.argv[1:] if arguments is None else arguments),
+            before_script(given),
             exit_on_error=False,
             print_error=True,
             result_action="return_value",

@@ -78,7 +78,20 @@ def test_wrong_arithmetic_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["fp32"].status == "broken"
     assert found["fp32"].required
     assert found["bf16"].status == "broken"
-    assert found["fp16"].status == "ok"
+    assert found["fp16"].status in ("ok", "slow")
+
+
+def test_a_type_without_units_is_slow_and_not_ticked(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((1e-3, 2e-3, 8e-3, 1.9))
+    monkeypatch.setattr(numerics, "_fastest", lambda product, device: next(times))
+    monkeypatch.setattr(numerics, "_fp8_product", lambda a, b: lambda: torch.nn.functional.linear(a, b))
+    found = {finding.name: finding for finding in numerics.types(CPU)}
+    assert {name: finding.status for name, finding in found.items()} == {
+        "fp32": "ok", "bf16": "ok", "fp16": "slow", "fp8": "slow",
+    }  # fmt: skip
+    assert "0.5 × the speed of fp32" in found["bf16"].detail
+    assert "works, but emulated: 1,900 × slower than fp32" in found["fp8"].detail
+    assert healthy(list(found.values()))
 
 
 def test_attention_that_fails_everywhere_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,40 @@ def test_families_that_help_does_not_list_are_taken(capsys: pytest.CaptureFixtur
         _run(["go", "gpt2", "--model.vocabluary", "512"], positional="model")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --lr 1e-3", "There is no option --lr. Did you mean --recipe.lr?"),
+        ("train --epochs=3", "There is no option --epochs. Did you mean --recipe.epochs?"),
+        ("train --batch-size 3", "There is no option --batch-size. Did you mean --plan.micro_batch?"),
+        ("train --micro-batch 3", "There is no option --micro-batch. Did you mean --plan.micro_batch?"),
+        ("train --recipe.lrr 3", "There is no option --recipe.lrr. Did you mean --recipe.lr?"),
+        ("train --widht 3", "There is no option --widht. Did you mean --model.width?"),
+        ("train --learning-rate 3", "There is no option --learning-rate. Did you mean --recipe.lr?"),
+        ("train --zzz 3", "There is no option --zzz. `penstock train --help` lists those there are."),
+        ("plan gpt2 --num-gpus 8", "There is no option --num-gpus. Did you mean --gpus?"),
+        ("launch -- vit-digits --lr 3", "There is no option --lr. Did you mean --recipe.lr?"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_one_that_was_meant(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    told = capsys.readouterr()
+    assert (told.out + told.err).strip() == f"penstock: {said}"
+
+
+def test_the_shell_completes_verbs_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert main(["--install-completion", "--shell", "bash"]) == 0
+    written = tmp_path / ".local/share/bash-completion/completions/penstock"
+    script = written.read_text()
+    assert "ladder" in script
+    assert "--recipe.lr" in script
+    assert "--machine" in script
+
+
 def test_a_loader_of_ones_own() -> None:
     seen: dict[str, Any] = {}
 

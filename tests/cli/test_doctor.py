@@ -38,6 +38,13 @@ def test_json_is_whole(found: list[Finding], capsys: pytest.CaptureFixture[str])
     assert told[1]["remedy"] == BAD.remedy
 
 
+def test_what_is_slow_has_a_mark_of_its_own(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    found.append(Finding("types on cpu", "fp8", "slow", "works, but emulated"))
+    assert main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "fp8" in line]
+    assert line.startswith("~")
+
+
 def test_all_well(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     found.remove(BAD)
     assert main(["doctor"]) == 0

@@ -38,8 +38,50 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
         (["-m", "my.trainer", "-v"], ["-m", "my.trainer", "-v"]),
     ],
 )
-def test_what_follows_the_dashes_is_what_python_runs(program: list[str], command: list[str]) -> None:
+def test_what_follows_the_dashes_is_what_python_runs(
+    program: list[str], command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)")
+    (tmp_path / "my").mkdir()
     assert python_arguments(program) == command
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (["nowhere.py"], "There is no script 'nowhere.py' in "),
+        (["broken.py"], "The script broken.py is not valid Python, line 2: invalid syntax: x = = 3"),
+        (["null.py"], "The script null.py is not valid Python"),
+        (["folder.py"], "The script folder.py cannot be read: "),
+        (["-m", "no_such_package.train"], "There is no module 'no_such_package': neither in "),
+    ],
+)
+def test_what_can_never_run_is_not_started(
+    program: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("import os\nx = = 3\n")
+    (tmp_path / "null.py").write_bytes(b"x = 3\0")
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        python_arguments(program)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.alone
+def test_a_missing_package_is_told_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import no_such_package\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "launch", "--", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("No module named 'no_such_package'") == 1, done.stderr
+    assert "restarted" not in done.stderr
 
 
 @pytest.mark.parametrize("program", [[], ["-m"]])

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from penstock.config.convert import BadValue, check_fields, convert, describe, nearest
+from penstock.config.convert import BadValue, check_fields, convert, describe, nearest, places_of
+from penstock.config.run import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,19 @@ def test_types_in_words() -> None:
 def test_nearest_is_silent_about_strangers() -> None:
     assert nearest("lrr", ["lr", "seed"]) == " Did you mean 'lr'?"
     assert nearest("zzzz", ["lr", "seed"]) == ""
+
+
+def test_what_a_name_is_the_beginning_of_is_nearest() -> None:
+    """Of `a100` difflib finds v100 the most similar, which is another chip."""
+    assert nearest("a100", ["v100", "a100-40g", "a100-80g"]) == " Did you mean 'a100-40g' or 'a100-80g'?"
+    assert nearest("v", ["v100", "v200"]) == "", "a letter is no beginning"
+    assert nearest("gpt-1", ["gpt-1t", "gpt-1.7b", "gpt-18b", "gpt-145b"]) == " Did you mean 'gpt-1t'?"
+
+
+def test_fields_are_found_where_they_are() -> None:
+    assert list(places_of("lr", RunConfig)) == ["recipe.lr"]
+    assert list(places_of("width", RunConfig)) == ["model.width"]
+    assert list(places_of("seed", RunConfig)) == ["seed"]
 
 
 @dataclass(frozen=True)

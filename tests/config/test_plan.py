@@ -175,7 +175,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
     ],
 )
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
-    plan = Plan.parse(line)
+    plan = Plan.parse(f"precision=O1{comma}optimizer=fused")
     with pytest.raises(ConfigError) as caught:
         require(plan, run=True)
     for word in line.split():
@@ -205,6 +205,14 @@ def test_devices_and_batch_of_a_plan() -> None:
 def test_sharding_that_cannot_be_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require(Plan.parse(line), run=True)
+
+
+@pytest.mark.parametrize("comma", [",", ", ", ";"])
+def test_commas_are_answered_with_the_line_as_it_should_be(comma: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"by spaces, not by commas; write 'precision=O1 optimizer=fused'\.$"
+    ):
+        Plan.parse(f"precision=O1{comma}optimizer=fused")
 
 
 def test_the_old_name_of_a_setting_is_read() -> None:

@@ -40,6 +40,11 @@ def test_anything_else_is_worth_another_try(code: int) -> None:
     assert outcome.code == (128 - code if code < 0 else code)
 
 
+def test_a_program_that_cannot_be_run_is_not_tried_again() -> None:
+    outcome = judge([Failure(0, 1, "ModuleNotFoundError", hopeless=True)], stopping=False)
+    assert (outcome.code, outcome.final) == (1, True)
+
+
 def test_who_was_asked_to_stop_and_did_asks_for_a_requeue() -> None:
     saved = [Failure(rank, int(ExitCode.SAVED_REQUEUE)) for rank in range(2)]
     assert judge(saved, stopping=True).code == 75

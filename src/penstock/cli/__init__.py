@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 
 from penstock import __version__
 from penstock.errors import ExitCode, PenstockError
@@ -46,6 +46,7 @@ checkpoint = App(name="checkpoint", help="Verify, list, export and convert the c
 for _verb, _words in _CHECKPOINT_VERBS.items():
     checkpoint.command(f"penstock.cli.checkpoint:{_verb}_", name=_verb, help=_words)
 app.command(checkpoint)
+app.register_install_completion_command(help="Have the shell complete verbs and options (bash, zsh, fish).")
 
 
 GREETING = f"""\
@@ -84,11 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = app(
             before_script(given),
             exit_on_error=False,
-            print_error=True,
+            print_error=False,
             result_action="return_value",
         )
-    except CycloptsError:
-        return int(ExitCode.CONFIG)  # cyclopts has printed what is wrong
+    except CycloptsError as error:
+        _show(error)
+        return int(ExitCode.CONFIG)
     except PenstockError as error:
         if not write_report(error):  # under `penstock launch`, the agent shows it, and only once
             print(f"penstock: {error}", file=sys.stderr)
@@ -100,6 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return result if isinstance(result, int) and not isinstance(result, bool) else int(ExitCode.DONE)
+
+
+def _show(error: CycloptsError) -> None:
+    """Print what is wrong with the command line; of an unknown option, which one was meant."""
+    if not isinstance(error, UnknownOptionError):
+        error.console.print(CycloptsPanel(error))
+        return
+    from penstock.cli._unknown import told
+
+    print(f"penstock: {told(error)}", file=sys.stderr)
 
 
 def before_script(tokens: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from penstock.doctor.finding import Finding
 from penstock.errors import ExitCode
 
-_MARKS = {"ok": ("✓", "green"), "absent": ("–", "dim"), "broken": ("✗", "red")}
+_MARKS = {"ok": ("✓", "green"), "slow": ("~", "yellow"), "absent": ("–", "dim"), "broken": ("✗", "red")}
 
 
 def doctor(

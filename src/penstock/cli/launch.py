@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -44,12 +47,44 @@ def python_arguments(program: list[str]) -> list[str]:
     if program[0] == "-m":
         if len(program) == 1:
             raise ConfigError("-m is given without a module; write -m MODULE ….")
+        _require_module(program[1])
         return program
     if program[0].endswith(".py"):
+        _require_script(Path(program[0]))
         return program
     arguments = program if program[0] == "train" else ["train", *program]
     from penstock.cli import app
 
     # Wrong options are reported once here, and not by every rank. The ranks check the settings' values.
-    app.parse_args(arguments, exit_on_error=False, print_error=True)
+    app.parse_args(arguments, exit_on_error=False, print_error=False)
     return ["-m", "penstock", *arguments]
+
+
+def _require_script(path: Path) -> None:
+    """Raise ConfigError for a script that no rank could start: none is there, or Python cannot read it."""
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no script {str(path)!r} in {os.getcwd()}; give its path, or a module with -m."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"The script {path} cannot be read: {error.strerror}.") from error
+    except SyntaxError as error:
+        said = f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
+        raise ConfigError(
+            f"The script {path} is not valid Python, {said}: {(error.text or '').strip()}"
+        ) from None
+    except ValueError as error:  # a file with a null byte
+        raise ConfigError(f"The script {path} is not valid Python: {error}.") from None
+
+
+def _require_module(name: str) -> None:
+    """Raise ConfigError where there is no such package; what is in it is not looked at, for that would import it."""
+    package = name.partition(".")[0]
+    if package not in sys.builtin_module_names and not PathFinder.find_spec(
+        package, [os.getcwd(), *sys.path]
+    ):
+        raise ConfigError(
+            f"There is no module {package!r}: neither in {os.getcwd()} nor installed beside {sys.executable}."
+        )

@@ -13,7 +13,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 from penstock.errors import ConfigError
@@ -83,9 +83,23 @@ class OutOfRange(BadValue):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or an empty string if no option is similar."""
-    near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """` Did you mean 'x'?`, or an empty string if no option is similar. A beginning goes before what looks alike."""
+    options = list(options)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
+    if not near and len(name) > 1:
+        near = [option for option in options if option.lower().startswith(name.lower())]
+    if not 0 < len(near) <= 3:
+        near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def places_of(name: str, cls: Any, path: str = "") -> Iterator[str]:
+    """The dotted keys under which a dataclass, or a part of it, has a field `name`: `recipe.lr` of `lr`."""
+    for key, kind in field_types(cls).items():
+        if key == name:
+            yield f"{path}{key}"
+        for arm in dataclasses_of(kind)[:1]:
+            yield from places_of(name, arm, f"{path}{key}.")
 
 
 _FIELD_TYPES: dict[Any, dict[str, Any]] = {}

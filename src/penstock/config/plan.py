@@ -147,6 +147,9 @@ class Plan(Checked, where="plan"):
         kinds = field_types(cls)
         values: dict[str, Any] = {}
         problems = []
+        if "," in line or ";" in line:
+            spaced = " ".join(line.replace(",", " ").replace(";", " ").split())
+            raise ConfigError(f"A plan's settings stand apart by spaces, not by commas; write {spaced!r}.")
         for part in line.split():
             if part == BASELINE:
                 continue

@@ -7,14 +7,15 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "absent", "broken"]
+Status = Literal["ok", "slow", "absent", "broken"]
 
 SUBPROCESS_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check: `ok`, `absent` (Penstock works without it) or `broken` (it should work, and does not)."""
+    """The result of a check: `ok`, `slow` (right, but of no use for speed), `absent` (Penstock works without it) or
+    `broken` (it should work, and does not)."""
 
     area: str
     name: str

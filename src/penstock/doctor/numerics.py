@@ -9,6 +9,9 @@ from typing import Any
 
 from penstock.doctor.finding import Finding, Status, first_line
 
+_EMULATED = 4.0
+"""A type whose products take so many times as long as fp32's has no unit of its own here."""
+
 
 def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
     """The result of `what`, or why it failed: torch often gives the reason in a warning."""
@@ -57,12 +60,14 @@ def types(device: Any) -> Iterator[Finding]:
         right = error < tolerance  # not-a-number compares false with everything, so it is not right
         seconds = _fastest(product, device)
         plain = plain or seconds
-        speed = "" if name == "fp32" else f", {plain / seconds:.2g} × the speed of fp32"
-        detail = f"relative error of a product {error:.1e}{speed}" + (
-            "" if right else f", above {tolerance:g}"
-        )
+        slow = seconds > _EMULATED * plain
+        speed = f"{plain / seconds:.2g} × the speed of fp32"
+        if slow:
+            speed = f"works, but emulated: {seconds / plain:,.0f} × slower than fp32"
+        detail = f"relative error of a product {error:.1e}" + (f", {speed}" if name != "fp32" else "")
+        detail += "" if right else f", above {tolerance:g}"
         remedy = "" if right else "Install another build of torch; this one computes wrongly here."
-        status: Status = "ok" if right else "broken"
+        status: Status = "broken" if not right else "slow" if slow else "ok"
         yield Finding(f"types on {device.type}", name, status, detail, remedy, required=name == "fp32")
 
 

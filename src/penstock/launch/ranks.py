@@ -122,7 +122,9 @@ class Rank:
             return None
         told = report.read_report(self._report)
         if told is not None:
-            return Failure(self.number, self.code, told.text, told.consequence, told.seconds)
+            return Failure(
+                self.number, self.code, told.text, told.consequence, told.seconds, hopeless=told.hopeless
+            )
         # A process that a signal kills writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""
         text = stack or (self._tail.strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else "")

@@ -36,6 +36,8 @@ class Report:
     """What to show: the message of an error that the user can fix, else the traceback."""
     consequence: bool
     """Whether it only says that another rank is gone."""
+    hopeless: bool = False
+    """Whether another start would end so too: a module cannot be imported, or is no Python."""
 
 
 def write_report(error: BaseException, trace: TracebackType | None = None) -> bool:
@@ -49,7 +51,8 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
         text = str(error)
     else:
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
-    report = Report(time.time(), text[-_LIMIT:], _is_consequence(error))
+    hopeless = isinstance(error, ImportError | SyntaxError)
+    report = Report(time.time(), text[-_LIMIT:], _is_consequence(error), hopeless)
     partial = Path(f"{path}.part")
     partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
     partial.replace(path)  # whole or not at all: the writer may be killed at any instant

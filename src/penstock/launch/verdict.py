@@ -18,10 +18,13 @@ FINAL = frozenset(
         ExitCode.NUMERIC,
         ExitCode.OUT_OF_MEMORY,
         ExitCode.SAVED_REQUEUE,
+        126,
+        127,
         130,
     }
 )
-"""Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end."""
+"""Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end. 126 and 127
+are a shell's for a command that it cannot run or find."""
 _SHELL_SIGNAL = 128
 
 
@@ -40,6 +43,8 @@ class Failure:
     """`time.time()` at which it failed."""
     stacks: str = ""
     """Of a rank that hangs: where it waits."""
+    hopeless: bool = False
+    """Whether its program cannot be run at all: a package is missing, or a line is no Python."""
 
     @property
     def exit_code(self) -> int:
@@ -81,7 +86,7 @@ def judge(failures: Iterable[Failure], *, stopping: bool) -> Outcome:
     if stopping and (first.code == ExitCode.SAVED_REQUEUE or -first.code in STOPS):
         # Killed by the signal that was forwarded to it: it did not handle it yet, and had nothing to save.
         return Outcome(int(ExitCode.SAVED_REQUEUE), ordered)
-    return Outcome(first.exit_code, ordered, final=stopping or first.code in FINAL)
+    return Outcome(first.exit_code, ordered, final=stopping or first.code in FINAL or first.hopeless)
 
 
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:

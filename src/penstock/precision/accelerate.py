@@ -33,15 +33,36 @@ from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
 
-M = TypeVar("M", nn.Module, Sequence[nn.Module])
-O = TypeVar("O", Optimizer, Sequence[Optimizer])  # noqa: E741
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+"""One model, a list or a tuple of them. What goes in comes out, of the very same type."""
+O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 _log = logging.getLogger(__name__)
 
 
 @overload
-def accelerate(model: M, optimizer: None = None, *, precision: str = "O1", **properties: Any) -> M: ...
+def accelerate(
+    model: M,
+    optimizer: None = None,
+    *,
+    precision: str = ...,
+    dtype: str | torch.dtype = ...,
+    losses: int = ...,
+    scaler: Mapping[str, Any] | None = ...,
+    agree: Agree | Literal["auto"] | None = ...,
+    **overrides: Any,
+) -> M: ...
 @overload
-def accelerate(model: M, optimizer: O, *, precision: str = "O1", **properties: Any) -> tuple[M, O]: ...
+def accelerate(
+    model: M,
+    optimizer: O,
+    *,
+    precision: str = ...,
+    dtype: str | torch.dtype = ...,
+    losses: int = ...,
+    scaler: Mapping[str, Any] | None = ...,
+    agree: Agree | Literal["auto"] | None = ...,
+    **overrides: Any,
+) -> tuple[M, O]: ...
 
 
 def accelerate(

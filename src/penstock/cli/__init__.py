@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(error: CycloptsError) -> None:
     """Print what is wrong with the command line; of an unknown option, which one was meant."""
     if not isinstance(error, UnknownOptionError):
-        error.console.print(CycloptsPanel(error))
+        app.error_console.print(CycloptsPanel(error))
         return
     from penstock.cli._unknown import told
 

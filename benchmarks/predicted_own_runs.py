@@ -225,18 +225,26 @@ def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def with_earlier(done: list[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
+    """All cases in their order: those measured now, and of the others what the file holds."""
+    stored = json.loads(output.read_text(encoding="utf-8"))["cases"] if output.exists() else []
+    found = {(one["model"], one["plan"]): one for one in [*stored, *done]}
+    order = [(model, Plan.parse(line).line()) for model, line in CASES]
+    return [found[key] for key in order if key in found]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", help="models whose name contains this")
+    parser.add_argument("--only", help="cases whose model and Plan contain this, such as dp=2")
     parser.add_argument(
         "--precise", action="store_true", help="probe for a minute in place of seconds, each time"
     )
     parser.add_argument("--case", type=int, help="measure this one once, and print what was found as JSON")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="cases in it that are not measured now stay")
     return parser.parse_args()
 
 
@@ -257,7 +265,7 @@ def main() -> None:
             distributed.destroy_process_group()
         return
     rounds: dict[int, list[dict[str, Any]]] = {
-        index: [] for index, case in enumerate(cases) if (options.only or "") in case.model
+        index: [] for index, one in enumerate(CASES) if (options.only or "") in " ".join(one)
     }
     for turn in range(options.rounds):
         for index, seen in rounds.items():
@@ -289,7 +297,7 @@ def main() -> None:
             "probe": "precise" if options.precise else "quick",
             "rounds": options.rounds,
             "threads": first["threads"],
-            "cases": done,
+            "cases": with_earlier(done, options.output),
             "environment": environment(),
         }
         options.output.parent.mkdir(parents=True, exist_ok=True)

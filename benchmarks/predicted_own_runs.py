@@ -233,6 +233,23 @@ def with_earlier(done: list[dict[str, Any]], output: Path) -> list[dict[str, Any
     return [found[key] for key in order if key in found]
 
 
+def store(options: argparse.Namespace, cases: list[Case], rounds: dict[int, list[dict[str, Any]]]) -> None:
+    """Write the rounds so far."""
+    first = next(iter(rounds.values()))[0]
+    alone = first["device"] == "cpu" and first["threads"] == 1
+    done = [summary(cases[index], seen) for index, seen in rounds.items()]
+    record = {
+        "command": "OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py" if alone else "see the script",
+        "clock": "processor time of one thread" if alone else "wall clock",
+        "probe": "precise" if options.precise else "quick",
+        "threads": first["threads"],
+        "cases": with_earlier(done, options.output),
+        "environment": environment(),
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -240,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="cases whose model and Plan contain this, such as dp=2")
+    parser.add_argument("--skip", help="cases whose model or Plan contains this are left out")
     parser.add_argument(
         "--precise", action="store_true", help="probe for a minute in place of seconds, each time"
     )
@@ -265,7 +283,10 @@ def main() -> None:
             distributed.destroy_process_group()
         return
     rounds: dict[int, list[dict[str, Any]]] = {
-        index: [] for index, one in enumerate(CASES) if (options.only or "") in " ".join(one)
+        index: []
+        for index, (model, line) in enumerate(CASES)
+        if (options.only or "") in f"{model} {line}"
+        and not (options.skip and options.skip in f"{model} {line}")
     }
     for turn in range(options.rounds):
         for index, seen in rounds.items():
@@ -278,30 +299,15 @@ def main() -> None:
                 f"{one['predicted'] / one['measured'] - 1:+.1%}",
                 flush=True,
             )
-    done = [summary(cases[index], seen) for index, seen in rounds.items()]
-    for one in done:
+        if options.output:
+            store(options, cases, rounds)
+    for one in (summary(cases[index], seen) for index, seen in rounds.items()):
         took, said = one["step_seconds"]["measured"], one["step_seconds"]["predicted"]
         print(
             f"{one['model']:<16}{one['plan']:<52}{1e3 * took:9.1f} ms, predicted {1e3 * said:9.1f} "
             f"({one['step_error']['median']:+.1%}); memory {one['memory_bytes']['measured'] / 2**20:8.1f} MiB "
             f"({one['memory_error']:+.1%})"
         )
-    if options.output:
-        first = next(iter(rounds.values()))[0]
-        alone = first["device"] == "cpu" and first["threads"] == 1
-        record = {
-            "command": "OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py"
-            if alone
-            else "see the script",
-            "clock": "processor time of one thread" if alone else "wall clock",
-            "probe": "precise" if options.precise else "quick",
-            "rounds": options.rounds,
-            "threads": first["threads"],
-            "cases": with_earlier(done, options.output),
-            "environment": environment(),
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

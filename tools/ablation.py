@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.report.chart import WIDTH, Chart, Entry, Scale, ticks
+from penstock.report.chart import Chart, Entry, Scale, ticks
 
+WIDTH = 1000.0
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "precision_ablation.json"
 PATH = ROOT / "docs" / "reference" / "precision-ablation.md"
@@ -110,7 +111,7 @@ def draw(panels: Mapping[str, Losses], *, title: str) -> str:
         raise ValueError("All panels of an ablation need the same variants, in the same order.")
     left, right, top, row, gap = 196.0, 14.0, 62.0, 26.0, 64.0
     bottom = top + row * len(names)
-    chart = Chart(bottom + 48)
+    chart = Chart(WIDTH, bottom + 48)
     chart.y = Scale(len(names), 0, bottom, top)
     for i, name in enumerate(names):
         chart.text(left - 14, chart.y(i + 0.5) + 4, name, anchor="end")

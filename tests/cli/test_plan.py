@@ -96,7 +96,7 @@ def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], t
     code, _, _ = run(capsys, *SMALL, "--html", str(page), "--toml", str(file))
     assert code == 0
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") >= 3
+    assert text.count("<svg") >= 6
     assert "http://" not in text.replace("http://www.w3.org", "")
     for words in (
         "Where the time goes",
@@ -179,7 +179,7 @@ def test_the_page_of_scaling_laws_says_how_far_they_disagree(
     assert "trained for longer to the same loss" in out
     text = page.read_text(encoding="utf-8")
     assert "of the optimum&#39;s" in text
-    assert text.count("<svg") == 1
+    assert text.count("<svg") == 2
 
 
 def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve() -> None:

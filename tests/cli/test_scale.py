@@ -51,7 +51,7 @@ def test_a_preset_is_measured_drawn_and_advised(tmp_path: Path, capsys: pytest.C
     assert last == stored["line"]
     assert last.endswith(f'precision="O1", dtype="fp16", loss_scale={advice["scale"]})')
     page = (folder / "scale.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4  # each for a screen and a telephone
     assert last in html.unescape(page)
     assert (folder / "scale.svg").read_text().startswith("<svg xmlns=")
     for name in ("scale.html", "scale.svg", "scale.json"):

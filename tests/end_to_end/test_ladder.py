@@ -72,7 +72,7 @@ def test_the_ladder_of_a_tiny_vision_transformer(
     assert Plan.parse(found["plan"]).line() == found["plan"]
 
     html = (out / "ladder.html").read_text(encoding="utf-8")
-    assert html.count("<svg") == 4
+    assert html.count("<svg") == 8  # each for a screen and a telephone
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last == found["train_command"]
     assert last.startswith("penstock train vit-digits --model.width 48")

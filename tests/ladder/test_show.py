@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from penstock.ladder.page import to_html
@@ -23,7 +25,7 @@ from penstock.ladder.result import (
     RungResult,
     Status,
 )
-from penstock.ladder.show import remarks, table, write
+from penstock.ladder.show import ending, remarks, table, write
 
 
 def _rung(name: str, status: Status, ratio: float, total: float, *, difference: float = 0.0) -> RungResult:
@@ -98,43 +100,124 @@ def test_the_best_is_the_last_rung_kept() -> None:
     assert REPORT.speedup == 2.5
 
 
-def test_the_table_tells_every_rung_with_its_verdict() -> None:
+def _printed(report: LadderReport, width: int, *, every: bool = False) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=120).print(table(REPORT))
-    rows = {line[:14].strip(): line for line in out.getvalue().splitlines()}
+    Console(file=out, width=width).print(table(report, width, every=every))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_the_table_tells_what_pays_and_on_demand_every_rung() -> None:
+    rows = {line[:14].strip(): line for line in _printed(REPORT, 140)}
     assert "2.00×" in rows["half rung"]
-    assert "1.50×" in rows["half rung"]  # predicted
+    assert "2.50×" in rows["half rung"]  # predicted
     assert "+0.0200" in rows["half rung"]
     assert "12.5" in rows["compile rung"]
-    assert rows["order rung"].rstrip().endswith("not kept")
+    assert "order rung" not in rows
+    rows = {line[:14].strip(): line for line in _printed(REPORT, 140, every=True)}
+    assert rows["order rung"].endswith("not kept")
     assert "batch rung" not in rows, "what was not measured is in the remarks"
 
 
-def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_words() -> None:
-    out = io.StringIO()
-    Console(file=out, width=80).print(table(REPORT, 80))
-    told = out.getvalue()
-    assert "…" not in told
-    assert "measured" in told
-    assert "verdict" in told
-    assert "GFLOP/s" not in told
+LONG = replace(
+    REPORT,
+    rungs=(
+        *REPORT.rungs,
+        replace(REPORT.rungs[1], title="fp32 master weights in half", processor_to_baseline=Estimate.exact(1.9),
+                worth=Estimate(value=1.7, low=1.6, high=1.8)),
+    ),
+)  # fmt: skip
 
 
-def test_remarks_say_why_once_for_all_it_holds_for() -> None:
-    twice = replace(REPORT, rungs=(*REPORT.rungs, replace(REPORT.rungs[5], title="other rung")))
+@pytest.mark.parametrize("width", range(60, 201, 10))
+def test_at_any_width_a_rung_has_one_line_and_no_number_is_cut(width: int) -> None:
+    lines = _printed(LONG, width, every=True)
+    assert all(len(line) <= width for line in lines)
+    assert not any("…" in line for line in lines)
+    measured = [rung for rung in LONG.rungs if rung.measured]
+    assert len(lines) == len(measured) + 2  # title and head
+    for words in ("step", "in all"):
+        assert words in lines[1]
+    for rung, line in zip(measured, lines[2:], strict=True):
+        assert line.startswith(rung.title)
+        assert rung.to_baseline is not None
+        assert f"{rung.to_baseline.value:.2f}×" in line
+
+
+def test_a_wider_terminal_never_shows_less() -> None:
+    heads = [set(_printed(LONG, width)[1].split()) for width in range(60, 201, 5)]
+    assert all(one <= other for one, other in itertools.pairwise(heads))
+    assert {"verdict", "images/s"} & heads[0]
+    assert {"TFLOP/s", "predicted", "worth", "MiB", "CPU", "compile"} <= heads[-1]
+
+
+def test_remarks_count_what_the_table_leaves_out_and_on_demand_say_why() -> None:
+    twice = replace(
+        REPORT, rungs=(*REPORT.rungs, replace(REPORT.rungs[5], title="other rung")), others_busy=0.8
+    )
     said = remarks(twice)
+    assert said[0] == "2 measured that do not pay: image rung 1.10×, order rung 0.97×."
+    assert said[1] == "2 do not apply here, 1 ran out of memory (--all says why)."
+    assert any(words.startswith("Noise floor 1.0%: ") for words in said)
+    assert any("0.8 cores" in words for words in said)
+    assert said[-1] == "A note."
+    said = remarks(twice, every=True)
     assert "flash rung, other rung: unsupported: no <kernel> here" in said
     assert "batch rung: out of memory: tried 9 GiB" in said
-    assert said[-1] == "A note."
+
+
+def test_two_plans_are_offered_with_what_they_do_to_the_loss() -> None:
+    (only,) = ending(REPORT)
+    assert only[0].startswith("Same results: 2.50× the baseline's speed (2.49 to 2.51), predicted 2.40×.")
+    assert "outside the ±0.2000 of chance" in only[0]
+    faster = replace(
+        REPORT.same, speedup=Estimate(value=3.5, low=3.4, high=3.6), train_command="penstock train two"
+    )
+    both = replace(REPORT, fastest=faster)
+    assert ending(both)[1][1] == "penstock train two"
+    html = to_html(both)
+    assert "3.50×" in html
+    assert "penstock train two" in html
 
 
 def test_the_page_holds_what_was_found_and_nothing_from_outside() -> None:
     html = to_html(REPORT)
     for words in ("2.50×", "no &lt;kernel&gt; here", "The ladder of vit-s16", "penstock ladder vit-s16", "Why flash.",
-                  "A note.", "compile rung", "Toy", "--model.classifier pooled"):  # fmt: skip
+                  "A note.", "compile rung", "Toy", "--model.classifier pooled", "torch 2.13"):  # fmt: skip
         assert words in html, words
-    assert html.count("<svg") == 4
-    assert not re.search(r"<script|<link|src=|href=|url\(|@import|https?://", html)
+    assert html.count("<svg") == 8  # four figures, each for a screen and a telephone
+    assert not re.search(r"<link|src=|href=|url\(|@import|https?://", html)
+
+
+def test_the_axis_of_speeds_holds_speeds_and_each_rung_once() -> None:
+    html = to_html(REPORT)
+    wide = html.split('<div class="wide">')[1].split("</svg>")[0]
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", wide)
+    drawn = [rung for rung in REPORT.rungs if rung.measured and rung.compared_by == "samples"]
+    for rung in drawn:
+        assert words.count(rung.title) == 1
+        assert rung.to_baseline is not None
+        assert f"{rung.to_baseline.value:.2f}×" in words
+    assert "image rung" not in words  # its samples are larger: it has no speed to compare
+    assert "flash rung" not in words
+
+
+def test_page_terminal_and_notebook_show_the_same_figures() -> None:
+    html, cell = to_html(REPORT), REPORT._repr_html_()
+    for line in _printed(REPORT, 200, every=True)[2:]:
+        for figure in re.findall(r"\d\S*×", line):
+            assert figure in html
+            assert figure in cell
+    assert "<script" not in cell
+    assert cell.count("<svg") == 2
+
+
+def test_the_picture_stands_alone(tmp_path: Path) -> None:
+    html, _ = write(REPORT, tmp_path)
+    svg = html.with_suffix(".svg").read_text(encoding="utf-8")
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert "vit-s16: 2.50× the speed with the same results" in svg
+    assert "half rung" in svg
+    assert "order rung" not in svg  # it does not pay
 
 
 def test_without_loss_runs_there_is_no_loss_section() -> None:
@@ -144,7 +227,7 @@ def test_without_loss_runs_there_is_no_loss_section() -> None:
         rungs=tuple(replace(r, losses=(), loss=None, loss_difference=None) for r in REPORT.rungs),
     )
     html = to_html(bare)
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 4
     assert "What it does to the loss" not in html
 
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from operator import mul
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from penstock.report.chart import Chart, Entry, Scale, number, signed, text_width, ticks, wrap
+import penstock.report.page
+from penstock.report.chart import (
+    CURVE_COLORS,
+    NARROW,
+    SMALL,
+    WIDE,
+    Chart,
+    Entry,
+    Label,
+    Scale,
+    number,
+    signed,
+    style,
+    text_width,
+    ticks,
+    wrap,
+)
 from penstock.report.figures import (
     Bar,
     Line,
@@ -40,20 +62,19 @@ def _bar(svg: str, tip: str) -> list[ElementTree.Element]:
 
 
 def test_bars_stand_on_one_line_and_their_heights_are_their_values() -> None:
-    svg = waterfall(BARS, title="t", y_label="y")
+    svg = waterfall(BARS, title="t", x_label="y")
     (base,) = _bar(svg, "baseline: 1.00×")
-    start, gain = _bar(svg, "half & half: 2.00×")
+    start, gain = _bar(svg, "half & half: 2.00× (1.90× to 2.10×), predicted 2.50×")
     (left,) = _bar(svg, "slower one: 1.50×")
-    unit = float(base.get("height") or 0)
-    assert float(start.get("height") or 0) == pytest.approx(unit, abs=0.2)
-    assert float(gain.get("height") or 0) == pytest.approx(unit, abs=0.2)  # from 1 to 2
-    assert float(left.get("height") or 0) == pytest.approx(1.5 * unit, abs=0.3)
-    floors = {round(float(r.get("y") or 0) + float(r.get("height") or 0)) for r in (base, start, left)}
-    assert len(floors) == 1
+    unit = float(base.get("width") or 0)
+    assert float(start.get("width") or 0) == pytest.approx(unit, abs=0.2)
+    assert float(gain.get("width") or 0) == pytest.approx(unit, abs=0.2)  # from 1 to 2
+    assert float(left.get("width") or 0) == pytest.approx(1.5 * unit, abs=0.3)
+    assert len({r.get("x") for r in (base, start, left)}) == 1
 
 
 def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
-    svg = waterfall(BARS, title="t", y_label="y")
+    svg = waterfall(BARS, title="t", x_label="y")
     assert not _bar(svg, "absent <one>: 0.00×")
     assert "out of memory" in svg
     assert "<one>" not in svg  # words are escaped
@@ -62,11 +83,11 @@ def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
 
 def test_a_figure_without_any_measurement_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one measured bar"):
-        waterfall([Bar(label="x", state="absent")], title="t", y_label="y")
+        waterfall([Bar(label="x", state="absent")], title="t", x_label="y")
 
 
 def test_memory_bars_label_their_values() -> None:
-    svg = memory_bars([Bar(label="a", state="baseline", value=812.0)], title="t", y_label="MiB")
+    svg = memory_bars([Bar(label="a", state="baseline", value=812.0)], title="t", x_label="MiB")
     assert ">812<" in svg
 
 
@@ -96,7 +117,11 @@ def test_lines_mark_the_points_that_have_tips_and_name_every_line() -> None:
         y_label="FLOPs",
         log=True,
     )
-    assert [circle[0].text for circle in _elements(svg, "circle")] == ["one", "two"]
+    assert len(_elements(svg, "circle")) == 2
+    assert [line.get("data-tips") for line in _elements(svg, "polyline")] == [
+        "one|two",
+        "other, size 15: 2e+22",
+    ]
     words = [element.text for element in _elements(svg, "text")]
     assert {"size", "FLOPs", "first <law>", "other", "10", "20", "1e+22", "2e+22"} <= set(words)
 
@@ -106,17 +131,19 @@ def test_differences_beyond_noise_are_coloured_and_grow_from_zero() -> None:
         Bar(label="a", state="higher", value=0.5), Bar(label="b", state="lower", value=-0.1),
         Bar(label="c", state="absent"),
     ]  # fmt: skip
-    svg = difference_bars(bars, noise=0.02, title="t")
+    svg = difference_bars(bars, noise=0.02, title="t", x_label="loss")
     (up,), (down,) = _bar(svg, "a: +0.500"), _bar(svg, "b: -0.100")
     assert "--bad" in (up.get("style") or "")
     assert "--c1" in (down.get("style") or "")
-    assert float(up.get("y") or 0) + float(up.get("height") or 0) == pytest.approx(
-        float(down.get("y") or 0), abs=0.2
+    assert float(down.get("x") or 0) + float(down.get("width") or 0) == pytest.approx(
+        float(up.get("x") or 0), abs=0.2
     )
 
 
 def test_all_differences_zero_is_no_division_by_zero() -> None:
-    assert "svg" in difference_bars([Bar(label="a", state="kept", value=0.0)], noise=0.0, title="t")
+    assert "svg" in difference_bars(
+        [Bar(label="a", state="kept", value=0.0)], noise=0.0, title="t", x_label="l"
+    )
 
 
 def test_stacked_bars_are_as_long_as_their_parts() -> None:
@@ -137,7 +164,7 @@ def test_figures_without_data_are_refused() -> None:
 
 
 def test_a_figure_alone_is_a_file_of_its_own() -> None:
-    chart = Chart(10)
+    chart = Chart(10, 10)
     chart.box(0, 0, 5, 5, fill="--accent")
     svg = chart.svg("t", alone=True)
     assert 'xmlns="http://www.w3.org/2000/svg"' in svg
@@ -188,12 +215,12 @@ def test_labels_break_between_words_and_say_when_they_are_cut() -> None:
 def test_a_legend_breaks_into_rows_of_its_width() -> None:
     chart = Chart()
     entries = [Entry(words, "--accent", "dot") for words in ("first entry", "second entry", "third entry")]
-    below = chart.legend(entries, 0, 16, 300)
+    below = chart.legend(entries, 0, 16, 280)
     texts = [text for text in _elements(chart.svg("t"), "text") if text.text != "●"]
     places = [(float(t.get("x") or 0), float(t.get("y") or 0)) for t in texts]
     assert [y for _, y in places] == [16, 16, 35]
     assert below == 54
-    assert max(x + text_width("second entry") for x, _ in places) <= 300
+    assert max(x + text_width("second entry") for x, _ in places) <= 280
 
 
 def test_a_scale_maps_its_ends_and_marks_round_numbers() -> None:
@@ -207,14 +234,168 @@ def test_a_scale_maps_its_ends_and_marks_round_numbers() -> None:
 def test_a_page_is_self_contained_and_escaped() -> None:
     html = page(
         "A <title>", "lead", [Tile(value="2×", words="faster & better", lead=True)],
-        [Section(title="s", text="one\n\ntwo", code="a < b", figures=["<svg></svg>"], columns=[Cell("c")],
-                 rows=[("strong", [Cell("1", "small")])], facts={"k": "v"})],
+        [Section(title="s", text="one\n\ntwo", code="a < b", figures=[lambda width: f"<svg>{width}</svg>"],
+                 columns=[Cell("c")], rows=[("strong", [Cell("1", "small")])], facts={"k": "v"})],
     )  # fmt: skip
     assert "A &lt;title&gt;" in html
     assert "a &lt; b" in html
     assert "faster &amp; better" in html
-    assert not re.search(r"<script|<link|src=|href=|url\(|@import|https?://", html)
+    assert not re.search(r"<link|src=|href=|url\(|@import|https?://", html)
     assert html.count("<p>") == 2
+    assert [f"<svg>{width}</svg>" in html for width in (WIDE, NARROW)] == [True, True]
+
+
+def test_a_cell_of_a_notebook_has_the_same_without_a_script_or_rules_for_others() -> None:
+    section = Section(title="s", figures=[lambda width: "<svg></svg>"])
+    html = page("t", "lead", [], [section], whole=False)
+    assert "<svg></svg>" in html
+    assert not re.search(r"<script|<html|<body|<!doctype", html)
+    rules = html.split("<style>")[1].split("</style>")[0]
+    rules = re.sub(r"@(media|container)[^{]*", "", rules)
+    names = [name.strip("{} \n") for name in re.findall(r"[^{};]+\{", rules)]
+    assert all(".penstock" in name or "svg.figure" in name for name in names if name), names
+
+
+def test_the_script_of_all_pages_is_short_and_asks_nobody() -> None:
+    script = Path(penstock.report.page.__file__).with_suffix(".js").read_text(encoding="utf-8")
+    assert len(script.splitlines()) <= 120
+    assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import |eval\(|innerHTML", script)
+
+
+LONG = "a name that is far longer than the room beside a bar, in many words"
+STEPS = [*BARS, Bar(label=LONG, state="kept", value=2.2, floor=2.0, predicted=90.0)]
+FIGURES: dict[str, Callable[..., str]] = {
+    "waterfall": partial(waterfall, STEPS, title="t", x_label="speed", heading=LONG),
+    "memory": partial(memory_bars, STEPS, title="t", x_label="MiB"),
+    "difference": partial(difference_bars, STEPS[:3], noise=0.7, title="t", x_label="loss"),
+    "stacks": partial(
+        stacked_bars, [Stack(label=LONG, parts={"x": 3.0, "y": 1.0}), Stack(label="b", parts={"x": 1.0})],
+        title="t", unit="s", limit=4.4,
+    ),
+    "lines": partial(
+        lines,
+        [
+            Line(label=LONG, points=[(i, 10.0**i) for i in range(1, 9)], tips=["a"] * 8, bold=True),
+            Line(label="other", points=[(1, 3.0), (8, 1e8)]),
+        ],
+        title="t", x_label="devices", y_label="seconds per step", log=True, x_marks=[1, 2, 3, 4, 5, 6, 7, 8],
+    ),
+    "losses": partial(
+        lines, [Line(label="one", points=[(1, 3.0), (2, 2.0), (3, 1.0)])], title="t", x_label="step", y_label="loss",
+    ),
+}  # fmt: skip
+
+
+def _labels(svg: str) -> list[Label]:
+    """Where text stands, by the widths that figures reckon with."""
+    found = []
+    for text in _elements(svg, "text"):
+        drawn, words = text.get("style") or "", text.text or ""
+        size = float(re.search(r"font-size:([\d.]+)px", drawn)[1])  # type: ignore[index]
+        wide = text_width(words, size, bold="font-weight" in drawn)
+        left = (
+            float(text.get("x") or 0)
+            - wide * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor") or ""]
+        )
+        y = float(text.get("y") or 0)
+        found.append(Label(words, left, y - 0.78 * size, left + wide, y + 0.22 * size))
+    return found
+
+
+@pytest.mark.parametrize("width", [NARROW, 500.0, WIDE, 1180.0])
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_label_lies_on_another_or_leaves_the_figure_at_any_width(name: str, width: float) -> None:
+    svg = FIGURES[name](width=width)
+    _, _, right, bottom = map(float, (ElementTree.fromstring(svg).get("viewBox") or "").split())
+    labels = _labels(svg)
+    assert len(labels) > 4
+    for one, other in itertools.combinations(labels, 2):
+        assert not one.overlaps(other), (one, other)
+    for label in labels:
+        assert label.x1 >= -1, label
+        assert label.x2 <= right + 1, label
+        assert label.y2 <= bottom + 1, label
+    sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", svg)]
+    assert min(sizes) >= SMALL - 1
+
+
+def test_an_axis_reaches_as_far_as_what_was_measured() -> None:
+    svg = waterfall(STEPS, title="t", x_label="speed")
+    marks = [float(t.text or "") for t in _elements(svg, "text") if re.fullmatch(r"[\d.]+", t.text or "")]
+    assert max(marks) < 3  # one prediction is 90
+    assert "predicted 90.00×" in svg
+    runaway = Line(label="diverged", points=[(1, 3.0), (2, 1e9), (3, float("nan"))])
+    steady = Line(label="baseline", points=[(1, 3.0), (2, 2.0), (3, 1.0)], bold=True)
+    svg = lines(
+        [steady, runaway],
+        band=([(1, 2.9), (3, 0.9)], [(1, 3.1), (3, 1.1)]),
+        title="t",
+        x_label="x",
+        y_label="y",
+    )
+    marks = [float(t.text or "") for t in _elements(svg, "text") if re.fullmatch(r"[\d.]+", t.text or "")]
+    assert max(marks) < 10
+    assert "1e+09" in svg  # a pointer is told
+
+
+def test_legends_name_what_they_switch() -> None:
+    svg = FIGURES["lines"](width=WIDE)
+    named = {group.get("data-series") for group in _elements(svg, "g")} - {None}
+    keys = {group.get("data-key") for group in _elements(svg, "g")} - {None}
+    assert named == keys == {LONG, "other"}
+
+
+# Machado, Oliveira and Fernandes 2009, at full severity, on linear RGB: normal sight, and eyes without red or green.
+SIGHTS = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+}  # fmt: skip
+
+
+def _linear(color: str) -> list[float]:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def _seen(color: str, sight: str) -> tuple[float, ...]:
+    """A colour in OKLab, where distances are about those that people see."""
+    r, g, b = (max(0.0, sum(map(mul, row, _linear(color)))) for row in SIGHTS[sight])
+    cones = (
+        0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b,
+        0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b,
+        0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b,
+    )
+    long, middle, short = (cone ** (1 / 3) for cone in cones)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_differ_for_eyes_without_red_or_green_and_stand_out_from_the_paper(scheme: str) -> None:
+    rule = next(part for part in style("x").split("{") if part.startswith(f"color-scheme:{scheme}"))
+    colors = dict(re.findall(r"--(\w+):(#\w{6})", rule))
+    curves = [colors[name.removeprefix("--")] for name in CURVE_COLORS]
+    together = [curves, [colors[name] for name in ("accent", "soft", "c1", "bad", "base")]]
+    together += [
+        [colors[name] for name in ("accent", "c1", "base", "idle")]
+    ]  # bars of idle have a dashed edge besides
+    for group, (sight, _) in itertools.product(together, SIGHTS.items()):
+        for one, other in itertools.combinations(group, 2):
+            apart = math.dist(_seen(one, sight), _seen(other, sight))
+            assert apart > 0.08, (sight, one, other, apart)
+
+    def contrast(one: str, other: str) -> float:
+        bright = sorted(sum(map(mul, (0.2126, 0.7152, 0.0722), _linear(c))) + 0.05 for c in (one, other))
+        return bright[1] / bright[0]
+
+    assert all(contrast(color, colors["card"]) >= 2.9 for color in curves)
+    assert all(
+        contrast(colors[ink], colors["card"]) >= 4.5 for ink in ("ink", "muted", "accent", "bad", "mark")
+    )
 
 
 def test_drawing_needs_no_torch() -> None:

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from penstock.precision.histogram import HIGH, LOW, Histogram
-from penstock.report.chart import STYLE
+from penstock.report.chart import style
 from penstock.report.precision_figures import gradient_figure, percent
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -108,7 +108,7 @@ def test_the_axis_reaches_what_a_large_scale_saves() -> None:
 
 def test_all_colours_follow_the_scheme() -> None:
     figure = drawn(SHARES, 4.0)
-    light, dark = STYLE.split("@media (prefers-color-scheme:dark)")
+    light, dark = style("svg").split("@media (prefers-color-scheme:dark)")
     used = set(re.findall(r"var\((--\w+)\)", figure))
     assert used
     assert all(f"{variable}:" in light and f"{variable}:" in dark for variable in used)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.report.chart import STYLE
+from penstock.report.chart import style
 from penstock.report.schedule_figure import schedule_figure
 from penstock.schedules import SCHEDULE_NAMES, Costs, generate, simulate
 
@@ -54,7 +54,7 @@ def test_kinds_and_chunks_differ_in_colour_and_all_colours_follow_the_scheme() -
     ]  # type: ignore[index]
     assert len(set(fills)) == 4
     used = set(re.findall(r"var\((--\w+)\)", figure))
-    light, dark = STYLE.split("@media (prefers-color-scheme:dark)")
+    light, dark = style("svg").split("@media (prefers-color-scheme:dark)")
     assert used
     assert all(f"{variable}:" in light and f"{variable}:" in dark for variable in used)
     assert not re.search(r"(fill|stroke):#", figure.split("</style>")[1])

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from penstock.cli._app import configured
 from penstock.config.load import load
@@ -26,16 +28,23 @@ def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str
 
 
 @configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_factory)
-def ladder(config: LadderConfig) -> int:
+def ladder(
+    config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
+) -> int:  # fmt: skip
     """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
 
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
+
+    Parameters
+    ----------
+    all_
+        List every rung, also those that do not pay or do not apply here, with the reason.
     """
     # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from penstock.ladder.climb import ladder as climb
-    from penstock.ladder.show import remarks, table, write
+    from penstock.ladder.show import ending, remarks, table, write
     from penstock.report.page import plain_console
 
     def show(result: RungResult) -> None:
@@ -46,11 +55,11 @@ def ladder(config: LadderConfig) -> int:
     report = climb(config=config, on_result=show)
     html, data = write(report, config.output)
     console = plain_console()
-    console.print(table(report, console.width))
-    for remark in remarks(report):
+    console.print(table(report, console.width, every=all_))
+    for remark in remarks(report, every=all_):
         console.print(remark)
-    console.print(f"\nWritten: {html} and {data}\n\n{report.speedup:.2f}× the baseline's speed, with")
-    console.print(
-        report.train_command, soft_wrap=True
-    )  # not wrapped, because this line is there to be copied
+    console.print(f"\nWritten: {html} and {data}")
+    for words, command in ending(report):
+        console.print(f"\n{words}")
+        console.print(command, soft_wrap=True)  # not wrapped, because this line is there to be copied
     return int(ExitCode.DONE)

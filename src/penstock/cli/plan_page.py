@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
@@ -15,7 +16,8 @@ from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, Lever, why_othe
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Found, explore
 from penstock.report.figures import Line, Stack, lines, stacked_bars
-from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.page import Cell, Section, Tile, origin, page
+from penstock.report.record import environment
 from penstock.report.schedule_figure import schedule_figure
 
 SHOWN = 8
@@ -42,7 +44,7 @@ def plan_page(
     sections = [
         layouts(found, SHOWN),
         _stacked(
-            found, "Where the time goes", "", "Seconds of one step by part", "s",
+            found, "Where the time goes", "", "Time of one step by part", "s",
             lambda one: one.seconds, words=SECOND_WORDS,
         ),
         _stacked(
@@ -65,10 +67,11 @@ def plan_page(
             Section(
                 title="What would help most",
                 text="The best layout after a new search for each change, in samples per second.",
-                columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True)],
+                columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True, rank=2)],
                 rows=rows,
             )
         )
+    sections.append(origin(environment(), title="Where this was computed"))
     tiles = [
         Tile(value=f"{best.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
         Tile(
@@ -108,7 +111,7 @@ def _stacked(
         Stack(label=_label(rank, one), parts=parts(one))
         for rank, one in enumerate(found.predictions[:SHOWN], 1)
     ]
-    drawn = stacked_bars(stacks, title=figure, unit=unit, limit=limit, words=words)
+    drawn = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
     return Section(title=title, text=text, figures=[drawn])
 
 
@@ -140,7 +143,8 @@ def _devices(
     fewest, slowest = times[0]
     ideal = [(devices, slowest * fewest / devices) for devices, _ in times]
     tips = [f"{devices:,.0f} devices: {seconds:.4g} s; {plan}" for devices, seconds, plan in points]
-    figure = lines(
+    figure = partial(
+        lines,
         [Line(label="best layout", points=times, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
         title="Seconds of one step by devices", x_label="devices", y_label="seconds per step", log=True,
         x_marks=[devices for devices, _ in times],
@@ -170,7 +174,7 @@ def _pipeline(best: Prediction) -> Section:
     backward = best.backward_seconds / chunks * 1e3
     weight = best.weight_gradient_seconds / chunks * 1e3
     costs = Costs(forward=forward, backward_input=backward - weight, backward_weight=weight)
-    figure = schedule_figure(simulate(schedule, costs), title="The pipeline over time", unit="ms")
+    figure = partial(schedule_figure, simulate(schedule, costs), title="The pipeline over time", unit="ms")
     drawn = (
         ""
         if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual

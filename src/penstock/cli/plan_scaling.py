@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
@@ -12,8 +13,10 @@ from penstock.config.convert import plain
 from penstock.config.machine import Machine
 from penstock.planner.scaling_laws import LAWS, ParametricLaw, optima
 from penstock.report.figures import Line, lines
-from penstock.report.page import Cell, Section, Tile, page, plain_console, terminal_table
+from penstock.report.page import Cell, Section, Tile, origin, page, plain_console, terminal_table
+from penstock.report.record import environment
 
+COMPUTED = "Where this was computed"
 ASSUMED_MFU = 0.45
 """The MFU that converts a budget of device hours to FLOPs, because no model is given."""
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
@@ -88,7 +91,7 @@ def scaling_page(lead: str, compute: float, served: float) -> str:
         Tile(value=f"{one.tokens_per_parameter:.3g}", words=f"tokens per parameter, {one.law}", lead=i == 0)
         for i, one in enumerate(optima(compute))
     ]
-    sections = [_laws(compute, served), _smaller(compute, served)]
+    sections = [_laws(compute, served), _smaller(compute, served), origin(environment(), title=COMPUTED)]
     footer = "Computed by penstock plan --compute. Losses are of each law's own data and tokenizer."
     return page(f"What {compute:.4g} FLOPs train best", lead, tiles, sections, footer)
 
@@ -108,7 +111,7 @@ def _laws(compute: float, served: float) -> Section:
     sources = {law.name: law.source for law in LAWS} | {
         "Kaplan 2020": "Kaplan et al. 2020, section 6.1; without learning-rate decay matched to the tokens"
     }
-    heads = [*map(Cell, ("parameters", "tokens", "per parameter", "loss")), Cell("FLOPs", minor=True)]
+    heads = [*map(Cell, ("parameters", "tokens", "per parameter", "loss")), Cell("FLOPs", rank=2)]
     return Section(
         title="The optimum, by each law", columns=[Cell("law", words=True), *heads], rows=rows, facts=sources
     )
@@ -134,13 +137,13 @@ def _smaller(compute: float, served: float) -> Section:
             for one in found
         ]  # fmt: skip
     what = f"training, and serving {served:.3g} tokens" if served else "training"
-    figure = lines(
-        curves, log=True, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
+    figure = partial(
+        lines, curves, log=True, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
         y_label=f"FLOPs of {what}",
     )  # fmt: skip
     heads = [
         Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"), Cell("training", "FLOPs more"),
-        Cell("FLOPs", "with serving", minor=True),
+        Cell("FLOPs", "with serving", rank=2),
     ]  # fmt: skip
     return Section(
         title="Smaller models, trained for longer to the same loss",

@@ -53,9 +53,9 @@ def grouped(value: float) -> str:
 
 def layouts(found: Found, top: int) -> Section:
     """The fastest layouts, so many."""
-    heads = [Cell(name) for name in ("", "tp", "pp", "dp", "micro")]
-    heads += [Cell("virtual", minor=True), *map(Cell, ("sharding", "recompute", "s/step", "MFU", "GiB"))]
-    heads += [Cell("bubble", minor=True), Cell("tokens/s/GPU")]
+    heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
+    heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("GiB")]
+    heads += [Cell("bubble", rank=6), Cell("tokens/s/GPU", rank=4)]
     rows = [
         ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(one))])
         for rank, one in enumerate(found.predictions[:top], 1)

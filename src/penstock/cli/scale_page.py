@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.precision import GradientHistogram, Recommendation
 from penstock.precision.histogram import Histogram
-from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.precision_figures import gradient_figure, percent
-from penstock.report.record import facts
 
 SOURCE = 'Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2'
 
@@ -58,7 +58,8 @@ class Measured:
             title="The figures",
             text="Shares of all values: in fp16 without the loss scale → with it.",
             columns=[
-                Cell("in fp16, without → with the scale", words=True), *map(Cell, ("activations", "weights", "all")),
+                Cell("in fp16, without → with the scale", words=True), Cell("activations"), Cell("weights"),
+                Cell("all", rank=2),
             ],
             rows=[
                 row("values", lambda kind: f"{kind.values:,}"),
@@ -92,9 +93,9 @@ def scale_page(measured: Measured, environment: Mapping[str, Any]) -> tuple[str,
     """The page, and the figure of activation gradients as a file of its own."""
     advice, gradients = measured.advice, measured.gradients
 
-    def figure(histogram: Histogram, kind: str, alone: bool = False) -> str:
+    def figure(histogram: Histogram, kind: str) -> Callable[..., str]:
         title = f"Gradients of {kind} of {measured.title}"
-        return gradient_figure(histogram, scale=advice.scale, title=title, alone=alone)
+        return partial(gradient_figure, histogram, scale=advice.scale, title=title)
 
     use = (
         f"The largest power of two S for which the largest gradient, {advice.headroom:g} times as large and multiplied "
@@ -118,12 +119,8 @@ def scale_page(measured: Measured, environment: Mapping[str, Any]) -> tuple[str,
         Section(title="Gradients of activations", text=bars, figures=[activations]),
         Section(title="Gradients of weights", figures=[figure(gradients.weights, "weights")]),
         measured.table,
-        Section(
-            title="Where this was measured",
-            facts=facts(environment),
-            code=str(environment.get("command") or ""),
-        ),
+        origin(environment),
     ]
     made = "Made by penstock scale. The counts are in scale.json beside this page."
     html = page(f"The loss scale of {measured.title}", measured.heading, tiles, sections, made)
-    return html, figure(gradients.activations, "activations", alone=True)
+    return html, activations(alone=True)

@@ -1,42 +1,56 @@
-"""A climb as one self-contained HTML page."""
+"""A climb as one self-contained HTML page, as a cell of a notebook, and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from penstock.ladder.result import Equality, LadderReport, RungResult
+from penstock.ladder.result import LadderReport, RungResult
+from penstock.ladder.tables import (
+    LOOKS,
+    MIB,
+    equality_words,
+    figures,
+    flop_unit,
+    heading,
+    mebibytes,
+    noise_words,
+    plan_words,
+    ratio,
+    seconds,
+    times,
+    titles,
+    warning,
+)
 from penstock.report.chart import number, signed
 from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
-from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.record import facts
+from penstock.report.page import Cell, Section, Tile, origin, page
 
-MIB = 2.0**20
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
 
 _STATES: Mapping[str, State] = {
-    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "offered": "not kept", "reported": "not kept",
+    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "reported": "not kept", "offered": "offered",
 }  # fmt: skip
-_LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong"}
-"""How a rung's row looks; others are faint."""
-_MEMORY_WORDS = (
-    "The most memory that tensors take at any moment of a step: weights, gradients, optimizer state, activations. "
-    "Diamonds are the planner's predictions."
-)
+_SPEED = "speed relative to the baseline"
 
 
 def to_html(report: LadderReport) -> str:
-    """The whole report as one page: no script, no outside request."""
+    """The whole report as one page, without any outside request."""
     sections = [
-        Section(title="The best Plan", text=_plan_words(report), code=report.train_command),
-        Section(title="What each optimisation gains", text=_gain_words(report), figures=[_waterfall(report)]),
-        figures(report, report.rungs),
-        Section(title="Memory", text=_MEMORY_WORDS, figures=[_memory(report)]),
+        *_plans(report),
+        Section(
+            title="What each optimisation gains", text=_gain_words(report), figures=[partial(speeds, report)]
+        ),
+        figures(report, [rung for rung in report.rungs if rung.measured]),
+        *_search(report),
+        *_memory(report),
         *_losses(report),
         *_several(report),
+        *_absent(report),
         Section(title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}),
-        Section(title="Where this was measured", facts=_facts(report), code=report.command),
+        origin(report.environment, command=report.command, more=_facts(report)),
     ]
     made = (
         f"Made by Penstock in {report.wall_seconds:.0f} s. The figures are in ladder.json beside this page."
@@ -44,104 +58,168 @@ def to_html(report: LadderReport) -> str:
     return page(heading(report), _lead(report), _tiles(report), sections, made)
 
 
-def heading(report: LadderReport) -> str:
-    """What was climbed, in a few words."""
-    return f"The ladder of {report.title}"
+def notebook(report: LadderReport) -> str:
+    """The Plans, the figure and the table, for a cell of a notebook."""
+    drawn = Section(title="What each optimisation gains", figures=[partial(speeds, report)])
+    table = figures(report, [rung for rung in report.rungs if rung.measured])
+    return page(heading(report), _lead(report), _tiles(report), [*_plans(report), drawn, table], whole=False)
+
+
+def picture(report: LadderReport) -> str:
+    """What pays, as an SVG file of its own, for a README or a slide."""
+    text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
+    if report.fastest is not None:
+        text += f", {report.fastest.speedup.value:.2f}× with others"
+    paying = [rung for rung in report.rungs if rung.status in ("baseline", "kept", "offered")]
+    where = f"{_SPEED}; {_where(report)}, batch {report.batch}"
+    return speeds(report, rungs=paying, heading=text, x_label=where, alone=True)
+
+
+def _where(report: LadderReport) -> str:
+    machine = report.environment.get("machine", {})
+    gpus: Sequence[str] = machine.get("gpus") or ()
+    if report.machine.get("device") == "cuda" and gpus:
+        return gpus[0].split(",")[0]
+    return f"{machine.get('cores')} cores of {machine.get('processor')}"
 
 
 def _lead(report: LadderReport) -> str:
-    machine = report.environment.get("machine", {})
-    gpus: Sequence[str] = machine.get("gpus") or ()
-    where = f"{machine.get('cores')} cores of {machine.get('processor')}"
-    if report.machine.get("device") == "cuda" and gpus:
-        where = gpus[0].split(",")[0]
     tried = sum(rung.measured for rung in report.rungs) - 1
     paid = sum(rung.status == "kept" for rung in report.rungs)
-    return f"Training on {where}, batch {report.batch}: {tried} optimisations measured, {paid} of them pay."
-
-
-def _tiles(report: LadderReport) -> list[Tile]:
-    """The numbers worth reading first. Speeds are of the same rounds, as their ratio is."""
-    best, first = report.best, report.baseline
-    tiles = [Tile(value=f"{report.speedup:.2f}×", words="the speed of the plain baseline", lead=True)]
-    now = best.samples_per_second
-    before = first.samples_per_second.value if first.samples_per_second else None
-    if now and before:
-        tiles.append(Tile(value=f"{number(now.value)}/s", words=f"{report.unit}, from {number(before)}"))
-    flops = best.model_flops_per_second
-    if flops and before and first.model_flops_per_second and first.samples_per_second:
-        scale, unit = _flop_unit(report)
-        each = first.model_flops_per_second.value / first.samples_per_second.value
-        words = f"{unit} of the model, from {number(before * each / scale)}"
-        tiles.append(Tile(value=number(flops.value / scale), words=words))
-    if best.memory_bytes and first.memory_bytes:
-        words = f"peak memory, from {number(first.memory_bytes / MIB)}"
-        tiles.append(Tile(value=f"{number(best.memory_bytes / MIB)} MiB", words=words))
-    if best.loss_difference is not None and report.noise is not None:
-        words = f"loss difference; seeds alone make ±{report.noise.deviation:.3f}"
-        tiles.append(Tile(value=signed(best.loss_difference, 3), words=words))
-    return tiles
-
-
-def _plan_words(report: LadderReport) -> str:
-    words = f"Everything that pays, in one line: {report.plan}."
-    changed = ", ".join(f"{name} {value}" for name, value in report.same.model.items())
-    if changed:
-        words += f" It changes the model: {changed}."
-    if report.same.within_noise is False:
-        words += " Its loss differs from the baseline's by more than chance explains."
-    return words
-
-
-def _gain_words(report: LadderReport) -> str:
-    how = "Each optimisation on top of those before it that pay. One that does not pay is measured, and not kept."
-    without = [rung for rung in report.rungs if rung.status == "unsupported"]
-    left_out = f"\n\nThese do not apply here, for the reasons below: {titles(without)}." if without else ""
+    searched = (
+        f"{len(report.tried)} of {report.candidates:,} combinations built, " if report.candidates else ""
+    )
     return (
-        f"{how} Speeds are of one joint estimate over all rounds, in which the settings take turns, so that a machine "
-        f"that slows down does so for all; whiskers are intervals of 95 %.{left_out}"
+        f"Training on {_where(report)}, batch {report.batch}: {searched}{tried} optimisations measured, {paid} of them "
+        "pay and leave results as they are."
     )
 
 
-def _waterfall(report: LadderReport) -> str:
+def _tiles(report: LadderReport) -> list[Tile]:
+    """The numbers worth reading first, all of the same estimate."""
+    best, first, same = report.best, report.baseline, report.same
+    tiles = [
+        Tile(value=times(same.speedup), words="the speed of the plain baseline, same results", lead=True)
+    ]
+    if report.fastest is not None:
+        tiles.append(Tile(value=times(report.fastest.speedup), words="with what changes results"))
+    if first.samples_per_second:
+        before = number(first.samples_per_second.value)
+        tiles.append(
+            Tile(value=f"{number(same.samples_per_second.value)}/s", words=f"{report.unit}, from {before}")
+        )
+    if best.model_flops_per_second and first.model_flops_per_second:
+        scale, unit = flop_unit(report)
+        now, before = (number(one.model_flops_per_second.times(1 / scale).value) for one in (best, first))  # type: ignore[union-attr]
+        tiles.append(Tile(value=now, words=f"{unit} of the model, from {before}"))
+    if same.memory_bytes and first.memory_bytes:
+        words = f"peak memory, from {number(first.memory_bytes / MIB)}"
+        tiles.append(Tile(value=f"{number(same.memory_bytes / MIB)} MiB", words=words))
+    if same.loss_difference is not None and report.noise is not None:
+        words = f"loss difference; seeds alone make ±{report.noise.deviation:.3f}"
+        tiles.append(Tile(value=signed(same.loss_difference, 3), words=words))
+    return tiles
+
+
+def _plans(report: LadderReport) -> list[Section]:
+    """The Plan with the same results, and the fastest of all where that is another."""
+    title = "The fastest Plan with the same results"
+    made = [
+        Section(
+            title=title,
+            text=plan_words(report, report.same),
+            warning=warning(report),
+            code=report.train_command,
+        )
+    ]
+    if report.fastest is not None:
+        words = f"It changes results, so decide for yourself. {plan_words(report, report.fastest)}"
+        code = report.fastest.train_command
+        made.append(Section(title="The fastest of all", text=words, code=code))
+    return made
+
+
+def _gain_words(report: LadderReport) -> str:
+    text = (
+        "From the baseline up: each kept rung on top of the one before, so that their gains multiply to the total. "
+        "Then what was measured on top of the best Plan: what pays but changes results, and what does not pay. Speeds "
+        "are of one joint estimate over all rounds, in which the settings take turns, so that a machine that slows "
+        "down does so for all; whiskers are intervals."
+    )
+    return f"{text}\n\n{noise_words(report)}".strip()
+
+
+def speeds(
+    report: LadderReport, *, rungs: Sequence[RungResult] | None = None, x_label: str = _SPEED, **look: Any
+) -> str:  # fmt: skip
+    """The path as a waterfall, and below it the speed of what is not on it. Rungs whose samples themselves are larger
+    have no place on an axis of speeds."""
     bars, level = [], 1.0
-    for rung in _drawn(report):
-        spread, forecast = rung.to_baseline, rung.forecast
+    for rung in rungs or _speedy(report):
+        ratio, forecast = rung.to_baseline, rung.forecast
+        if ratio is None:
+            continue
         bars.append(
             Bar(
                 label=rung.title,
-                state=_STATES.get(rung.status, "absent"),
-                reason=rung.status,
-                value=spread.value if spread else None,
-                low=spread.low if spread else None,
-                high=spread.high if spread else None,
+                state=_STATES[rung.status],
+                value=ratio.value,
+                low=ratio.low,
+                high=ratio.high,
                 floor=level,
                 predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
             )
         )
-        if rung.status == "kept" and spread:
-            level = spread.value
-    title = "Speed of each rung relative to the baseline"
-    return waterfall(bars, title=title, y_label="speed relative to the baseline")
+        level = ratio.value if rung.status == "kept" else level
+    return waterfall(bars, title="Speed of each rung relative to the baseline", x_label=x_label, **look)
 
 
-def _memory(report: LadderReport) -> str:
+def _speedy(report: LadderReport) -> list[RungResult]:
+    """Measured rungs that are compared by speed: what is offered comes behind what is kept, then the others."""
+    measured = [rung for rung in report.rungs if rung.measured and rung.compared_by == "samples"]
+    return sorted(measured, key=lambda rung: {"baseline": 0, "kept": 0, "offered": 1}.get(rung.status, 2))
+
+
+def _search(report: LadderReport) -> list[Section]:
+    """Whole settings that the search measured."""
+    if not report.tried:
+        return []
+    columns = [
+        Cell("Plan", words=True), Cell("measured", "to baseline"), Cell("predicted"),
+        Cell("corrected", "by those before", rank=2), Cell("build s", rank=2), Cell("compile s", rank=3),
+    ]  # fmt: skip
+    rows = []
+    for one in report.tried:
+        changed = ", ".join(f"{name} {value}" for name, value in one.model.items())
+        cells = [
+            Cell(one.plan, changed, words=True), ratio(one.to_baseline), Cell(f"{one.predicted:.2f}×"),
+            Cell(f"{one.corrected:.2f}×"), Cell(f"{one.build_seconds:.1f}"), Cell(seconds(one.compile_seconds)),
+        ]  # fmt: skip
+        rows.append(("strong" if one.plan == report.plan else "", cells))
+    text = (
+        f"Of {report.candidates:,} combinations with the same results the planner put the most promising first, and "
+        "was corrected by each that had been measured. The slower half of those built was dropped, again and again."
+    )
+    return [Section(title="What the search tried", text=text, columns=columns, rows=rows)]
+
+
+def _memory(report: LadderReport) -> list[Section]:
     bars = [
         Bar(
             label=rung.title,
-            state=_STATES.get(rung.status, "absent"),
-            reason=rung.status,
-            value=None if rung.memory_bytes is None else rung.memory_bytes / MIB,
+            state=_STATES[rung.status],
+            value=rung.memory_bytes / MIB,
             predicted=rung.forecast.memory_bytes / MIB if rung.forecast else None,
         )
-        for rung in _drawn(report)
+        for rung in report.rungs
+        if rung.measured and rung.memory_bytes is not None
     ]
-    return memory_bars(bars, title="Peak memory of each rung", y_label="peak memory, MiB")
-
-
-def _drawn(report: LadderReport) -> list[RungResult]:
-    """Rungs that the figures show. Those that do not apply here have only a line in the table."""
-    return [rung for rung in report.rungs if rung.status != "unsupported"]
+    text = (
+        "The most memory that tensors take at any moment of a step: weights, gradients, optimizer state, activations. "
+        "Diamonds are the planner's predictions."
+    )
+    drawn = partial(memory_bars, bars, title="Peak memory of each rung", x_label="peak memory, MiB")
+    return [Section(title="Memory", text=text, figures=[drawn])] if bars else []
 
 
 def _losses(report: LadderReport) -> list[Section]:
@@ -158,61 +236,27 @@ def _losses(report: LadderReport) -> list[Section]:
         f"each other are drawn as one. A larger batch or image sees other samples, so that its difference is no error "
         f"of arithmetic."
     )
-    figures = [
-        lines(
-            _curves(report), band=band, band_label=f"baseline, {len(noise.seeds)} seeds",
+    drawn: list[Callable[..., str]] = [
+        partial(
+            lines, _curves(report), band=band, band_label=f"baseline, {len(noise.seeds)} seeds",
             title="Loss of each rung", x_label="optimizer step", y_label="loss",
         )
     ]  # fmt: skip
-    bars = [_difference(rung, 2 * noise.deviation) for rung in report.rungs[1:] if rung.losses]
+    bars = [
+        _difference(rung.title, rung.loss_difference, 2 * noise.deviation)
+        for rung in report.rungs[1:]
+        if rung.losses and rung.loss_difference is not None
+    ]
     if bars:
-        figures.append(difference_bars(bars, noise=noise.deviation, title="Loss difference of each rung"))
-    return [Section(title="What it does to the loss", text=text, figures=figures)]
+        title = "Loss difference of each rung"
+        label = "loss less the baseline's"
+        drawn.append(partial(difference_bars, bars, noise=noise.deviation, title=title, x_label=label))
+    return [Section(title="What it does to the loss", text=text, figures=drawn)]
 
 
-def _difference(rung: RungResult, noise: float) -> Bar:
-    change = rung.loss_difference
-    state: State = (
-        "absent"
-        if change is None
-        else "kept"
-        if abs(change) <= noise
-        else "higher"
-        if change > 0
-        else "lower"
-    )
-    return Bar(label=rung.title, state=state, value=change, reason="no loss")
-
-
-def _several(report: LadderReport) -> list[Section]:
-    """The section on rungs of several processes."""
-    rungs = [rung for rung in report.rungs if rung.memory_by_rank]
-    if not rungs:
-        return []
-    text = (
-        f"{report.procs} processes on this machine, each with the micro-batch of a single process, so that the global "
-        f"batch is {report.procs} times as large. Speeds are of all together, memory is of each. A single process then "
-        f"takes the same samples from the same weights, one micro-batch after the other, to check the results."
-    )
-    columns = [
-        Cell("rung", words=True), Cell(f"{report.unit}/s", "all processes"), Cell("to one process", "predicted"),
-        Cell("MiB per process", "predicted"), Cell("against one process", words=True),
-    ]  # fmt: skip
-    rows = []
-    for rung in rungs:
-        forecast, speed, ratio = rung.forecast, rung.samples_per_second, rung.to_baseline
-        equal = equality_words(rung.equality) if rung.equality else "not checked: it builds on one that was"
-        cells = [
-            Cell(rung.title, rung.plan, words=True),
-            Cell(number(speed.value) if speed else ""),
-            Cell(f"{ratio.value:.2f}×" if ratio else "", f"{forecast.to_baseline:.2f}×" if forecast else ""),
-            Cell(
-                " · ".join(map(_mib, rung.memory_by_rank)), _mib(forecast.memory_bytes if forecast else None)
-            ),
-            Cell(equal, words=True),
-        ]
-        rows.append((_LOOKS.get(rung.status, "faint"), cells))
-    return [Section(title="Several processes", text=text, columns=columns, rows=rows)]
+def _difference(label: str, change: float, noise: float) -> Bar:
+    state: State = "kept" if abs(change) <= noise else "higher" if change > 0 else "lower"
+    return Bar(label=label, state=state, value=change)
 
 
 def _curves(report: LadderReport) -> list[Line]:
@@ -234,83 +278,42 @@ def _curves(report: LadderReport) -> list[Line]:
     ]
 
 
-def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
-    """What was measured of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
-    against = "to rung before"
+def _several(report: LadderReport) -> list[Section]:
+    """The section on rungs of several processes."""
+    rungs = [rung for rung in report.rungs if rung.memory_by_rank]
+    if not rungs:
+        return []
+    text = (
+        f"{report.procs} processes on this machine, each with the micro-batch of a single process, so that the global "
+        f"batch is {report.procs} times as large. Speeds are of all together, memory is of each. A single process then "
+        f"takes the same samples from the same weights, one micro-batch after the other, to check the results."
+    )
     columns = [
-        Cell("rung", words=True), Cell("predicted", against, minor=True), Cell("measured", against),
-        Cell("in all", "to baseline"), Cell(f"{report.unit}/s", "interval"), Cell(_flop_unit(report)[1], minor=True),
-        Cell("MiB", "predicted"), Cell("compile s", minor=True), Cell("loss change", "loss"),
-        Cell("verdict", words=True),
-    ]  # fmt: skip
+        Cell("rung", words=True),
+        Cell("MiB per process", "predicted"),
+        Cell("against one process", words=True),
+    ]
     rows = []
     for rung in rungs:
-        first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
-        verdict = Cell(rung.status, _shortened(rung.reason), words=True)
-        rows.append((_LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
-    return Section(title="The figures", columns=columns, rows=rows)
+        forecast = rung.forecast
+        equal = equality_words(rung.equality) if rung.equality else "not checked: it builds on one that was"
+        each = " · ".join(map(mebibytes, rung.memory_by_rank))
+        memory = Cell(each, mebibytes(forecast.memory_bytes if forecast else None))
+        cells = [Cell(rung.title, rung.plan, words=True), memory, Cell(equal, words=True)]
+        rows.append((LOOKS.get(rung.status, "faint"), cells))
+    return [Section(title="Several processes", text=text, columns=columns, rows=rows)]
 
 
-def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
-    forecast, before, first = rung.forecast, rung.to_previous, rung.status == "baseline"
-    predicted = Cell(f"{forecast.to_previous:.2f}×" if forecast and not first else "")
-    samples, flops = rung.samples_per_second, rung.model_flops_per_second
-    if not rung.measured or not (before and rung.to_baseline and samples and flops):
-        return [predicted, *[Cell("")] * 7]
-    ratio = f"{before.value:.2f}×{'' if rung.interleaved else ' *'}"
-    compiled, loss, change = rung.compile_seconds, rung.loss, rung.loss_difference
-    return [
-        predicted,
-        Cell("") if first else Cell(ratio, f"{before.low:.2f} – {before.high:.2f}"),
-        Cell(f"{rung.to_baseline.value:.2f}×"),
-        Cell(number(samples.value), f"{number(samples.low)} – {number(samples.high)}"),
-        Cell(number(flops.value / _flop_unit(report)[0])),
-        Cell(_mib(rung.memory_bytes), _mib(forecast.memory_bytes if forecast else None)),
-        Cell("" if compiled is None else f"{compiled:.1f}"),
-        Cell("" if change is None or first else signed(change, 4), "" if loss is None else f"{loss:.4f}"),
-    ]
-
-
-def _mib(size: float | None) -> str:
-    return "" if size is None else number(size / MIB)
-
-
-def _flop_unit(report: LadderReport) -> tuple[float, str]:
-    """A unit of FLOP/s that gives readable numbers for this report, and its name."""
-    first = report.baseline.model_flops_per_second
-    return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
-
-
-def titles(rungs: Sequence[RungResult]) -> str:
-    """Rungs by name, in a sentence."""
-    return ", ".join(rung.title for rung in rungs)
-
-
-def equality_words(found: Equality) -> str:
-    """How far the losses of several processes are from one's, with what is allowed."""
-    norms = (
-        ""
-        if found.norm is None
-        else f", gradient norms within {found.norm:.1e} (of {10 * found.tolerance:.1e})"
-    )
-    return (
-        f"{'equal' if found.holds else 'NOT equal'} to one process on the same samples: losses of {found.steps} steps "
-        f"within {found.loss:.1e} (of {found.tolerance:.1e}){norms}, relatively"
-    )
+def _absent(report: LadderReport) -> list[Section]:
+    """What has no measurement, and why."""
+    reasons = {rung.title: f"{rung.status}: {rung.reason}" for rung in report.rungs if not rung.measured}
+    return [Section(title="What was not measured", facts=reasons)] if reasons else []
 
 
 def _facts(report: LadderReport) -> dict[str, str]:
-    planner = f"Machine {report.machine.get('name')} ({report.machine.get('source')})"
-    found = facts(report.environment) | {"predictions": f"with {planner}: {_rates(report.machine)}"}
-    if report.notes:
-        found["notes"] = " ".join(report.notes)
-    return found | {"measured again by": "the command above"}
-
-
-def _rates(machine: Mapping[str, Any]) -> str:
+    machine = report.machine
     peaks = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.get("peak_flops", {}).items())
-    return f"peak {peaks} TFLOP/s; memory {machine.get('memory_bytes_per_second', 0) / 1e9:.0f} GB/s"
-
-
-def _shortened(words: str, most: int = 160) -> str:
-    return words if len(words) <= most else words[: most - 1].rstrip() + "…"
+    memory = machine.get("memory_bytes_per_second", 0) / 1e9
+    name = f"with Machine {machine.get('name')} ({machine.get('source')})"
+    made = f"{name}: peak {peaks} TFLOP/s; memory {memory:.0f} GB/s"
+    return {"predictions": made} | ({"notes": " ".join(report.notes)} if report.notes else {})

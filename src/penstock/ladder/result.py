@@ -7,6 +7,7 @@ the path multiply to the total, and a figure is the same wherever it is shown.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -254,6 +255,13 @@ class LadderReport:
     def train_command(self) -> str:
         """The command that trains with it."""
         return self.same.train_command
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same figures as the page."""
+        shown: str = importlib.import_module("penstock.ladder.page").notebook(
+            self
+        )  # which imports this module
+        return shown
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`."""

@@ -3,44 +3,105 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.ladder.page import equality_words, figures, heading, to_html
-from penstock.ladder.result import LadderReport
+from penstock.ladder.page import picture, to_html
+from penstock.ladder.result import LadderReport, RungResult
+from penstock.ladder.tables import (
+    equality_words,
+    figures,
+    heading,
+    noise_words,
+    plan_words,
+    times,
+    warning,
+)
 from penstock.report.page import PLAIN_WIDTH, terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_LISTED = 6
+"""Rungs that are named in one line."""
+
 
 def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
-    """Write ladder.html and ladder.json into a folder, which is made if needed. Returns their paths."""
+    """Write ladder.html, ladder.json and ladder.svg into a folder, which is made if needed. Returns the paths of the
+    page and of its JSON."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     html, data = folder / "ladder.html", folder / "ladder.json"
     html.write_text(to_html(report), encoding="utf-8")
     data.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    (folder / "ladder.svg").write_text(picture(report) + "\n", encoding="utf-8")
     return html, data
 
 
-def table(report: LadderReport, width: int = PLAIN_WIDTH) -> Table:
-    """A row for each rung that was measured, for a terminal of so many columns; `remarks` has the others."""
-    made = terminal_table(figures(report, [rung for rung in report.rungs if rung.measured]), width)
+def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False) -> Table:
+    """A row for each rung that pays, for a terminal of so many columns; with `every` for each that was measured."""
+    shown = [rung for rung in report.rungs if _pays(rung) or (every and rung.measured)]
+    made = terminal_table(figures(report, shown), width)
     made.title, made.title_justify, made.title_style = heading(report), "left", "bold"
     return made
 
 
-def remarks(report: LadderReport) -> list[str]:
-    """What the table has no room for: why rungs were not measured or not kept, and notes on the whole climb."""
-    reasons: dict[str, list[str]] = {}
-    for rung in report.rungs:
-        if rung.reason:
-            reasons.setdefault(f"{rung.status}: {rung.reason}", []).append(rung.title)
-    said = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+def _pays(rung: RungResult) -> bool:
+    return rung.status in ("baseline", "kept", "offered")
+
+
+def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
+    """What the table has no room for: rungs that it leaves out, in a line or with `every` each with its reason; the
+    noise floor; and notes on the whole climb."""
+    said = _reasons(report) if every else _counted(report)
     if any(not rung.interleaved for rung in report.rungs):
         said.append("* timed after the others and not in turn with them, because memory did not hold both.")
     said += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
         said.append("The MiB of several processes are those of the fullest one.")
-    return [*said, *report.notes]
+    return [*said, *filter(None, (noise_words(report), warning(report))), *report.notes]
+
+
+def ending(report: LadderReport) -> list[tuple[str, str]]:
+    """The Plans that the climb ends with: each in words, and the command that trains with it."""
+    found = [(f"Same results: {plan_words(report, report.same)}", report.same.train_command)]
+    if report.fastest is not None:
+        found.append((f"Fastest: {plan_words(report, report.fastest)}", report.fastest.train_command))
+    return found
+
+
+def _counted(report: LadderReport) -> list[str]:
+    """Rungs that do not pay, and then those that were not measured, in a line each."""
+    slow = sorted(
+        (rung for rung in report.rungs if rung.measured and not _pays(rung) and rung.to_previous),
+        key=lambda rung: -rung.to_previous.value if rung.to_previous else 0.0,
+    )
+    said = []
+    if slow:
+        named = ", ".join(
+            f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
+        )
+        more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
+        said.append(f"{len(slow)} measured that do not pay: {named}{more}.")
+    absent = Counter(rung.status for rung in report.rungs if not rung.measured)
+    words = {
+        "unsupported": "do not apply here",
+        "out of memory": "ran out of memory",
+        "not run": "were not run",
+    }
+    if absent:
+        said.append(
+            ", ".join(f"{n} {words.get(status, status)}" for status, n in absent.items())
+            + " (--all says why)."
+        )
+    return said
+
+
+def _reasons(report: LadderReport) -> list[str]:
+    """Why rungs were not measured or not kept, once for all that it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for rung in report.rungs:
+        if rung.reason:
+            reasons.setdefault(f"{rung.status}: {rung.reason}", []).append(rung.title)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]

@@ -1,34 +1,55 @@
 """A chart, written straight as SVG: shapes, scales, axes, a legend, and text that fits its place.
 
-Lengths are in SVG user units, which a page shows as CSS pixels at full width; y grows downwards. Colours are the CSS
-variables of `STYLE`, so one figure reads on a light and a dark page, inlined in HTML or by itself.
+Lengths are in SVG user units, which a page shows as about one CSS pixel each; y grows downwards. A figure is drawn anew
+for each width it is shown at, so that its text never shrinks. Colours are the CSS variables of `style`, so one figure
+reads on a light and a dark page, inlined in HTML or by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Literal, TypedDict, Unpack
 
-WIDTH = 1180.0
-"""Of every figure."""
+WIDE, NARROW = 800.0, 340.0
+"""Widths that pages draw every figure at: for a screen, and for a telephone."""
 SMALL = 11.5
 """Size of the numbers along an axis."""
-# One hue for what was gained, one for what was predicted, one for trouble; everything else is ink in
-# shades. Each pair of ink on paper has a contrast of at least 4.5 : 1 in both schemes.
-STYLE = """
-:root{color-scheme:light dark;--paper:#fbfbf9;--card:#ffffff;--ink:#1c2430;--muted:#5b6675;--line:#e2e5e9;
---accent:#0f766e;--soft:#b5dcd7;--base:#64748b;--idle:#dfe3e8;--edge:#9aa5b3;--mark:#c2410c;--bad:#b4233c;
---c0:#0f766e;--c1:#2563c9;--c2:#9333b8;--c3:#b45309;--c4:#be3455;--c5:#4d7c0f;--c6:#0e7490;--c7:#6d5ae0}
-@media (prefers-color-scheme:dark){:root{--paper:#12161c;--card:#1a2029;--ink:#e8ecf1;--muted:#a2adbb;
---line:#2c3541;--accent:#2dd4bf;--soft:#1d5a55;--base:#8794a6;--idle:#2f3946;--edge:#66738a;--mark:#fb923c;
---bad:#fb7185;--c0:#2dd4bf;--c1:#7aa9ff;--c2:#d59bf0;--c3:#f5b04c;--c4:#fb8ba3;--c5:#a3d65c;--c6:#5cc8e8;
---c7:#a99cff}}
+# Light and dark. One hue for what was gained, one for what was predicted, one for trouble; everything else is ink in
+# shades. Each pair of ink on paper has a contrast of at least 4.5 : 1. The colours of curves have 3 : 1 at least, and
+# were searched for so that any two of them also differ for eyes that lack red or green.
+_COLORS = {
+    "paper": "#fbfbf9 #12161c", "card": "#ffffff #1a2029", "ink": "#1c2430 #e8ecf1", "muted": "#5b6675 #a2adbb",
+    "line": "#e2e5e9 #2c3541", "accent": "#0f766e #2dd4bf", "soft": "#b5dcd7 #1d5a55", "base": "#2b3340 #64748b",
+    "idle": "#dfe3e8 #2f3946", "edge": "#9aa5b3 #66738a", "mark": "#c2410c #fb923c", "bad": "#b4233c #fb7185",
+    "c0": "#0f766e #2dd4bf", "c1": "#3e55c8 #37a8ec", "c2": "#6c2d0a #cda629", "c3": "#a09600 #cf4232",
+    "c4": "#1b2093 #526ee3", "c5": "#659da7 #fef145", "c6": "#481645 #bdf8f8", "c7": "#6887ff #528295",
+}  # fmt: skip
+FIGURE_STYLE = """
 svg.figure{font-family:ui-sans-serif,system-ui,"Segoe UI","Helvetica Neue",Arial,sans-serif;display:block;
 width:100%;height:auto;font-variant-numeric:tabular-nums;stroke-linejoin:round}
+svg.figure .halo{paint-order:stroke;stroke:var(--card);stroke-width:3.5px}
 """.strip()
+
+
+def style(root: str) -> str:
+    """The colours as variables of the elements that the selector `root` names: light, or dark where the reader's system
+    is, or as an element around them says (a page's own switch, Jupyter, VS Code).
+    """
+    light, dark = (
+        f"color-scheme:{name};" + ";".join(f"--{key}:{both.split()[which]}" for key, both in _COLORS.items())
+        for which, name in enumerate(("light", "dark"))
+    )
+    around = "[data-theme={0}],[data-jp-theme-light={1}],.vscode-{0}"
+    return (
+        f"{root}{{{light}}}\n@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}\n"
+        f":is({around.format('light', 'true')}) {root}{{{light}}}\n"
+        f":is({around.format('dark', 'false')}) {root}{{{dark}}}\n{FIGURE_STYLE}"
+    )
+
 
 CURVE_COLORS = tuple(f"--c{i}" for i in range(8))
 
@@ -53,12 +74,15 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
     def marks(self, about: int = 5) -> list[float]:
-        """About so many round numbers; on a logarithmic scale 1, 2 and 5 of each decade, or the decades alone."""
+        """About so many round numbers; on a logarithmic scale 1, 2 and 5 of each decade, more on a short one, and the
+        decades alone on a long one."""
         if not self.log:
             near = 1e-9 * (self.high - self.low)
             return [m for m in ticks(self.low, self.high, about) if self.low - near <= m <= self.high + near]
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        steps = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
+        steps: tuple[float, ...] = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
+        if self.high < 20 * self.low:
+            steps = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
         every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
         return [mark for mark in every if self.low <= mark <= self.high]
 
@@ -73,8 +97,27 @@ class Entry:
     bold: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Where a line of text stands: its corners, the upper left one first."""
+
+    words: str
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+
+    def overlaps(self, other: Label) -> bool:
+        """Whether the two share more than an edge."""
+        apart = 0.5
+        return (
+            min(self.x2, other.x2) - max(self.x1, other.x1) > apart
+            and min(self.y2, other.y2) - max(self.y1, other.y1) > apart
+        )
+
+
 class Look(TypedDict, total=False):
-    """How a shape is drawn. A colour is a variable of `STYLE` or any CSS colour; a shape without one is not filled."""
+    """How a shape is drawn. A colour is a variable of `style` or any CSS colour; a shape without one is not filled."""
 
     fill: str
     opacity: float
@@ -93,20 +136,38 @@ class Chart:
     x: Scale
     y: Scale
 
-    def __init__(self, height: float = 0.0, width: float = WIDTH) -> None:
+    def __init__(self, width: float = WIDE, height: float = 0.0) -> None:
         self.width, self.height = width, height
+        self.labels: list[Label] = []
+        """Where there is text so far."""
         self._parts: list[str] = []
+        self._on_top: list[str] = []
+        self._series = ""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether there is no room for labels beside the plot."""
+        return self.width < (NARROW + WIDE) / 2
+
+    @contextmanager
+    def series(self, name: str) -> Iterator[None]:
+        """What is drawn inside is shown and hidden by the legend's entry of this name."""
+        self._series = f' data-series="{escape(name)}"'
+        self._parts.append(f"<g{self._series}>")
+        yield
+        self._parts.append("</g>")
+        self._series = ""
 
     def _add(self, tag: str, place: str, look: Look, tip: str = "") -> None:
-        style = f"fill:{_color(look.get('fill', 'none'))}"
+        drawn = f"fill:{_color(look.get('fill', 'none'))}"
         if "opacity" in look:
-            style += f";fill-opacity:{look['opacity']:g}"
+            drawn += f";fill-opacity:{look['opacity']:g}"
         if stroke := look.get("stroke"):
-            style += f";stroke:{_color(stroke)};stroke-width:{look.get('stroke_width', 1.0):g}"
+            drawn += f";stroke:{_color(stroke)};stroke-width:{look.get('stroke_width', 1.0):g}"
         if dash := look.get("dash"):
-            style += f";stroke-dasharray:{dash}"
+            drawn += f";stroke-dasharray:{dash}"
         inner = f"<title>{escape(tip)}</title>" if tip else ""
-        self._parts.append(f'<{tag} {place} style="{style}">{inner}</{tag}>')
+        self._parts.append(f'<{tag} {place} style="{drawn}">{inner}</{tag}>')
 
     def box(
         self, x1: float, y1: float, x2: float, y2: float, *, radius: float = 0.0, tip: str = "",
@@ -121,11 +182,13 @@ class Chart:
         self._add("line", f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"', look)
 
     def path(
-        self, points: Iterable[tuple[float, float]], *, closed: bool = False, **look: Unpack[Look]
-    ) -> None:
-        """A line through points; `closed` makes it a polygon."""
+        self, points: Iterable[tuple[float, float]], *, closed: bool = False, tips: Sequence[str] = (), tip: str = "",
+        **look: Unpack[Look],
+    ) -> None:  # fmt: skip
+        """A line through points; `closed` makes it a polygon. `tips` say what a pointer near each point is shown."""
         listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._add("polygon" if closed else "polyline", f'points="{listed}"', look)
+        told = f' data-tips="{escape("|".join(tips))}"' if tips else ""
+        self._add("polygon" if closed else "polyline", f'points="{listed}"{told}', look, tip)
 
     def circle(self, x: float, y: float, radius: float, *, tip: str = "", **look: Unpack[Look]) -> None:
         """A disc."""
@@ -133,13 +196,26 @@ class Chart:
 
     def text(
         self, x: float, y: float, words: str, *, size: float = 12.0, fill: str = "--ink", bold: bool = False,
-        anchor: Literal["start", "middle", "end"] = "start", rotate: float = 0.0,
-    ) -> None:  # fmt: skip
-        """One line of text with its baseline at y."""
-        turn = f' transform="rotate({rotate:g} {x:.1f} {y:.1f})"' if rotate else ""
-        style = f"fill:{_color(fill)};font-size:{size:g}px" + (";font-weight:650" if bold else "")
-        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}'
-        self._parts.append(f'<text {place} style="{style}">{escape(words)}</text>')
+        anchor: Literal["start", "middle", "end"] = "start", halo: bool = False, optional: bool = False,
+        inside: bool = False,
+    ) -> bool:  # fmt: skip
+        """One line of text with its baseline at y; whether it was drawn.
+
+        A `halo` puts it above all shapes and keeps lines off it. An `optional` text is left out where other text
+        stands already, and one `inside` the drawing is moved sideways until it is.
+        """
+        wide = text_width(words, size, bold=bold)
+        left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+        moved = min(max(left, 0.0), max(self.width - wide, 0.0)) - left if inside else 0.0
+        label = Label(words, left + moved, y - 0.78 * size, left + moved + wide, y + 0.22 * size)
+        if optional and any(label.overlaps(other) for other in self.labels):
+            return False
+        self.labels.append(label)
+        look = f"fill:{_color(fill)};font-size:{size:g}px" + (";font-weight:650" if bold else "")
+        place = f'x="{x + moved:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        place += f' class="halo"{self._series}' if halo else ""
+        (self._on_top if halo else self._parts).append(f'<text {place} style="{look}">{escape(words)}</text>')
+        return True
 
     def x_axis(
         self,
@@ -148,18 +224,32 @@ class Chart:
         write: Callable[[float], str] | None = None,
         *,
         grid: bool = False,
-    ) -> None:
-        """Numbers below the plot, each with a tick or, with `grid`, a line across; the label below them."""
+    ) -> float:
+        """Numbers below the plot, each with a tick or, with `grid`, a line across; the label below them.
+
+        Returns how low it reaches. Numbers without room are left out.
+        """
         bottom = self.y.start
         for mark in marks:
             at, words = self.x(mark), number(mark, marks) if write is None else write(mark)
             self.line(
                 at, self.y.stop if grid else bottom + 5, at, bottom, stroke="--line" if grid else "--edge"
             )
-            self.text(at, bottom + 19, words, size=SMALL, anchor="middle", fill="--muted")
-        if label:
+            self.text(
+                at,
+                bottom + 18,
+                words,
+                size=SMALL,
+                anchor="middle",
+                fill="--muted",
+                optional=True,
+                inside=True,
+            )
+        lines = wrap(label, self.width - 8) if label else []
+        for row, words in enumerate(lines):
             middle = (self.x.start + self.x.stop) / 2
-            self.text(middle, bottom + 38, label, anchor="middle", fill="--muted")
+            self.text(middle, bottom + 38 + 15 * row, words, anchor="middle", fill="--muted", inside=True)
+        return bottom + 24 + (5 + 15 * len(lines) if lines else 0)
 
     def y_axis(self, marks: Sequence[float], write: Callable[[float], str] | None = None) -> None:
         """A line across the plot for each number, with the number at its left."""
@@ -172,41 +262,55 @@ class Chart:
         """The places of points (x, y)."""
         return [(self.x(x), self.y(y)) for x, y in values]
 
-    def head(self, label: str, entries: Sequence[Entry]) -> float:
-        """The label of the y axis at the upper left, and the legend behind it; returns where the plot may begin."""
-        self.text(2, 16, label, fill="--muted")
-        left = text_width(label) + 40
-        return self.legend(entries, left, 16, self.width - left) + 3
+    def head(self, label: str, entries: Sequence[Entry], title: str = "") -> float:
+        """A title, the label of the vertical axis, and the legend; returns where the plot may begin."""
+        y = 16.0
+        for line in wrap(title, self.width - 4, 15, bold=True) if title else ():
+            self.text(2, y + 2, line, size=15, bold=True)
+            y += 21
+        if label:
+            self.text(2, y, label, fill="--muted")
+        left = text_width(label) + 26 if label else 0.0
+        if left > self.width / 3:
+            left, y = 0.0, y + 19
+        return self.legend(entries, left, y, self.width - left) - 4
 
     def legend(self, entries: Sequence[Entry], x: float, y: float, width: float) -> float:
-        """Draw entries from (x, y) on in rows of at most `width`.
+        """Draw entries from (x, y) on in rows of at most `width`, in at most three lines each.
 
         y is the baseline of the first row; what is returned is that of the row after the last.
         """
-        space, row, at = 22.0, 19.0, x
+        space, row, at = 20.0, 19.0, x
         for entry in entries:
-            lines = wrap(entry.words, width - space, bold=entry.bold)
+            lines = wrap(entry.words, width - space, bold=entry.bold, most=3)
             taken = space + max(text_width(line, bold=entry.bold) for line in lines)
             if at > x and at + taken > x + width:
                 at, y = x, y + row
-            self.text(at + 3, y, _MARKS[entry.mark], size=14, fill=entry.color, bold=entry.bold)
+            self._parts.append(f'<g class="key" data-key="{escape(entry.words)}">')
+            self.text(at + 2, y, _MARKS[entry.mark], size=13, fill=entry.color, bold=entry.bold)
             for extra, line in enumerate(lines):
                 y += 15.0 if extra else 0.0
                 self.text(at + space, y, line, bold=entry.bold, fill="--ink" if entry.bold else "--muted")
-            at += taken + 22
-        return y + row
+            self._parts.append("</g>")
+            at += taken + 18
+        return y + (row if entries else 0.0)
 
     def svg(self, title: str, description: str = "", *, alone: bool = False) -> str:
         """The drawing as an `<svg>` element. `alone` adds what a file of its own needs."""
-        head = f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" class="figure"'
+        margin = 14 if alone else 0
+        size = f"{self.width + 2 * margin:g} {self.height + 2 * margin:g}"
+        head = f'viewBox="{-margin} {-margin} {size}" role="img" class="figure"'
         words = f"<title>{escape(title)}</title>"
         if description:
             words += f"<desc>{escape(description)}</desc>"
         if alone:
-            size = f'width="{self.width:g}" height="{self.height:g}"'
-            head = f'xmlns="http://www.w3.org/2000/svg" {size} {head}'
-            words += f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--card)"/>'
-        return f"<svg {head}>{words}{''.join(self._parts)}</svg>"
+            wide, high = size.split()
+            head = f'xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" {head}'
+            paper = (
+                f'<rect x="{-margin}" y="{-margin}" width="{wide}" height="{high}" style="fill:var(--card)"/>'
+            )
+            words += f"<style>{style('svg')}</style>{paper}"
+        return f"<svg {head}>{words}{''.join([*self._parts, *self._on_top])}</svg>"
 
 
 def _color(name: str) -> str:

@@ -1,24 +1,42 @@
-"""The figures of ladders and plans: bars, lines, and bars made of parts.
+"""The figures of ladders and plans: rows of bars, bars made of parts, and lines.
 
-Each takes plain numbers and returns one `<svg>` element. A value that the caller does not have is None and is not
-drawn; a missing measurement is never drawn as zero.
+Each takes plain numbers and returns one `<svg>` element, drawn for a `width`. Bars lie in rows, so that every name and
+every value has a line of its own. A value that the caller does not have is None and is not drawn; a missing measurement
+is never drawn as zero. Axes reach as far as what was measured: a prediction or limit far beyond it is told, not drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
-from penstock.report.chart import CURVE_COLORS, SMALL, WIDTH, Chart, Entry, Scale, number, signed, ticks, wrap
+from penstock.report.chart import (
+    CURVE_COLORS,
+    SMALL,
+    WIDE,
+    Chart,
+    Entry,
+    Look,
+    Scale,
+    number,
+    signed,
+    text_width,
+    wrap,
+)
 
-State = Literal["baseline", "kept", "not kept", "absent", "higher", "lower"]
-"""Later steps build on a `kept` one; a `not kept` one was measured; an `absent` one has no measurement. `higher` and
-`lower` are outside the noise."""
+State = Literal["baseline", "kept", "offered", "not kept", "absent", "higher", "lower"]
+"""Later steps build on a `kept` one; an `offered` one pays at a price, a `not kept` one does not pay, an `absent` one
+has no measurement. `higher` and `lower` are outside the noise."""
 
-_COLORS = {"baseline": "--base", "kept": "--accent", "higher": "--bad", "lower": "--c1"}
+_COLORS = {"baseline": "--base", "kept": "--accent", "offered": "--c1", "higher": "--bad", "lower": "--c1"}
 _BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "--idle")
-_PREDICTED = Entry("predicted", "--mark", "diamond")
+_OFFERED, _PREDICTED = Entry("pays, but changes results", "--c1"), Entry("predicted", "--mark", "diamond")
+_BEYOND = 1.25
+"""A prediction is drawn up to so many times the largest value; an arrow at the axis' end stands for one beyond it."""
+_FAR_LIMIT = 2.5
+"""The same of a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +64,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     bold: bool = False
     tips: Sequence[str] = ()
-    """Shown to a pointer at each point; points are marked where there are tips, and those of a bold line have their
-    values above them."""
+    """Shown to a pointer at each point, in place of its numbers. Points with tips are marked, and those of a bold line
+    have their values above them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,119 +81,167 @@ class Stack:
         return sum(self.parts.values())
 
 
-def waterfall(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
-    """Relative speed step by step; the baseline is 1. A step's gain is drawn on top of the steps before it.
+def waterfall(
+    bars: Sequence[Bar], *, title: str, x_label: str, heading: str = "", width: float = WIDE, alone: bool = False
+) -> str:  # fmt: skip
+    """Relative speed step by step; the baseline is 1. A step's gain is drawn behind the steps before it.
 
-    `predicted` is marked by a diamond. Raises ValueError where no bar has a value.
+    `predicted` is marked by a diamond, and `heading` is written above. Raises ValueError where no bar has a value.
     """
     entries = [
-        _BASELINE, Entry("where the step starts", "--soft"), Entry("what it gains", "--accent"), _UNKEPT, _PREDICTED,
+        _BASELINE, Entry("where the step starts", "--soft"), Entry("what it gains", "--accent"), *_others(bars),
     ]  # fmt: skip
-    chart = _bars(bars, 376.0, y_label, entries, lambda value: f"{value:.2f}×")
-    x, y = chart.x, chart.y
-    chart.line(x.start, y(1), x.stop, y(1), stroke="--edge", dash="4 4")
-    half, right, level = _half_width(chart), 0.0, 0.0
-    for index, bar in enumerate(bars):
-        middle = x(index + 0.5)
-        if bar.value is not None and bar.floor == level:  # from the step that this one builds on
-            chart.line(right, y(level), middle - half, y(level), stroke="--edge")
-        if bar.value is not None and bar.state in ("baseline", "kept"):
-            right, level = middle + half, bar.value
+    rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, heading=heading, ruler=1.0)
     said = "; ".join(f"{b.label} {b.value:.2f}" if b.value else f"{b.label} {b.reason}" for b in bars)
-    return chart.svg(title, said)
+    return rows.svg(title, said, alone=alone)
 
 
-def memory_bars(bars: Sequence[Bar], *, title: str, y_label: str) -> str:
+def memory_bars(bars: Sequence[Bar], *, title: str, x_label: str, width: float = WIDE) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
-    entries = [_BASELINE, Entry("kept", "--accent"), _UNKEPT, _PREDICTED]
+    entries = [_BASELINE, Entry("kept", "--accent"), *_others(bars)]
     said = "; ".join(f"{b.label} {b.value:.3g}" for b in bars if b.value is not None)
-    return _bars(bars, 236.0, y_label, entries, number).svg(title, said)
+    return _bars(bars, x_label, entries, number, width).svg(title, said)
 
 
-def difference_bars(bars: Sequence[Bar], *, noise: float, title: str) -> str:
-    """Loss differences from the baseline; the band is ±2 standard deviations over seeds."""
+def difference_bars(
+    bars: Sequence[Bar], *, noise: float, title: str, x_label: str, width: float = WIDE
+) -> str:
+    """Differences from the baseline; the band is ±2 standard deviations over seeds."""
     entries = [
         Entry("±2 standard deviations of the baseline over seeds", "--idle"), Entry("within", "--accent"),
         Entry("higher", "--bad"), Entry("lower", "--c1"),
     ]  # fmt: skip
-    chart = _bars(bars, 180.0, "loss minus baseline", entries, lambda value: signed(value, 3), band=2 * noise)
+    drawn = _bars(bars, x_label, entries, lambda value: signed(value, 3), width, band=2 * noise)
     said = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars if bar.value is not None)
-    return chart.svg(title, said)
+    return drawn.svg(title, said)
+
+
+def _others(bars: Sequence[Bar]) -> list[Entry]:
+    """What the legend says of bars besides those kept, so far as there are any."""
+    states = {bar.state for bar in bars}
+    found = [entry for state, entry in (("offered", _OFFERED), ("not kept", _UNKEPT)) if state in states]
+    return [*found, _PREDICTED] if any(bar.predicted is not None for bar in bars) else found
+
+
+class _Rows(Chart):
+    """A chart with a row for each label: beside its bar, or above it where the chart is narrow. y counts rows."""
+
+    def __init__(
+        self, labels: Sequence[str], low: float, high: float, x_label: str, entries: Sequence[Entry], width: float,
+        *, heading: str = "", faint: Sequence[bool] = (), ruler: float | None = None, band: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(width)
+        widest = max(map(text_width, labels))
+        left, above, row = (2.0, 15.0, 36.0) if self.narrow else (min(widest, 216.0) + 12, 0.0, 25.0)
+        wrapped = [wrap(label, width - 4 if self.narrow else left - 10, most=2) for label in labels]
+        top = self.head("", entries, heading) + 2
+        self.bar_top, self.thick = above + 4, row - above - 8
+        self.x = Scale(low, high, left, width - 68)
+        self.tops = [top]
+        for lines in wrapped:
+            self.tops.append(self.tops[-1] + row + 14 * (len(lines) - 1))
+        self.y = Scale(0, len(labels), self.tops[-1] + 2, top)
+        if band is not None:
+            self.box(self.x(-band), self.y.stop, self.x(band), self.y.start, fill="--idle")
+        self.height = self.x_axis(x_label, self.x.marks(4 if self.narrow else 7), grid=True)
+        if ruler is not None:
+            self.rule(ruler, stroke="--edge", dash="4 4")
+        for index, lines in enumerate(wrapped):
+            fill = "--muted" if faint and faint[index] else "--ink"
+            for extra, words in enumerate(lines):
+                y = self.tops[index] + (13 if self.narrow else 16) + 14 * extra
+                self.text(2, y, words, fill=fill, halo=True)
+
+    def span(self, index: int) -> tuple[float, float]:
+        """Where the bar of a row begins and ends, from above."""
+        y = self.tops[index + 1] - self.thick - 4 if self.narrow else self.tops[index] + self.bar_top
+        return y, y + self.thick
+
+    def rule(self, value: float, **look: Unpack[Look]) -> None:
+        """A line across all rows, but for names above bars."""
+        at = self.x(value)
+        spans = map(self.span, range(len(self.tops) - 1)) if self.narrow else [(self.y.stop, self.y.start)]
+        for y1, y2 in spans:
+            self.line(at, y1 - 2, at, y2 + 2, **look)
+
+    def value(self, index: int, words: str, *, faint: bool = False) -> None:
+        """The value of a row, in a column of its own."""
+        y1, y2 = self.span(index)
+        fill = "--muted" if faint else "--ink"
+        self.text(self.width - 2, (y1 + y2) / 2 + 4.5, words, anchor="end", bold=not faint, fill=fill)
 
 
 def _bars(
-    bars: Sequence[Bar], height: float, y_label: str, entries: Sequence[Entry], write: Callable[[float], str],
-    *, band: float | None = None,
-) -> Chart:  # fmt: skip
-    """Axes, bars with their values and predictions, and the names below; a `band` lies around 0."""
-    if not any(bar.value is not None for bar in bars):
+    bars: Sequence[Bar], x_label: str, entries: Sequence[Entry], write: Callable[[float], str], width: float,
+    *, heading: str = "", ruler: float | None = None, band: float | None = None,
+) -> _Rows:  # fmt: skip
+    """A row for each bar with its spread, prediction and value; a `band` lies around 0, a `ruler` across all."""
+    ends = [
+        end
+        for bar in bars
+        if bar.value is not None
+        for end in (bar.value, bar.high, bar.low)
+        if end is not None
+    ]
+    if not ends:
         raise ValueError("A figure needs at least one measured bar.")
-    ends = [end for bar in bars for end in (bar.value, bar.high, bar.predicted) if end is not None]
     reach = [0.0] if band is None else [-band, band, -1e-4, 1e-4]
-    marks = ticks(min(*ends, *reach) * 1.12, max(*ends, *reach) * 1.06, 5)
-    chart = Chart()
-    top = chart.head(y_label, entries) + 6
-    chart.x = Scale(0, len(bars), 58.0, WIDTH - 12.0)
-    chart.y = Scale(marks[0], marks[-1], top + height, top)
-    x, y = chart.x, chart.y
-    if band is not None:
-        chart.box(x.start, y(-band), x.stop, y(band), fill="--idle")
-    chart.y_axis(marks)
-    chart.line(x.start, y(0), x.stop, y(0), stroke="--edge")
+    longest = max(*ends, *reach)
+    shown = [
+        bar.predicted for bar in bars if bar.predicted is not None and bar.predicted <= _BEYOND * longest
+    ]
+    low, high = min(*ends, *reach), max(longest, *shown, 1e-9)
+    margin = 0.03 * (high - low)
+    faint = [bar.state in ("not kept", "absent") for bar in bars]
+    rows = _Rows(
+        [bar.label for bar in bars], low - margin if low < 0 else 0.0, high + margin, x_label, entries, width,
+        heading=heading, faint=faint, ruler=ruler, band=band,
+    )  # fmt: skip
+    rows.line(rows.x(0), rows.y.stop, rows.x(0), rows.y.start, stroke="--edge")
+    level = (0, 0.0)
     for index, bar in enumerate(bars):
-        middle = x(index + 0.5)
+        y1, y2 = rows.span(index)
+        if bar.value is not None and bar.floor == level[1]:  # from the step that this one builds on
+            at = rows.x(bar.floor)
+            rows.line(at, rows.span(level[0])[1], at, y1, stroke="--edge")
+        if bar.value is not None and bar.state in ("baseline", "kept"):
+            level = index, bar.value
+    for index, bar in enumerate(bars):
         if bar.value is None:
-            chart.text(middle + 4, y(0) - 8, bar.reason or "not measured", fill="--muted", rotate=-90)
+            y1, y2 = rows.span(index)
+            words = wrap(bar.reason or "not measured", rows.x.stop - rows.x(0) - 8, SMALL, most=1)[0]
+            rows.text(rows.x(0) + 6, (y1 + y2) / 2 + 4, words, size=SMALL, fill="--muted", halo=True)
         else:
-            _bar(chart, middle, bar, bar.value, write)
-    chart.height = _names_below(chart, bars)
-    return chart
+            _bar(rows, index, bar, bar.value, write)
+    return rows
 
 
-def _bar(chart: Chart, middle: float, bar: Bar, value: float, write: Callable[[float], str]) -> None:
-    """A step: where it started in a soft colour, its gain above that, then whiskers, prediction and value."""
-    y, half, ink = chart.y, _half_width(chart), "--ink"
+def _bar(rows: _Rows, index: int, bar: Bar, value: float, write: Callable[[float], str]) -> None:
+    """A step: where it started in a soft colour, its gain behind that, then whiskers, prediction and value."""
+    x, (y1, y2), ink = rows.x, rows.span(index), "--ink"
+    middle, faint = (y1 + y2) / 2, bar.state == "not kept"
     look = _COLORS.get(bar.state, "--idle")
-    edge, dash = (None, None) if look != "--idle" else ("--edge", "3 3")
+    edge, dash = ("--edge", "3 3") if faint else (None, None)
     start = min(bar.floor, value) if bar.floor is not None and bar.state == "kept" else 0.0
     tip = f"{bar.label}: {write(value)}"
-    if start:
-        chart.box(middle - half, y(0), middle + half, y(start), fill="--soft", tip=tip)
-    chart.box(
-        middle - half, y(start), middle + half, y(value), fill=look, stroke=edge, dash=dash, radius=2, tip=tip
-    )
-    if bar.low is not None and bar.high is not None:
-        chart.line(middle, y(bar.low), middle, y(bar.high), stroke=ink, stroke_width=1.4)
-        for end in (bar.low, bar.high):
-            chart.line(middle - 4, y(end), middle + 4, y(end), stroke=ink, stroke_width=1.4)
-    top = y(max(value, start, bar.high or 0.0))
+    if bar.low is not None and bar.high is not None and bar.high > bar.low:
+        tip += f" ({write(bar.low)} to {write(bar.high)})"
     if bar.predicted is not None:
-        at = y(bar.predicted)
-        around = [(middle, at - 6), (middle + 6, at), (middle, at + 6), (middle - 6, at)]
-        chart.path(around, closed=True, fill=_PREDICTED.color, stroke="--card")
-        top = at - 4 if top - 28 < at < top + 4 else top  # keeps clear of the diamond
-    faint = bar.state == "not kept"
-    beside = y(value) + 18 if value < 0 else top - 7
-    fill = "--muted" if faint else ink
-    chart.text(middle, beside, write(value), size=13, anchor="middle", bold=not faint, fill=fill)
-
-
-def _half_width(chart: Chart) -> float:
-    return min(31.0, (chart.x(1) - chart.x(0)) * 0.36)
-
-
-def _names_below(chart: Chart, bars: Sequence[Bar]) -> float:
-    """Write each step's name below its place, broken to its width; returns the figure's height."""
-    slot = chart.x(1) - chart.x(0)
-    size = SMALL if slot >= 66 else 10.5
-    lowest = chart.y.start
-    for index, bar in enumerate(bars):
-        fill = "--muted" if bar.state in ("not kept", "absent") else "--ink"
-        for row, line in enumerate(wrap(bar.label, slot - 2, size, most=4)):
-            below = chart.y.start + 20 + 15 * row
-            chart.text(chart.x(index + 0.5), below, line, size=size, anchor="middle", fill=fill)
-            lowest = max(lowest, below)
-    return lowest + 6
+        tip += f", predicted {write(bar.predicted)}"
+    if start:
+        rows.box(x(0), y1, x(start), y2, fill="--soft", tip=tip)
+    rows.box(x(start), y1, x(value), y2, fill=look, stroke=edge, dash=dash, radius=2, tip=tip)
+    if bar.low is not None and bar.high is not None:
+        rows.line(x(bar.low), middle, x(bar.high), middle, stroke=ink, stroke_width=1.3)
+        for end in (bar.low, bar.high):
+            rows.line(x(end), middle - 3.5, x(end), middle + 3.5, stroke=ink, stroke_width=1.3)
+    if bar.predicted is not None:
+        beyond = bar.predicted > x.high
+        at = min(x(bar.predicted), x.stop - 4)
+        around = [(at, middle - 6), (at + 6, middle), (at, middle + 6), (at if beyond else at - 6, middle)]
+        with rows.series(_PREDICTED.words):
+            rows.path(around, closed=True, fill=_PREDICTED.color, stroke="--card", tip=tip)
+    rows.value(index, write(value), faint=faint)
 
 
 def lines(
@@ -188,52 +254,90 @@ def lines(
     x_marks: Sequence[float] | None = None,
     band: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     band_label: str = "",
+    width: float = WIDE,
 ) -> str:
     """Lines, a colour each and the bold ones in black, on the band between a lower and an upper line.
 
-    With `log` both axes are logarithmic. Raises ValueError without any point.
+    With `log` both axes are logarithmic. Points that are no finite numbers are left out, and a line that leaves the
+    bold ones and the band by more than their whole height runs along the axis' end. Raises ValueError without points.
     """
+    drawn = [_finite(line) for line in drawn]
     drawn = [line for line in drawn if line.points]
     every = [point for points in (*(line.points for line in drawn), *(band or ())) for point in points]
     if not every:
         raise ValueError("A figure of lines needs at least one point.")
-    plain = [line for line in drawn if not line.bold]
-    looks = dict.fromkeys((line.label for line in drawn if line.bold), ("--ink", "line"))
-    for index, line in enumerate(plain):
-        color = CURVE_COLORS[index % len(CURVE_COLORS)]
-        looks[line.label] = (color, "line" if index < len(CURVE_COLORS) else "dashes")
-    chart = Chart()
+    chart = Chart(width)
+    looks = _looks(drawn)
     entries = [Entry(band_label, "--edge")] if band else []
-    entries += [Entry(line.label, *looks[line.label], line.bold) for line in drawn]  # type: ignore[arg-type]
-    top = chart.head(y_label, entries) + 6
-    chart.height = top + 360
-    xs, ys = zip(*every)
+    top = chart.head(y_label, [*entries, *looks]) + 12
+    bottom = top + (230 if chart.narrow else 300)
+    (xs, ys), right = zip(*every), width - 14
     if log:
-        margin, bottom = 1.15, chart.height - 48
-        chart.x = Scale(min(xs) / margin, max(xs) * margin, 84.0, WIDTH - 30, log=True)
-        chart.y = Scale(min(ys) / margin, max(ys) * margin, bottom, top, log=True)
-        chart.y_axis(chart.y.marks(), lambda mark: f"{mark:.3g}")
+        margin = 1.15
+        y = Scale(min(ys) / margin, max(ys) * margin, bottom, top, log=True)
+        marks = [f"{mark:.3g}" for mark in y.marks()]
+        chart.x = Scale(min(xs) / margin, max(xs) * margin, max(map(text_width, marks)) + 12, right, log=True)
     else:
-        marks = ticks(min(ys), max(max(ys), min(ys) + 1e-3), 5)
-        chart.x = Scale(min(xs), max(max(xs), min(xs) + 1), 58.0, WIDTH - 12)
-        chart.y = Scale(marks[0], marks[-1], chart.height - 48, top)
-        chart.y_axis(marks)
-    at = chart.x.marks(8) if x_marks is None else x_marks
-    chart.x_axis(x_label, at, lambda mark: f"{mark:,g}", grid=log)
+        low, high = _reach(drawn, ys, band)
+        y = Scale(low, high, bottom, top)
+        marks = [number(mark, y.marks()) for mark in y.marks()]
+        chart.x = Scale(min(xs), max(max(xs), min(xs) + 1), max(map(text_width, marks)) + 12, right)
+    chart.y = y
+    chart.y_axis(y.marks(), dict(zip(y.marks(), marks)).__getitem__)
+    at = chart.x.marks(4 if chart.narrow else 8) if x_marks is None else x_marks
+    chart.height = chart.x_axis(x_label, at, lambda mark: f"{mark:,g}", grid=log)
     if band is not None:
-        low, high = band
-        chart.path(chart.points([*high, *reversed(low)]), closed=True, fill="--edge", opacity=0.38)
-    for line in drawn:
-        color, mark = looks[line.label]
-        places = chart.points(line.points)
-        width = 2.6 if line.bold else 1.6
-        chart.path(places, stroke=color, stroke_width=width, dash="5 3" if mark == "dashes" else None)
-        for (x, y), tip in zip(places, line.tips):
-            chart.circle(x, y, 4, fill=color, tip=tip)
-        for (x, y), (_, value) in zip(places, line.points if line.tips and line.bold else ()):
-            chart.text(x, y - 11, number(value), anchor="middle", bold=True)
+        with chart.series(band_label):
+            around = chart.points([*band[1], *reversed(band[0])])
+            chart.path(around, closed=True, fill="--edge", opacity=0.38)
+    for line, look in zip(drawn, looks, strict=True):
+        with chart.series(look.words):
+            _line(chart, line, look, x_label)
     said = "; ".join(f"{line.label} ends at {line.points[-1][1]:.4g}" for line in drawn)
     return chart.svg(title, said)
+
+
+def _finite(line: Line) -> Line:
+    kept = [i for i, point in enumerate(line.points) if all(map(math.isfinite, point))]
+    tips = [line.tips[i] for i in kept] if line.tips else ()
+    return Line(label=line.label, points=[line.points[i] for i in kept], bold=line.bold, tips=tips)
+
+
+def _looks(drawn: Sequence[Line]) -> list[Entry]:
+    """A colour for each line; every second one is dashed, so that neighbours differ without colour too."""
+    looks, index = [], 0
+    for line in drawn:
+        if line.bold:
+            looks.append(Entry(line.label, "--ink", "line", bold=True))
+        else:
+            color = CURVE_COLORS[index % len(CURVE_COLORS)]
+            looks.append(Entry(line.label, color, "dashes" if index % 2 else "line"))
+            index += 1
+    return looks
+
+
+def _reach(drawn: Sequence[Line], ys: Sequence[float], band: object) -> tuple[float, float]:
+    """The lowest and the highest value of a linear axis, with a little room."""
+    low, high = min(ys), max(ys)
+    steady = [value for line in drawn if line.bold for _, value in line.points]
+    if band is not None and steady:
+        high = min(high, 2 * max(steady) - min(steady) + 1e-3)
+        low = max(low, 2 * min(steady) - max(steady) - 1e-3)
+    room = 0.03 * max(high - low, 1e-3)
+    return low - room, high + room
+
+
+def _line(chart: Chart, line: Line, look: Entry, x_label: str) -> None:
+    low, high = chart.y.low, chart.y.high
+    places = chart.points((x, min(max(value, low), high)) for x, value in line.points)
+    tips = line.tips or [f"{line.label}, {x_label} {x:g}: {value:.4g}" for x, value in line.points]
+    stroke, dash = 2.6 if line.bold else 1.7, "6 3" if look.mark == "dashes" else None
+    chart.path(places, stroke=look.color, stroke_width=stroke, dash=dash, tips=tips)
+    for (x, y), (_, value) in zip(places, line.points) if line.tips else ():
+        chart.circle(x, y, 3.5, fill=look.color)
+        if line.bold:
+            words = number(value)
+            chart.text(x, y - 9, words, anchor="middle", bold=True, halo=True, optional=True, inside=True)
 
 
 def stacked_bars(
@@ -243,6 +347,7 @@ def stacked_bars(
     unit: str,
     limit: float | None = None,
     words: Mapping[str, str] | None = None,
+    width: float = WIDE,
 ) -> str:
     """Horizontal bars of one scale, the largest parts first, each part with its colour; `limit` is a line across.
 
@@ -251,20 +356,22 @@ def stacked_bars(
     longest = max((stack.total for stack in stacks), default=0.0)
     if longest <= 0:
         raise ValueError("A figure of stacked bars needs at least one bar with a length.")
-    left, right, row = 250.0, WIDTH - 60.0, 34.0
-    words = words or {}
+    words, x_label = words or {}, f"{title}, {unit}"
     colors = dict(zip(_large(stacks, longest), CURVE_COLORS))
-    chart = Chart()
-    entries = [Entry(words.get(name, name), color) for name, color in colors.items()]
-    head = chart.head(unit, [*entries, Entry("other", "--idle")]) + 3
-    bottom = head + row * len(stacks)
-    x = chart.x = Scale(0, max(longest, limit or 0.0) * 1.04, left, right)
-    chart.y = Scale(0, len(stacks), bottom, head - 4)
-    chart.x_axis("", x.marks(6), grid=True)
+    entries = [
+        *(Entry(words.get(name, name), color) for name, color in colors.items()),
+        Entry("other", "--idle"),
+    ]
+    if limit is not None:
+        x_label += f"; the limit is {number(limit)}"
+        if limit > _FAR_LIMIT * longest:
+            limit = None
+        else:
+            entries.append(Entry("limit", "--bad", "dashes"))
+    labels = [stack.label for stack in stacks]
+    rows = _Rows(labels, 0.0, 1.02 * max(longest, limit or 0.0), x_label, entries, width)
     for index, stack in enumerate(stacks):
-        y, done = head + index * row, 0.0
-        for extra, text in enumerate(wrap(stack.label, left - 14, 11, most=2)):
-            chart.text(left - 10, y + 14 + 13 * extra, text, size=11, anchor="end")
+        (y1, y2), done = rows.span(index), 0.0
         small = {name: value for name, value in stack.parts.items() if name not in colors and value > 0}
         listed = ", ".join(
             f"{words.get(k, k)} {small[k]:.3g}" for k in sorted(small, key=lambda k: -small[k])
@@ -273,16 +380,13 @@ def stacked_bars(
         for name, value, color in [*parts, (f"other ({listed})", sum(small.values()), "--idle")]:
             if value > 0:
                 tip = f"{name}: {value:.4g} {unit}"
-                chart.box(x(done), y + 4, x(done + value), y + row - 8, fill=color, tip=tip)
+                with rows.series(name.split(" (")[0] if color == "--idle" else name):
+                    rows.box(rows.x(done), y1, rows.x(done + value), y2, fill=color, stroke="--card", tip=tip)
                 done += value
-        # In a column of their own, right of the limit: beside short bars the line would cross them.
-        chart.text(right + 10, y + 19, number(stack.total), bold=True)
+        rows.value(index, number(stack.total))
     if limit is not None:
-        at = x(limit)
-        chart.line(at, head - 8, at, bottom, stroke="--bad", stroke_width=1.6, dash="5 4")
-        chart.text(at, head - 12, f"limit {number(limit)}", size=SMALL, anchor="middle", fill="--bad")
-    chart.height = bottom + 30
-    return chart.svg(title, "; ".join(f"{stack.label}: {stack.total:.4g} {unit}" for stack in stacks))
+        rows.rule(limit, stroke="--bad", stroke_width=1.6, dash="5 4")
+    return rows.svg(title, "; ".join(f"{stack.label}: {stack.total:.4g} {unit}" for stack in stacks))
 
 
 def _large(stacks: Sequence[Stack], longest: float) -> list[str]:

@@ -1,15 +1,18 @@
-"""What a verb reports, in sections: as tables for a terminal, and as one self-contained HTML page.
+"""What a verb reports, in sections: as tables for a terminal, as one self-contained HTML page, and for a notebook.
 
-The page has no script and makes no outside request; it is for light and dark screens and for paper.
+A page makes no outside request; it is for light and dark screens of any width and for paper. All pages share `page.css`
+and `page.js`, a hundred lines that sort tables, copy code and show what a pointer rests on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
-from penstock.report.chart import STYLE
+from penstock.report.chart import NARROW, WIDE, style
+from penstock.report.record import facts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,27 +41,36 @@ class Cell:
     small: str = ""
     words: bool = False
     """Aligned to the left, as text is."""
-    minor: bool = False
-    """Of a column's head: whether the column is left out where a terminal is too narrow for all of them."""
+    rank: int = 0
+    """Of a column's head, 0 to 7: where a terminal or a window is too narrow, columns of the highest rank are left out
+    first, and those of rank 0 never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with what belongs under it, in this order: text, code, figures, table, facts."""
+    """A heading with what belongs under it, in this order: warning, text, code, figures, table, facts."""
 
     title: str
     text: str = ""
+    warning: str = ""
+    """What must be known before the rest is believed."""
     code: str = ""
-    figures: Sequence[str] = ()
-    """`<svg>` elements, taken as they are."""
+    figures: Sequence[Callable[..., str]] = ()
+    """Each is called with `width=`, once for a screen and once for a telephone, and gives an `<svg>` element, which is
+    taken as it is."""
     columns: Sequence[Cell] = ()
     rows: Sequence[tuple[str, Sequence[Cell]]] = ()
     """Each a look (`strong`, `faint` or empty) and its cells."""
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-def page(title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str = "") -> str:
-    """A whole HTML document as text. All words are escaped here; only figures are taken as they are."""
+def page(
+    title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str = "", *, whole: bool = True
+) -> str:  # fmt: skip
+    """A whole HTML document as text, or without `whole` the same for a cell of a notebook, which has no script.
+
+    All words are escaped here; only figures are taken as they are.
+    """
     # Imported here, because it takes a tenth of a second.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -66,15 +78,28 @@ def page(title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Sectio
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    return environment.get_template("page.html").render(
-        title=title, lead=lead, tiles=tiles, sections=sections, footer=footer, style=STYLE
+    css, script = (
+        files("penstock.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")
     )
+    return environment.get_template("page.html").render(
+        title=title, lead=lead, tiles=tiles, sections=sections, footer=footer, whole=whole, script=script,
+        style=f"{style('.penstock')}\n{css}", widths=(WIDE, NARROW),
+    )  # fmt: skip
+
+
+def origin(
+    environment: Mapping[str, Any], *, title: str = "Where this was measured", command: str = "",
+    more: Mapping[str, str] | None = None,
+) -> Section:  # fmt: skip
+    """The last section of every page: the command that makes it again, date, versions and machine."""
+    again = command or str(environment.get("command") or "")
+    return Section(title=title, code=again, facts=facts(environment) | dict(more or {}))
 
 
 def terminal_table(section: Section, width: int) -> Table:
     """The table of a section for a terminal of so many columns: the first line of each cell.
 
-    Columns without any value are left out, and minor ones, from the right, until the others fit.
+    Columns without any value are left out, and those of the highest rank until the others fit.
     """
     # Imported here, because the tables of pages do without it.
     from rich.table import Table
@@ -82,8 +107,8 @@ def terminal_table(section: Section, width: int) -> Table:
     lines = [section.columns, *(cells for _, cells in section.rows)]
     sizes = [max(len(cells[i].value) for cells in lines) for i in range(len(section.columns))]
     shown = [i for i in range(len(sizes)) if any(cells[i].value for cells in lines[1:])]
-    for i in reversed(shown):
-        if section.columns[i].minor and sum(sizes[j] + 2 for j in shown) - 2 > width:
+    for i in sorted(shown, key=lambda i: (-section.columns[i].rank, -i)):
+        if section.columns[i].rank and sum(sizes[j] + 2 for j in shown) - 2 > width:
             shown.remove(i)
     made = Table(box=None, pad_edge=False, padding=(0, 1))
     for i in shown:

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
-from penstock.report.chart import SMALL, WIDTH, Chart, Entry, Scale, text_width
+from penstock.report.chart import SMALL, WIDE, Chart, Entry, Scale, text_width
 
 if TYPE_CHECKING:
     from penstock.precision.histogram import Histogram
@@ -23,7 +23,9 @@ _FAR = 10_000
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def gradient_figure(found: Histogram, *, scale: float | None, title: str, alone: bool = False) -> str:
+def gradient_figure(
+    found: Histogram, *, scale: float | None, title: str, width: float = WIDE, alone: bool = False
+) -> str:  # fmt: skip
     """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16.
 
     With a loss scale, a power of two, also by what it saves; a second band then shows what fp16 holds under it.
@@ -36,24 +38,26 @@ def gradient_figure(found: Histogram, *, scale: float | None, title: str, alone:
     shift = 0 if scale is None else round(math.log2(scale))
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
-    chart = Chart()
-    # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
-    chart.x = Scale(low - 3, _HIGHEST + (3 if found.wrong else 1), 92.0, WIDTH - 16.0)
-    chart.y = Scale(min(floor, 0.01), 1.0, 362.0, 62.0, log=True)
-    decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
-    chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
-    chart.text(16, 212, "share of the values", anchor="middle", fill="--muted", rotate=-90)
-    chart.x_axis("", range(low, _HIGHEST + 1, 4), lambda exponent: _power(int(exponent)))
-    _bins(chart, found, low, shift)
-    _limits(chart)
-    _band(chart, low, 0, "fp16 holds", chart.y.start + 40)
-    if scale is not None:
-        _band(chart, low, shift, f"at loss scale {_power(shift)}", chart.y.start + 66)
+    chart = Chart(width)
     entries = [Entry("held by fp16", "--accent"), Entry("held with fewer bits", "--soft")]
     entries += [Entry("saved by the loss scale", "--c1")] if scale is not None else []
     entries += [Entry("lost or infinite", "--bad"), Entry("zero in fp32 too", "--base")]
-    below = chart.y.start + (74 if scale is None else 100)
-    chart.height = chart.legend(entries, chart.x.start, below, WIDTH - chart.x.start) - 6
+    top = chart.head("share of the values", entries) + (82 if chart.narrow else 34)
+    # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
+    left = 72.0 if chart.narrow else 92.0
+    chart.x = Scale(low - 3, _HIGHEST + (3 if found.wrong else 1), left, width - 16.0)
+    chart.y = Scale(min(floor, 0.01), 1.0, top + 270, top, log=True)
+    decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
+    chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
+    _bins(chart, found, low, shift)
+    every = 12 if chart.narrow else 4
+    chart.x_axis("", range(_HIGHEST, low - 1, -every), lambda exponent: _power(int(exponent)))
+    _limits(chart)
+    bands = [(0, "fp16 holds")] + ([(shift, f"at loss scale {_power(shift)}")] if scale is not None else [])
+    each = 34 if chart.narrow else 22
+    for row, (by, words) in enumerate(bands):
+        _band(chart, low, by, words, chart.y.start + each * (row + 1) + (12 if chart.narrow else 10))
+    chart.height = chart.y.start + each * len(bands) + 30
     return chart.svg(title, _said(found, shift), alone=alone)
 
 
@@ -90,16 +94,13 @@ def _fate(exponent: int, shift: int) -> str:
 
 
 def _limits(chart: Chart) -> None:
-    for exponent, number, words in (
-        (_SMALLEST, _power(_SMALLEST), "smallest fp16"),
-        (_NORMAL, _power(_NORMAL), "smallest normal"),
-        (_LARGEST, "65,504", "largest fp16"),
-    ):
-        x, top = chart.x(exponent), chart.y.stop
-        chart.line(x, top - 8, x, chart.y.start, stroke="--ink", dash="4 3")
-        x = min(x, WIDTH - 4 - text_width(words, SMALL) / 2)  # the last one stands near the edge
-        chart.text(x, top - 26, number, anchor="middle", bold=True)
-        chart.text(x, top - 12, words, anchor="middle", size=SMALL, fill="--muted")
+    """Where fp16 ends, each with its name above; on a narrow chart one name above the other."""
+    ends = (_SMALLEST, _power(_SMALLEST), "smallest"), (_NORMAL, _power(_NORMAL), "smallest normal")
+    for row, (exponent, number, words) in enumerate([*ends, (_LARGEST, "65,504", "largest")]):
+        x, y = chart.x(exponent), chart.y.stop - 14 - (26 * row if chart.narrow else 0)
+        chart.line(x, y + 6, x, chart.y.start, stroke="--ink", dash="4 3")
+        chart.text(x, y - 13, number, anchor="middle", bold=True, inside=True)
+        chart.text(x, y, words, anchor="middle", size=SMALL, fill="--muted", inside=True)
 
 
 def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
@@ -114,7 +115,9 @@ def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
     ):
         tip = f"{_power(first - shift)} to {_power(last - shift)}{note}"
         chart.box(x(first), y, x(last), y + 12, fill=fill, radius=2, tip=tip)
-    if x(_SMALLEST) - chart.x.start > 130:
+    if chart.narrow:
+        chart.text(x(_SMALLEST), y - 4, words, size=SMALL, fill="--muted", inside=True)
+    elif x(_SMALLEST) > text_width(words, SMALL) + 12:
         chart.text(x(_SMALLEST) - 8, y + 10.5, words, anchor="end", size=SMALL, fill="--muted")
     else:
         chart.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")

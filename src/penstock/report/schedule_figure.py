@@ -7,11 +7,11 @@ rank's second and later model chunks are tints of the same colours. What stays e
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.report.chart import WIDTH, Chart, Entry, Scale, number
+from penstock.report.chart import WIDE, Chart, Entry, Scale, number
 from penstock.schedules import Kind, Simulation, Span
 
 MOST_CELLS = 20_000
-_LEFT, _RIGHT, _TOP = 66.0, 70.0, 44.0
+_LEFT, _RIGHT = 56.0, 62.0
 _SMALLEST = 7.5  # a number smaller than this is left out; resting on the cell still tells it
 
 # The whole backward and its first half share a colour: they are the same work seen by the stage before.
@@ -19,7 +19,7 @@ _KINDS: dict[Kind, Entry] = {
     "F": Entry("F: forward", "--c1"),
     "B": Entry("B: backward", "--c0"),
     "I": Entry("I: backward, input gradient", "--c0"),
-    "W": Entry("W: weight gradient", "--c3"),
+    "W": Entry("W: weight gradient", "--c2"),
 }
 # Per cent of the colour in a rank's second and its last chunk; ink on them has a contrast of 4.5 : 1 and more.
 _TINTS = (42, 24)
@@ -31,6 +31,7 @@ def schedule_figure(
     title: str,
     unit: str = "",
     memory_unit: str = "",
+    width: float = WIDE,
     alone: bool = False,
 ) -> str:
     """One `<svg>` element; `alone` makes it a file of its own. `unit` and `memory_unit` name those of the costs.
@@ -45,26 +46,24 @@ def schedule_figure(
         )
     ranks = len(simulation.schedule.ranks)
     row = min(30.0, max(12.0, 640.0 / ranks))
-    bottom = _TOP + ranks * row
-    chart = Chart(bottom + 44)
-    chart.x, chart.y = (
-        Scale(0.0, float(simulation.makespan), _LEFT, WIDTH - _RIGHT),
-        Scale(ranks, 0, bottom, _TOP),
-    )
-    _rows(chart, simulation, row, memory_unit)
-    tints = _tints(simulation)
-    for span in shown:
-        _cell(chart, span, row, tints[span.action.stage])
-    chart.x_axis(f"time [{unit}]" if unit else "time", chart.x.marks(10))
     used = {action.kind for order in simulation.schedule.ranks for action in order}
     entries = [entry for kind, entry in _KINDS.items() if kind in used]
     if len(simulation.schedule.placement) > ranks:
         entries.append(
             Entry("later chunks are fainter", f"color-mix(in srgb, var(--ink) {_TINTS[1]}%, var(--card))")
         )
-    chart.legend(entries, _LEFT, 19, WIDTH - _RIGHT - 300)
     idle = f"{100 * float(simulation.bubble_fraction):.1f} %"
-    chart.text(WIDTH - _RIGHT, 19, f"bubble {idle} of the ranks' time", anchor="end", bold=True)
+    chart = Chart(width)
+    chart.text(2, 17, f"bubble {idle} of the ranks' time", bold=True)
+    top = chart.legend(entries, 2, 38, width - 2) + 18
+    bottom = top + ranks * row
+    chart.x = Scale(0.0, float(simulation.makespan), _LEFT, width - _RIGHT)
+    chart.y = Scale(ranks, 0, bottom, top)
+    _rows(chart, simulation, row, memory_unit)
+    tints = _tints(simulation)
+    for span in shown:
+        _cell(chart, span, row, tints[span.action.stage])
+    chart.height = chart.x_axis(f"time [{unit}]" if unit else "time", chart.x.marks(4 if chart.narrow else 8))
     schedule = simulation.schedule
     took = f"{number(float(simulation.makespan))} {unit}".rstrip()
     said = (
@@ -106,7 +105,7 @@ def _cell(chart: Chart, span: Span, row: float, tint: int) -> None:
 def _rows(chart: Chart, simulation: Simulation, row: float, memory_unit: str) -> None:
     """Each rank's name, its empty time line, and the most it holds."""
     size, right = min(12.0, row - 2), chart.x.stop + 8
-    chart.text(right, _TOP - 8, f"holds {memory_unit}".rstrip(), size=11, fill="--muted")
+    chart.text(right, chart.y.stop - 6, f"holds {memory_unit}".rstrip(), size=11, fill="--muted", inside=True)
     for rank, peak in enumerate(map(float, simulation.peak_memory)):
         y = chart.y(rank)
         chart.box(_LEFT, y + 2, chart.x.stop, y + row - 2, fill="--paper", stroke="--line", radius=2)

@@ -1,0 +1,144 @@
+"""What page, notebook and terminal say alike of a climb: the table of its figures, and the sentences around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.ladder.result import Chosen, Equality, Estimate, LadderReport, RungResult
+from penstock.report.chart import number, signed
+from penstock.report.page import Cell, Section
+
+MIB = 2.0**20
+BUSY = 0.15
+"""From so many cores that others kept busy, the reader is warned."""
+LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "offered": ""}
+"""How a rung's row looks; others are faint."""
+
+
+def heading(report: LadderReport) -> str:
+    """What was climbed, in a few words."""
+    return f"The ladder of {report.title}"
+
+
+def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
+    """What was measured of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
+    columns = [
+        Cell("rung", words=True), Cell("step", "to the one before"), Cell("in all", "to baseline"),
+        Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
+        Cell(f"{report.unit}/s", "interval", rank=1), Cell(flop_unit(report)[1], rank=7),
+        Cell("CPU time", "in all", rank=6), Cell("MiB", "predicted", rank=3), Cell("compile s", rank=5),
+        Cell("loss change", "loss", rank=2), Cell("verdict", rank=1, words=True),
+    ]  # fmt: skip
+    rows = []
+    for rung in rungs:
+        first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
+        verdict = Cell(rung.status, rung.reason, words=True)
+        rows.append((LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
+    return Section(title="The figures", columns=columns, rows=rows)
+
+
+def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
+    forecast, first = rung.forecast, rung.status == "baseline"
+    samples, flops, change = rung.samples_per_second, rung.model_flops_per_second, rung.loss_difference
+    return [
+        Cell("") if first else ratio(rung.to_previous, "" if rung.interleaved else " *"),
+        ratio(rung.to_baseline),
+        ratio(rung.worth),
+        Cell(f"{forecast.to_baseline:.2f}×" if forecast and not first else ""),
+        Cell(number(samples.value), f"{number(samples.low)} – {number(samples.high)}")
+        if samples
+        else Cell(""),
+        Cell(number(flops.value / flop_unit(report)[0]) if flops else ""),
+        Cell("") if first else ratio(rung.processor_to_baseline),
+        Cell(mebibytes(rung.memory_bytes), mebibytes(forecast.memory_bytes if forecast else None)),
+        Cell(seconds(rung.compile_seconds)),
+        Cell(
+            "" if change is None or first else signed(change, 4),
+            "" if rung.loss is None else f"{rung.loss:.4f}",
+        ),
+    ]
+
+
+def ratio(found: Estimate | None, note: str = "") -> Cell:
+    if found is None:
+        return Cell("")
+    between = f"{found.low:.2f} – {found.high:.2f}" if found.high > found.low else ""
+    return Cell(times(found) + note, between)
+
+
+def times(found: Estimate) -> str:
+    """A ratio as page, table and terminal write it."""
+    return f"{found.value:.2f}×"
+
+
+def mebibytes(size: float | None) -> str:
+    return "" if size is None else number(size / MIB)
+
+
+def seconds(taken: float | None) -> str:
+    return "" if taken is None else f"{taken:.1f}"
+
+
+def flop_unit(report: LadderReport) -> tuple[float, str]:
+    """A unit of FLOP/s that gives readable numbers for this report, and its name."""
+    first = report.baseline.model_flops_per_second
+    return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
+
+
+def titles(rungs: Sequence[RungResult]) -> str:
+    """Rungs by name, in a sentence."""
+    return ", ".join(rung.title for rung in rungs)
+
+
+def equality_words(found: Equality) -> str:
+    """How far the losses of several processes are from one's, with what is allowed."""
+    norms = (
+        ""
+        if found.norm is None
+        else f", gradient norms within {found.norm:.1e} (of {10 * found.tolerance:.1e})"
+    )
+    return (
+        f"{'equal' if found.holds else 'NOT equal'} to one process on the same samples: losses of {found.steps} steps "
+        f"within {found.loss:.1e} (of {found.tolerance:.1e}){norms}, relatively"
+    )
+
+
+def plan_words(report: LadderReport, chosen: Chosen) -> str:
+    """What a Plan is worth, what it is, and what it does to the loss."""
+    gain = chosen.speedup
+    words = (
+        f"{times(gain)} the baseline's speed ({gain.low:.2f} to {gain.high:.2f}), predicted {chosen.predicted:.2f}×. "
+        f"Its Plan is {chosen.plan}."
+    )
+    if changed := ", ".join(f"{name} {value}" for name, value in chosen.model.items()):
+        words += f" It changes the model: {changed}."
+    if chosen.loss_difference is not None and report.noise is not None:
+        within = "within" if chosen.within_noise else "outside"
+        deviation = 2 * report.noise.deviation
+        words += (
+            f" Its loss differs by {signed(chosen.loss_difference, 4)}, {within} the ±{deviation:.4f} of chance (two "
+            "standard deviations over seeds)."
+        )
+    return words
+
+
+def warning(report: LadderReport) -> str:
+    """That others used the machine meanwhile; empty where they did not."""
+    busy = report.others_busy
+    if busy is None or busy < BUSY:
+        return ""
+    return (
+        f"Others kept {busy:.1f} cores of this machine busy meanwhile. Ratios hold, because the settings took turns, "
+        "but they scatter more, and speeds are lower than they could be. Repeat it on a quiet machine."
+    )
+
+
+def noise_words(report: LadderReport) -> str:
+    """The noise floor: what the baseline differs from itself."""
+    if report.control is None:
+        return ""
+    ratio, floor = report.control.ratio, report.control.floor
+    return (
+        f"Noise floor {floor:.1%}: the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} "
+        f"({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})."
+    )

@@ -48,7 +48,7 @@ BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
     Bar(label="half & half", state="kept", value=2.0, low=1.9, high=2.1, floor=1.0, predicted=2.5),
     Bar(label="slower one", state="not kept", value=1.5, floor=2.0),
-    Bar(label="absent <one>", state="absent", reason="out of memory", predicted=3.0),
+    Bar(label="half <one>", state="offered", value=1.8, floor=2.0, note=" more", predicted=2.2),
 ]
 
 
@@ -73,17 +73,17 @@ def test_bars_stand_on_one_line_and_their_heights_are_their_values() -> None:
     assert len({r.get("x") for r in (base, start, left)}) == 1
 
 
-def test_what_was_not_measured_has_no_bar_but_its_reason() -> None:
-    svg = waterfall(BARS, title="t", x_label="y")
-    assert not _bar(svg, "absent <one>: 0.00×")
-    assert "out of memory" in svg
-    assert "<one>" not in svg  # words are escaped
-    assert len(_elements(svg, "polygon")) == 1  # what was measured and predicted
+def test_words_are_escaped_and_predictions_marked() -> None:
+    svg = waterfall(BARS, title="t", x_label="y", notes=["in <words>"])
+    assert "<one>" not in svg
+    assert "<words>" not in svg
+    assert len(_elements(svg, "polygon")) == 2
+    assert "1.80× more" in {text.text for text in _elements(svg, "text")}
 
 
 def test_a_figure_without_any_measurement_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one measured bar"):
-        waterfall([Bar(label="x", state="absent")], title="t", x_label="y")
+        waterfall([], title="t", x_label="y")
 
 
 def test_memory_bars_label_their_values() -> None:
@@ -129,7 +129,6 @@ def test_lines_mark_the_points_that_have_tips_and_name_every_line() -> None:
 def test_differences_beyond_noise_are_coloured_and_grow_from_zero() -> None:
     bars = [
         Bar(label="a", state="higher", value=0.5), Bar(label="b", state="lower", value=-0.1),
-        Bar(label="c", state="absent"),
     ]  # fmt: skip
     svg = difference_bars(bars, noise=0.02, title="t", x_label="loss")
     (up,), (down,) = _bar(svg, "a: +0.500"), _bar(svg, "b: -0.100")

@@ -1,8 +1,8 @@
 """The figures of ladders and plans: rows of bars, bars made of parts, and lines.
 
 Each takes plain numbers and returns one `<svg>` element, drawn for a `width`. Bars lie in rows, so that every name and
-every value has a line of its own. A value that the caller does not have is None and is not drawn; a missing measurement
-is never drawn as zero. Axes reach as far as what was measured: a prediction or limit far beyond it is told, not drawn.
+every value has a line of its own. A missing measurement has no row and is never drawn as zero. Axes reach as far as
+what was measured: a prediction or limit far beyond it is told, not drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Literal, Unpack
 
 from penstock.report.chart import (
     CURVE_COLORS,
-    SMALL,
     WIDE,
     Chart,
     Entry,
@@ -26,9 +25,9 @@ from penstock.report.chart import (
     wrap,
 )
 
-State = Literal["baseline", "kept", "offered", "not kept", "absent", "higher", "lower"]
-"""Later steps build on a `kept` one; an `offered` one pays at a price, a `not kept` one does not pay, an `absent` one
-has no measurement. `higher` and `lower` are outside the noise."""
+State = Literal["baseline", "kept", "offered", "not kept", "higher", "lower"]
+"""Later steps build on a `kept` one; an `offered` one pays at a price, and a `not kept` one does not pay. `higher` and
+`lower` are outside the noise."""
 
 _COLORS = {"baseline": "--base", "kept": "--accent", "offered": "--c1", "higher": "--bad", "lower": "--c1"}
 _BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "--idle")
@@ -45,15 +44,15 @@ class Bar:
 
     label: str
     state: State
-    value: float | None = None
+    value: float
     low: float | None = None
     high: float | None = None
-    """The spread around `value`."""
+    """The interval around `value`."""
     floor: float | None = None
     """The value before the step; what is above it is the gain."""
     predicted: float | None = None
-    reason: str = ""
-    """Why there is no value: a few words, written in the bar's place."""
+    note: str = ""
+    """A few words behind the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +81,29 @@ class Stack:
 
 
 def waterfall(
-    bars: Sequence[Bar], *, title: str, x_label: str, heading: str = "", width: float = WIDE, alone: bool = False
+    bars: Sequence[Bar], *, title: str, x_label: str, heading: str = "", notes: Sequence[str] = (),
+    width: float = WIDE, alone: bool = False,
 ) -> str:  # fmt: skip
     """Relative speed step by step; the baseline is 1. A step's gain is drawn behind the steps before it.
 
-    `predicted` is marked by a diamond, and `heading` is written above. Raises ValueError where no bar has a value.
+    `predicted` is marked by a diamond, `heading` is written above and `notes` below. Raises ValueError without any bar.
     """
     entries = [
         _BASELINE, Entry("where the step starts", "--soft"), Entry("what it gains", "--accent"), *_others(bars),
     ]  # fmt: skip
     rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, heading=heading, ruler=1.0)
-    said = "; ".join(f"{b.label} {b.value:.2f}" if b.value else f"{b.label} {b.reason}" for b in bars)
+    for note in notes:
+        for line in wrap(note, width - 4, 13):
+            rows.text(2, rows.height + 16, line, size=13)
+            rows.height += 20
+    said = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
     return rows.svg(title, said, alone=alone)
 
 
 def memory_bars(bars: Sequence[Bar], *, title: str, x_label: str, width: float = WIDE) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
     entries = [_BASELINE, Entry("kept", "--accent"), *_others(bars)]
-    said = "; ".join(f"{b.label} {b.value:.3g}" for b in bars if b.value is not None)
+    said = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
     return _bars(bars, x_label, entries, number, width).svg(title, said)
 
 
@@ -112,7 +116,7 @@ def difference_bars(
         Entry("higher", "--bad"), Entry("lower", "--c1"),
     ]  # fmt: skip
     drawn = _bars(bars, x_label, entries, lambda value: signed(value, 3), width, band=2 * noise)
-    said = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars if bar.value is not None)
+    said = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars)
     return drawn.svg(title, said)
 
 
@@ -127,7 +131,8 @@ class _Rows(Chart):
     """A chart with a row for each label: beside its bar, or above it where the chart is narrow. y counts rows."""
 
     def __init__(
-        self, labels: Sequence[str], low: float, high: float, x_label: str, entries: Sequence[Entry], width: float,
+        self, labels: Sequence[str], values: Sequence[str], reach: tuple[float, float], x_label: str,
+        entries: Sequence[Entry], width: float,
         *, heading: str = "", faint: Sequence[bool] = (), ruler: float | None = None, band: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(width)
@@ -136,7 +141,7 @@ class _Rows(Chart):
         wrapped = [wrap(label, width - 4 if self.narrow else left - 10, most=2) for label in labels]
         top = self.head("", entries, heading) + 2
         self.bar_top, self.thick = above + 4, row - above - 8
-        self.x = Scale(low, high, left, width - 68)
+        self.x = Scale(*reach, left, width - 14 - max(text_width(words, bold=True) for words in values))
         self.tops = [top]
         for lines in wrapped:
             self.tops.append(self.tops[-1] + row + 14 * (len(lines) - 1))
@@ -147,7 +152,9 @@ class _Rows(Chart):
         if ruler is not None:
             self.rule(ruler, stroke="--edge", dash="4 4")
         for index, lines in enumerate(wrapped):
-            fill = "--muted" if faint and faint[index] else "--ink"
+            light = bool(faint) and faint[index]
+            fill, middle = "--muted" if light else "--ink", sum(self.span(index)) / 2
+            self.text(width - 2, middle + 4.5, values[index], anchor="end", bold=not light, fill=fill)
             for extra, words in enumerate(lines):
                 y = self.tops[index] + (13 if self.narrow else 16) + 14 * extra
                 self.text(2, y, words, fill=fill, halo=True)
@@ -164,64 +171,43 @@ class _Rows(Chart):
         for y1, y2 in spans:
             self.line(at, y1 - 2, at, y2 + 2, **look)
 
-    def value(self, index: int, words: str, *, faint: bool = False) -> None:
-        """The value of a row, in a column of its own."""
-        y1, y2 = self.span(index)
-        fill = "--muted" if faint else "--ink"
-        self.text(self.width - 2, (y1 + y2) / 2 + 4.5, words, anchor="end", bold=not faint, fill=fill)
-
 
 def _bars(
     bars: Sequence[Bar], x_label: str, entries: Sequence[Entry], write: Callable[[float], str], width: float,
     *, heading: str = "", ruler: float | None = None, band: float | None = None,
 ) -> _Rows:  # fmt: skip
     """A row for each bar with its spread, prediction and value; a `band` lies around 0, a `ruler` across all."""
-    ends = [
-        end
-        for bar in bars
-        if bar.value is not None
-        for end in (bar.value, bar.high, bar.low)
-        if end is not None
-    ]
-    if not ends:
+    if not bars:
         raise ValueError("A figure needs at least one measured bar.")
     reach = [0.0] if band is None else [-band, band, -1e-4, 1e-4]
-    longest = max(*ends, *reach)
-    shown = [
-        bar.predicted for bar in bars if bar.predicted is not None and bar.predicted <= _BEYOND * longest
-    ]
-    low, high = min(*ends, *reach), max(longest, *shown, 1e-9)
+    ends = [end for bar in bars for end in (bar.value, bar.high, bar.low) if end is not None] + reach
+    near = [bar.predicted for bar in bars if bar.predicted and bar.predicted <= _BEYOND * max(ends)]
+    low, high = min(ends), max(*ends, *near, 1e-9)
     margin = 0.03 * (high - low)
-    faint = [bar.state in ("not kept", "absent") for bar in bars]
     rows = _Rows(
-        [bar.label for bar in bars], low - margin if low < 0 else 0.0, high + margin, x_label, entries, width,
-        heading=heading, faint=faint, ruler=ruler, band=band,
+        [bar.label for bar in bars], [f"{write(bar.value)}{bar.note}" for bar in bars],
+        (low - margin if low < 0 else 0.0, high + margin), x_label, entries, width,
+        heading=heading, faint=[bar.state == "not kept" for bar in bars], ruler=ruler, band=band,
     )  # fmt: skip
     rows.line(rows.x(0), rows.y.stop, rows.x(0), rows.y.start, stroke="--edge")
-    level = (0, 0.0)
+    before, level = 0, 0.0
     for index, bar in enumerate(bars):
-        y1, y2 = rows.span(index)
-        if bar.value is not None and bar.floor == level[1]:  # from the step that this one builds on
-            at = rows.x(bar.floor)
-            rows.line(at, rows.span(level[0])[1], at, y1, stroke="--edge")
-        if bar.value is not None and bar.state in ("baseline", "kept"):
-            level = index, bar.value
+        if bar.floor == level:  # from the step that this one builds on
+            rows.line(
+                rows.x(level), rows.span(before)[1], rows.x(level), rows.span(index)[0], stroke="--edge"
+            )
+        if bar.state in ("baseline", "kept"):
+            before, level = index, bar.value
     for index, bar in enumerate(bars):
-        if bar.value is None:
-            y1, y2 = rows.span(index)
-            words = wrap(bar.reason or "not measured", rows.x.stop - rows.x(0) - 8, SMALL, most=1)[0]
-            rows.text(rows.x(0) + 6, (y1 + y2) / 2 + 4, words, size=SMALL, fill="--muted", halo=True)
-        else:
-            _bar(rows, index, bar, bar.value, write)
+        _bar(rows, index, bar, write)
     return rows
 
 
-def _bar(rows: _Rows, index: int, bar: Bar, value: float, write: Callable[[float], str]) -> None:
-    """A step: where it started in a soft colour, its gain behind that, then whiskers, prediction and value."""
-    x, (y1, y2), ink = rows.x, rows.span(index), "--ink"
-    middle, faint = (y1 + y2) / 2, bar.state == "not kept"
-    look = _COLORS.get(bar.state, "--idle")
-    edge, dash = ("--edge", "3 3") if faint else (None, None)
+def _bar(rows: _Rows, index: int, bar: Bar, write: Callable[[float], str]) -> None:
+    """A step: where it started in a soft colour, its gain behind that, then whiskers and prediction."""
+    value, x, (y1, y2), ink = bar.value, rows.x, rows.span(index), "--ink"
+    middle, look = (y1 + y2) / 2, _COLORS.get(bar.state, "--idle")
+    edge, dash = ("--edge", "3 3") if bar.state == "not kept" else (None, None)
     start = min(bar.floor, value) if bar.floor is not None and bar.state == "kept" else 0.0
     tip = f"{bar.label}: {write(value)}"
     if bar.low is not None and bar.high is not None and bar.high > bar.low:
@@ -241,7 +227,6 @@ def _bar(rows: _Rows, index: int, bar: Bar, value: float, write: Callable[[float
         around = [(at, middle - 6), (at + 6, middle), (at, middle + 6), (at if beyond else at - 6, middle)]
         with rows.series(_PREDICTED.words):
             rows.path(around, closed=True, fill=_PREDICTED.color, stroke="--card", tip=tip)
-    rows.value(index, write(value), faint=faint)
 
 
 def lines(
@@ -368,8 +353,8 @@ def stacked_bars(
             limit = None
         else:
             entries.append(Entry("limit", "--bad", "dashes"))
-    labels = [stack.label for stack in stacks]
-    rows = _Rows(labels, 0.0, 1.02 * max(longest, limit or 0.0), x_label, entries, width)
+    labels, values = [stack.label for stack in stacks], [number(stack.total) for stack in stacks]
+    rows = _Rows(labels, values, (0.0, 1.02 * max(longest, limit or 0.0)), x_label, entries, width)
     for index, stack in enumerate(stacks):
         (y1, y2), done = rows.span(index), 0.0
         small = {name: value for name, value in stack.parts.items() if name not in colors and value > 0}
@@ -383,7 +368,6 @@ def stacked_bars(
                 with rows.series(name.split(" (")[0] if color == "--idle" else name):
                     rows.box(rows.x(done), y1, rows.x(done + value), y2, fill=color, stroke="--card", tip=tip)
                 done += value
-        rows.value(index, number(stack.total))
     if limit is not None:
         rows.rule(limit, stroke="--bad", stroke_width=1.6, dash="5 4")
     return rows.svg(title, "; ".join(f"{stack.label}: {stack.total:.4g} {unit}" for stack in stacks))

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from penstock.config.convert import Checked, Count, Natural, Positive, Probability, nearest, word
-from penstock.config.stack import Stack
+from penstock.config.stack import Rotary, Stack
 from penstock.errors import ConfigError
 
 Classifier = Literal["token", "pooled"]
 Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
+Init = Literal["normal", "scaled", "fan_in", "xavier"]
+EncoderHead = Literal["words", "classes", "none"]
 
 
 class _Family(Checked, where="model"):
@@ -60,6 +62,8 @@ class ViTConfig(Stack, _Family):
     drop_path: Probability = 0.0
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
     norm_eps: Positive = 1e-6
+    attention_dropout: Probability | None = 0.0
+    mlp_dropout: Probability | None = None
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
@@ -107,6 +111,16 @@ class _Text(_Family):
     """Whether a norm follows the embeddings."""
     tied: bool = True
     """Whether the output projection is the token embedding."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    scale_embeddings: bool = False
+    """Whether token embeddings are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
+    scale_outputs: bool = False
+    """Whether what the output projection reads is divided by √width, as in T5 with `tied`."""
+    init: Init = "normal"
+    """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama); `scaled`: the same, and those that end
+    residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
+    inputs and outputs (Glorot & Bengio, 2010)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +150,11 @@ class EncoderConfig(_OneStack):
     family: Literal["encoder"] = "encoder"
     token_types: Natural = 0
     """Rows in the table of segment embeddings; 0 means no table."""
+    head: EncoderHead = "words"
+    """What the model gives: logits of each token over the vocabulary (`words`), logits of each sample over `classes`,
+    read from its first token, or each token's features."""
+    classes: Count = 2
+    output_bias: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +176,11 @@ class Seq2SeqConfig(_Text):
                 f"model.encoder.width {self.encoder.width} and model.decoder.width {self.decoder.width} differ, but "
                 "both read the same embedding table; make them equal."
             )
+        if self.decoder.parallel:
+            yield (
+                "model.decoder.parallel is true, but a block with cross attention between attention and MLP cannot run "
+                "both in parallel; set it to false."
+            )
 
     @property
     def tokens(self) -> int:
@@ -171,6 +195,11 @@ ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
     """The stacks of blocks of a model, in the order in which they run."""
     return (config.encoder, config.decoder) if isinstance(config, Seq2SeqConfig) else (config,)
+
+
+def stack_names(config: ModelConfig) -> tuple[str, ...]:
+    """The setting that each of `stacks` is."""
+    return ("model.encoder", "model.decoder") if isinstance(config, Seq2SeqConfig) else ("model",)
 
 
 def sequences(config: ModelConfig) -> tuple[int, ...]:
@@ -223,7 +252,14 @@ def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) ->
 def _gpt(width: int, depth: int, heads: int) -> DecoderConfig:
     """GPT as Megatron trains it: dropout 0.1, learned positions, tied embeddings, 2,048 tokens."""
     return DecoderConfig(
-        width=width, depth=depth, heads=heads, mlp_width=4 * width, vocabulary=51200, sequence=2048, dropout=0.1
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, vocabulary=51200, sequence=2048, dropout=0.1,
+        init="scaled",
+    )  # fmt: skip
+
+
+def _gpt2(width: int, depth: int, heads: int) -> DecoderConfig:
+    return DecoderConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, mlp="gelu_tanh", dropout=0.1, init="scaled"
     )  # fmt: skip
 
 
@@ -234,34 +270,85 @@ def _mpt(width: int, depth: int, heads: int) -> DecoderConfig:
     )  # fmt: skip
 
 
-def _llama(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
-    """Llama 3; the presets of other Llamas state what they change."""
-    return DecoderConfig(
-        width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, mlp="swiglu",
-        vocabulary=128256, sequence=8192, positions="rotary", norm="rms", bias=False, qkv_bias=False, tied=False,
+def _llama(
+    width: int, depth: int, heads: int, kv_heads: int | None, mlp_width: int, **changes: Any
+) -> DecoderConfig:
+    """Llama 3, with what others change in it."""
+    return replace(
+        DecoderConfig(
+            width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, mlp="swiglu",
+            vocabulary=128256, sequence=8192, positions="rotary", rotary=Rotary(base=500000.0), norm="rms",
+            bias=False, qkv_bias=False, tied=False,
+        ),
+        **changes,
     )  # fmt: skip
 
 
 def _llama2(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
-    return replace(_llama(width, depth, heads, kv_heads, mlp_width), vocabulary=32000, sequence=4096)
+    return _llama(
+        width, depth, heads, kv_heads, mlp_width, vocabulary=32000, sequence=4096, rotary=Rotary()
+    )  # fmt: skip
 
 
-def _t5(width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64) -> Seq2SeqConfig:
+def _llama32(width: int, depth: int, heads: int, features: int) -> DecoderConfig:
+    long = Rotary(base=500000.0, scaling="llama3", factor=32.0)
+    return _llama(width, depth, heads, 8, 8192, head_features=features, rotary=long, tied=True)
+
+
+def _qwen(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any) -> DecoderConfig:
+    return _llama(
+        width, depth, heads, kv_heads, mlp_width, vocabulary=151936, rotary=Rotary(base=1e6), norm_eps=1e-6,
+        tied=True, **changes,
+    )  # fmt: skip
+
+
+def _t5(
+    width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64, **changes: Any
+) -> Seq2SeqConfig:
     stack = Stack(
         width=width, depth=depth, heads=heads, head_features=features, mlp_width=mlp_width, mlp="relu",
-        positions="relative", norm="rms", norm_eps=1e-6, bias=False, qkv_bias=False, dropout=0.1,
+        positions="relative", attention_scale=1.0, norm="rms", norm_eps=1e-6, bias=False, qkv_bias=False,
+        dropout=0.1, mlp_dropout=None,
     )  # fmt: skip
-    return Seq2SeqConfig(
-        encoder=stack, decoder=stack, vocabulary=32128, sequence=512, decoder_sequence=512
+    config = Seq2SeqConfig(
+        encoder=stack, decoder=stack, vocabulary=32128, sequence=512, decoder_sequence=512, scale_outputs=True,
+        init="fan_in",
     )  # fmt: skip
+    return replace(config, **changes)
 
 
-def _bert(width: int, depth: int, heads: int) -> EncoderConfig:
-    return EncoderConfig(
-        width=width, depth=depth, heads=heads, mlp_width=4 * width, norm_eps=1e-12, vocabulary=30522, sequence=512,
-        embedding_norm=True, token_types=2, dropout=0.1,
+def _translator(width: int, depth: int, heads: int, stack: dict[str, Any], **changes: Any) -> Seq2SeqConfig:
+    """An encoder–decoder in the form of Vaswani et al.: a norm after each residual sum, one table of embeddings."""
+    both = Stack(
+        **{
+            "width": width, "depth": depth, "heads": heads, "mlp_width": 4 * width, "norm_first": False,
+            "positions": "sinusoidal", "dropout": 0.1, "attention_dropout": 0.0, **stack,
+        }
     )  # fmt: skip
+    told = {"sequence": 512, "decoder_sequence": 512, "scale_embeddings": True, "init": "xavier", **changes}
+    return Seq2SeqConfig(encoder=both, decoder=both, **told)
 
+
+def _bert(width: int, depth: int, heads: int, **changes: Any) -> EncoderConfig:
+    config = EncoderConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, norm_eps=1e-12, norm_first=False,
+        vocabulary=30522, sequence=512, embedding_norm=True, token_types=2, dropout=0.1,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+_BART: dict[str, Any] = {
+    "positions": "learned",
+    "mlp": "gelu",
+    "attention_dropout": None,
+    "mlp_dropout": None,
+}
+_BART_MODEL: dict[str, Any] = {"embedding_norm": True, "scale_embeddings": False, "init": "normal"}
+_MODERN: dict[str, Any] = {
+    "positions": "rotary", "rotary": Rotary(base=160000.0), "norm_first": True, "norm_eps": 1e-5, "norm_bias": False,
+    "bias": False, "qkv_bias": False, "mlp": "geglu", "window": 128, "global_every": 3, "token_types": 0,
+    "dropout": 0.0,
+}  # fmt: skip
 
 PRESETS: dict[str, ModelConfig] = {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
@@ -279,8 +366,10 @@ PRESETS: dict[str, ModelConfig] = {
         classifier="pooled",
     ),
     # Radford et al. 2019 Table 2, with the published vocabulary.
-    "gpt2": DecoderConfig(dropout=0.1),
-    "gpt2-xl": DecoderConfig(width=1600, depth=48, heads=25, mlp_width=6400, dropout=0.1),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
     # Narayanan et al. 2021 Table 1, and Korthikanti et al. 2022 Table 3 (22B, 175B, 530B, 1T).
     "gpt-1.7b": _gpt(2304, 24, 24),
     "gpt-3.6b": _gpt(3072, 30, 32),
@@ -308,26 +397,52 @@ PRESETS: dict[str, ModelConfig] = {
     "llama2-7b": _llama2(4096, 32, 32, 32, 11008),
     "llama2-13b": _llama2(5120, 40, 40, 40, 13824),
     "llama2-70b": _llama2(8192, 80, 64, 8, 28672),
+    "llama3-1b": _llama32(2048, 16, 32, 64),
+    "llama3-3b": _llama32(3072, 28, 24, 128),
     "llama3-8b": _llama(4096, 32, 32, 8, 14336),
     "llama3-70b": _llama(8192, 80, 64, 8, 28672),
     "llama3-405b": _llama(16384, 126, 128, 8, 53248),
+    # Qwen Team 2024, "Qwen2.5", Table 1; Yang et al. 2025, "Qwen3", Table 1.
+    "qwen2-0.5b": _qwen(896, 24, 14, 2, 4864, qkv_bias=True),
+    "qwen3-0.6b": _qwen(1024, 28, 16, 8, 3072, head_features=128, qk_norm=True),
     # BigScience Workshop 2022, section 3.2.
     "bloom-176b": DecoderConfig(
         width=14336, depth=70, heads=112, mlp_width=57344, vocabulary=250880, sequence=2048, positions="alibi",
         embedding_norm=True,
     ),
     # Jiang et al. 2024 Table 1.
-    "mixtral-8x7b": DecoderConfig(
-        width=4096, depth=32, heads=32, kv_heads=8, mlp_width=14336, mlp="swiglu", vocabulary=32000, sequence=4096,
-        positions="rotary", norm="rms", bias=False, qkv_bias=False, tied=False, experts=8, experts_per_token=2,
+    "mixtral-8x7b": _llama(
+        4096, 32, 32, 8, 14336, vocabulary=32000, sequence=4096, rotary=Rotary(base=1e6), experts=8,
+        experts_per_token=2,
     ),
     # Devlin et al. 2019, section 3.
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    # The sizes and the form of Warner et al. 2024, "ModernBERT", Table 4.
+    "modernbert-base": _bert(768, 22, 12, mlp_width=1152, vocabulary=50368, sequence=1024, **_MODERN),
     # Raffel et al. 2020, section 3.1.2 and 3.7.
     "t5-small": _t5(512, 6, 8, 2048),
     "t5-base": _t5(768, 12, 12, 3072),
     "t5-large": _t5(1024, 24, 16, 4096),
     "t5-3b": _t5(1024, 24, 32, 16384, features=128),
     "t5-11b": _t5(1024, 24, 128, 65536, features=128),
+    # Vaswani et al. 2017 Table 3; Opus-MT, as transformers' Marian has it; Lewis et al. 2020, section 3.
+    "transformer-base": _translator(512, 6, 8, {"mlp": "relu"}, vocabulary=37000),
+    "transformer-big": _translator(1024, 6, 16, {"mlp": "relu", "dropout": 0.3}, vocabulary=37000),
+    "marian-base": _translator(512, 6, 8, {"mlp": "silu"}, vocabulary=58101, output_bias=True),
+    "bart-base": _translator(
+        768, 6, 12, _BART, vocabulary=50265, sequence=1024, decoder_sequence=1024, **_BART_MODEL
+    ),
+    # Small enough for a test or a minute on a laptop.
+    "gpt-tiny": replace(_gpt2(128, 4, 4), vocabulary=2048, sequence=128, dropout=0.0),
+    "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
+    "bert-tiny": _bert(128, 2, 2, vocabulary=2048, sequence=128),
+    "modernbert-tiny": _bert(128, 4, 4, mlp_width=192, vocabulary=2048, sequence=128, **{**_MODERN, "window": 32}),
+    "t5-tiny": _t5(128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64),
+    "marian-tiny": _translator(
+        128, 2, 4, {"mlp": "silu"}, vocabulary=512, sequence=64, decoder_sequence=64, output_bias=True
+    ),
+    "bart-tiny": _translator(
+        128, 2, 4, _BART, vocabulary=2048, sequence=64, decoder_sequence=64, **_BART_MODEL
+    ),
 }  # fmt: skip

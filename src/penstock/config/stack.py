@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from penstock.config.convert import Count, Natural, Positive, Probability, Range
 
-Mlp = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"]
+Mlp = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
+Scaling = Literal["none", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary positions: pairs of features turn, each at its own rate (Su et al., 2021, "RoFormer", section 3.2)."""
+
+    base: Positive = 10000.0
+    """The slowest pair turns once in about 2π times so many positions."""
+    scaling: Scaling = "none"
+    """How longer texts than those of training are fitted in: `linear` slows all pairs down (Chen et al., 2023);
+    `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only."""
+    factor: Annotated[float, Range(1)] = 1.0
+    """How many times longer texts become."""
+    trained: Count = 8192
+    """Positions of training, for `llama3` and `yarn`."""
+    low: Positive = 1.0
+    """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
+    high: Positive = 4.0
+    """Pairs that turn more often are left as they are; those between are slowed down in part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +52,43 @@ class Stack:
     """Features of one head; none: `width / heads`."""
     mlp_width: Count = 3072
     mlp: Mlp = "gelu"
-    """Activation of the MLP; `swiglu` and `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
+    """Activation of the MLP; `_tanh` is GELU's tanh approximation. `swiglu` and `geglu` have a third weight matrix, the
+    gate (Shazeer, 2020)."""
     norm: Norm = "layer"
     norm_eps: Positive = 1e-5
+    norm_first: bool = True
+    """Whether a norm comes before attention and MLP, and after the last block (pre-norm), or after each residual
+    sum, as in Vaswani et al."""
+    norm_bias: bool = True
+    """Whether layer norms have a shift; RMS norms have none."""
     bias: bool = True
     """Whether linear layers have biases, except the projections to queries, keys and values."""
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
     positions: Positions = "learned"
+    rotary: Rotary = field(default_factory=Rotary)
+    relative_buckets: Count = 32
+    """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
+    relative_distance: Count = 128
+    """From this distance on they tell nothing apart."""
+    attention_scale: Positive | None = None
+    """Factor of the scores; none: 1 / √(features of a head)."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     parallel: bool = False
     """Whether attention and MLP read the same norm and run in parallel (GPT-J), instead of one after the
     other."""
     window: Count | None = None
-    """Tokens that a token attends to (sliding window); none: all."""
+    """Tokens that a token attends to (sliding window), itself counted; without a causal mask, half of them on each
+    side. None: all."""
+    global_every: Natural = 0
+    """Every n-th block, from the first, attends to all tokens in spite of `window`; 0: none does."""
     dropout: Probability = 0.0
-    """Dropout probability of attention scores and of both residual branches."""
+    """Dropout probability of the embeddings and of both residual branches."""
+    attention_dropout: Probability | None = None
+    """That of attention weights; none: `dropout`."""
+    mlp_dropout: Probability | None = 0.0
+    """That of the MLP's activations; none: `dropout`."""
     experts: Natural = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
     experts_per_token: Count = 1
@@ -75,7 +115,21 @@ class Stack:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def weights_dropout(self) -> float:
+        """Dropout probability of attention weights."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
+    def hidden_dropout(self) -> float:
+        """Dropout probability of the MLP's activations."""
+        return self.dropout if self.mlp_dropout is None else self.mlp_dropout
+
+    def windowed(self, block: int) -> bool:
+        """Whether the block of this index, from 0, attends to its window only."""
+        return self.window is not None and not (self.global_every and block % self.global_every == 0)
 
     def problems(self, where: str) -> Iterator[str]:
         """Every reason why such a stack is impossible; `where` is its name, such as `model.encoder`."""
@@ -88,6 +142,20 @@ class Stack:
             yield (
                 f"{where}.kv_heads is {self.kv_heads}, but must divide {where}.heads {self.heads}, "
                 "because each serves as many query heads."
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            yield (
+                f"{where}.positions rotary turns pairs of features, but a head has {self.head_width}; choose "
+                f"{where}.heads or {where}.head_features so that it has an even number."
+            )
+        if self.rotary.low >= self.rotary.high:
+            yield (
+                f"{where}.rotary.low is {self.rotary.low:g}, but must be below {where}.rotary.high "
+                f"{self.rotary.high:g}."
+            )
+        if self.parallel and not self.norm_first:
+            yield (
+                f"{where}.parallel blocks read one norm before both branches; set {where}.norm_first to true."
             )
         if self.experts and self.experts_per_token > self.experts:
             yield (

@@ -1,4 +1,4 @@
-"""What can be trained today, out of what `penstock plan` can predict."""
+"""What can be built and trained today, out of what `penstock plan` can predict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.config.convert import word
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig, ViTConfig, stack_names, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
@@ -20,9 +20,27 @@ _NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
 """Settings of a Plan that training supports for all values but one."""
 _VIT_HAS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (None,), "head_features": (None,), "norm": ("layer",), "bias": (True,), "positions": ("learned",),
-    "parallel": (False,), "window": (None,), "experts": (0,), "mlp": ("gelu", "gelu_tanh"),
+    "parallel": (False,), "window": (None,), "experts": (0,), "mlp": ("gelu", "gelu_tanh"), "norm_first": (True,),
+    "norm_bias": (True,), "attention_scale": (None,), "attention_dropout": (0.0,), "mlp_dropout": (None,),
 }  # fmt: skip
 """Fields of a stack that our Vision Transformer does not support for all values, with those that it does."""
+
+
+def require_buildable(model: ModelConfig) -> None:
+    """Raises ConfigError for a model that can only be planned."""
+    problems = list(model_problems(model)) if isinstance(model, ViTConfig) else list(_not_built(model))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _not_built(model: ModelConfig) -> Iterator[str]:
+    """Every reason why a text model cannot be built."""
+    for stack, name in zip(stacks(model), stack_names(model)):
+        if stack.experts:
+            yield (
+                f"{name}.experts={stack.experts} can be predicted by `penstock plan`, but mixtures of experts "
+                f"cannot be built yet; use {name}.experts=0."
+            )
 
 
 def require_trainable(model: ModelConfig) -> ViTConfig:
@@ -37,8 +55,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """Every reason why a model cannot be built and trained."""
     if not isinstance(model, ViTConfig):
         yield (
-            f"model.family={model.family} can be predicted by `penstock plan`, but it cannot be built and trained yet; "
-            "choose a model of the family vit."
+            f"model.family={model.family} can be predicted by `penstock plan` and made by `penstock.create`, but there "
+            "is no task yet that trains it; choose a model of the family vit."
         )
         return
     for name, values in _VIT_HAS.items():

@@ -1,7 +1,8 @@
 """Multi-head self-attention: softmax(q kᵀ / √K) v, in one plain form and through torch's fused ones.
 
-Shapes: B samples, N tokens, H heads, K features per head, D = H·K. The packed form takes the output of one
-fused qkv projection whose features are ordered (head, {q, k, v}, K). Two things follow from grouping by head:
+Shapes: B samples, N tokens, H heads, K features per head, D = H·K; G heads of keys and values, each shared by H / G
+queries. The packed form takes the output of one fused qkv projection whose features are ordered
+(head of keys, {its queries, k, v}, K). Two things follow from grouping by head:
 
 - A contiguous slice of the projection's rows is a whole number of heads, so that heads can be split over
   devices.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -60,39 +61,92 @@ def _wide_vectors() -> bool:
     return bool(available and torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa") -> Tensor:
-    """Attend over all tokens. q, k, v: (B, H, N, K), of any strides; returns (B, H, N, K).
+class Scores(NamedTuple):
+    """What is done to the scores besides the product: all of it may be left out."""
+
+    mask: Tensor | None = None
+    """Broadcast to (B, H, N, M): true where a query may look, or numbers to add."""
+    causal: bool = False
+    """Whether a query looks at its own and earlier tokens only; a mask must say so itself."""
+    dropout: float = 0.0
+    """Probability of leaving a weight out."""
+    scale: float | None = None
+    """Factor of the scores; none: 1 / √K."""
+
+
+_PLAIN = Scores()
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa", scores: Scores = _PLAIN
+) -> Tensor:
+    """Attend over all tokens that `scores` lets a query see. q: (B, H, N, K), k and v: (B, G, M, K), of any strides;
+    returns (B, H, N, K).
 
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
     own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
-    torch's.
+    torch's. A causal mask and heads that share keys cost the fused kernels no memory; a mask of their own costs what it
+    has elements, and dropout or a learned bias on a CPU leads torch to its `math`.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
     backend = chosen_backend(backend, q.device, q.dtype, q.shape[-2])
     if backend == "plain":
-        return plain_attention(q, k, v)
+        return plain_attention(q, k, v, scores)
     if backend == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v)
-    return _pinned(q, k, v, backend)
+        return _fused(q, k, v, scores)
+    return _pinned(q, k, v, backend, scores)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    mask = scores.mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, scores.dropout, scores.causal, scale=scores.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) -> Tensor:
     """Two matrix products and a softmax: the reference that every other form is tested against."""
     samples, heads, tokens, width = q.shape
+    if k.shape[1] != heads:
+        k, v = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    # The product scales as it writes. With beta 0 its first argument is never read.
-    unread = q.new_zeros(1, 1, 1)
-    scores = torch.baddbmm(unread, q, k.transpose(1, 2), beta=0, alpha=1.0 / math.sqrt(width))
-    # The type is given because autocast would otherwise widen the (N, N) scores to fp32.
-    weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
+    # The product scales as it writes, and adds the mask. With beta 0 its first argument is never read.
+    added = _added(scores, q, k, samples)
+    unread = q.new_zeros(1, 1, 1) if added is None else added
+    scale = 1.0 / math.sqrt(width) if scores.scale is None else scores.scale
+    beta = 0 if added is None else 1
+    products = torch.baddbmm(unread, q, k.transpose(1, 2), beta=beta, alpha=scale)
+    # The type is given because autocast would otherwise widen the (N, M) scores to fp32.
+    weights = torch.softmax(products, dim=-1, dtype=products.dtype)
+    if scores.dropout:
+        weights = F.dropout(weights, scores.dropout)
     return torch.bmm(weights, v).view(samples, heads, tokens, width)
 
 
-def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
+    """The mask as numbers to add, broadcast to (B·H, N, M)."""
+    shape = q.shape[-2], k.shape[-2]
+    if scores.causal:
+        return q.new_full(shape, -math.inf).triu(1).unsqueeze(0)
+    mask = scores.mask
+    if mask is None:
+        return None
+    if mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    else:
+        mask = q.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
+    if mask.shape[:2] == (1, 1):
+        return mask[0]
+    return mask.expand(samples, len(q) // samples, *mask.shape[2:]).flatten(0, 1)
+
+
+def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str, scores: Scores) -> Tensor:
     try:
         with sdpa_kernel(_PINNED[backend]):
-            return F.scaled_dot_product_attention(q, k, v)
+            return _fused(q, k, v, scores)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):
             raise
@@ -102,29 +156,43 @@ def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         ) from error
 
 
-def split_heads(qkv: Tensor, head_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k, v of a packed projection of any number of heads: (·, ·, H·3·K) → three of (·, ·, H, K).
+def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a packed projection of any number of heads, (·, ·, G·(H/G + 2)·K): (·, ·, H, K) and twice
+    (·, ·, G, K). `shared` is how many queries share a head of keys; of one each, all three are views.
 
     `unbind` rather than three slices: its backward stacks once, where each slice would fill a tensor of
     zeros.
     """
     first, second, packed = qkv.shape
-    q, k, v = qkv.view(first, second, packed // (3 * head_width), 3, head_width).unbind(dim=3)
-    return q, k, v
+    groups = qkv.view(first, second, packed // ((shared + 2) * head_width), shared + 2, head_width)
+    if shared == 1:
+        q, k, v = groups.unbind(dim=3)
+        return q, k, v
+    q, k, v = groups.split_with_sizes((shared, 1, 1), dim=3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 def token_attention(
-    q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequence_first: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: AttentionBackend,
+    *,
+    sequence_first: bool,
+    scores: Scores = _PLAIN,
 ) -> Tensor:
-    """Attention over heads still in token order: q, k, v (B, N, H, K), or (N, B, H, K) sequence first.
+    """Attention over heads still in token order: q (B, N, H, K), or (N, B, H, K) sequence first; k and v alike.
 
     Returns (B, N, D), or (N, B, D). Sequence first, nothing is transposed: all samples' heads are taken for
-    the heads of one sample.
+    the heads of one sample, unless a mask tells samples or heads apart.
     """
     if not sequence_first:
-        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend)
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend, scores)
         return out.transpose(1, 2).flatten(2)
     tokens, batch, heads, width = q.shape
+    if scores.mask is not None and scores.mask.shape[:2] != (1, 1):
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        return attention(q, k, v, backend, scores).permute(2, 0, 1, 3).flatten(2)
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    out = attention(q, k, v, backend)
+    out = attention(q, k, v, backend, scores)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)

@@ -1,4 +1,4 @@
-"""The Transformer block.
+"""The Transformer block, of the parts that a configuration's `Stack` chooses: it serves every family.
 
 Shapes: B samples, N tokens, D width, H heads, K features per head. Tokens come as (B, N, D), or as (N, B, D)
 where `sequence_first` is set. Only attention and stochastic depth depend on the order.
@@ -9,7 +9,7 @@ one that holds a share of the weights, or computes in another type.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,55 @@ from torch import Tensor, nn
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Mlp, Stack
-from penstock.kernels.attention import split_heads, token_attention
+from penstock.kernels.attention import Scores, split_heads, token_attention
 
 _RATE_UNIT = 2.0**-24
 
 
+class Context(NamedTuple):
+    """What all blocks of a stack are given besides the tokens, in one pass. Masks are as `attention` takes them."""
+
+    mask: Tensor | None = None
+    near: Tensor | None = None
+    """The mask of blocks with a sliding window."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
+    memory: Tensor | None = None
+    """What cross attention reads, in the order of the tokens."""
+    memory_mask: Tensor | None = None
+
+
+_ALONE = Context()
+
+
+def make_norm(sizes: Stack, features: int, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm over so many features, of the kind that a stack has."""
+    if sizes.norm == "rms":
+        return nn.RMSNorm(features, eps=sizes.norm_eps, **where)
+    return nn.LayerNorm(features, eps=sizes.norm_eps, bias=sizes.norm_bias, **where)
+
+
 def activate(x: Tensor, activation: Mlp) -> Tensor:
-    """GELU (Hendrycks & Gimpel, 2016), exact or by its tanh approximation, at every element."""
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
+    match activation:
+        case "gelu" | "gelu_tanh":
+            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        case "relu":
+            return F.relu(x)
+        case "silu":
+            return F.silu(x)
+    gate, x = x.chunk(2, dim=-1)
+    if activation == "swiglu":
+        return F.silu(gate) * x
+    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * x
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back."""
+    cosine, sine = rotation
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(x.dtype)
 
 
 def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
@@ -41,45 +82,98 @@ def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
     return branch * mask.to(branch.dtype).view(shape)
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention; `backend` and `sequence_first` change how it is computed and never its result.
-
-    There are as many heads as the projection returns. `where` are the device and the type of the weights.
+class _Attending(nn.Module):
+    """What self-attention and cross attention share; `backend` and `sequence_first` change how attention is computed
+    and never its result.
     """
 
-    def __init__(self, sizes: Stack, **where: Any) -> None:
+    def __init__(self, sizes: Stack) -> None:
         super().__init__()
         self.head_width = sizes.head_width
+        self.scale = sizes.attention_scale
+        self.rate = sizes.weights_dropout
+        self.causal = False
         self.backend: AttentionBackend = "sdpa"
         self.sequence_first = False
-        inner = sizes.heads * sizes.head_width
-        # Rows are ordered (head, {q, k, v}, K); kernels/attention.py says why.
-        self.qkv = nn.Linear(sizes.width, 3 * inner, bias=sizes.qkv_bias, **where)
-        self.q_norm: nn.LayerNorm | None = None
-        self.k_norm: nn.LayerNorm | None = None
-        if sizes.qk_norm:
-            self.q_norm = nn.LayerNorm(sizes.head_width, eps=sizes.norm_eps, **where)
-            self.k_norm = nn.LayerNorm(sizes.head_width, eps=sizes.norm_eps, **where)
-        self.out = nn.Linear(inner, sizes.width, **where)
+        self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
+        self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), self.head_width)
-        if self.q_norm is not None and self.k_norm is not None:
-            # Autocast widens norms to fp32, but attention runs in the type of v.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        mixed = token_attention(q, k, v, self.backend, sequence_first=self.sequence_first)
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
+        dropout = self.rate if self.training else 0.0
+        scores = Scores(mask, self.causal and mask is None, dropout, self.scale)
+        return token_attention(q, k, v, self.backend, sequence_first=self.sequence_first, scores=scores)
+
+    def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms, if they have any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        # Autocast widens norms to fp32, but attention runs in the type of v.
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+
+
+class Attention(_Attending):
+    """Multi-head self-attention.
+
+    There are as many heads as the projection returns. `causal` lets a token see itself and those before it; `windowed`
+    takes the mask of the window from the context. `where` are the device and the type of the weights.
+    """
+
+    def __init__(self, sizes: Stack, *, causal: bool = False, windowed: bool = False, **where: Any) -> None:
+        super().__init__(sizes)
+        self.causal, self.windowed = causal, windowed
+        self.shared = sizes.heads // sizes.kv
+        rows = (sizes.heads + 2 * sizes.kv) * sizes.head_width
+        # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
+        self.qkv = nn.Linear(sizes.width, rows, bias=sizes.qkv_bias, **where)
+        if sizes.qk_norm:
+            self.q_norm = make_norm(sizes, sizes.head_width, **where)
+            self.k_norm = make_norm(sizes, sizes.head_width, **where)
+        self.out = nn.Linear(sizes.heads * sizes.head_width, sizes.width, bias=sizes.bias, **where)
+
+    def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
+        q, k, v = split_heads(self.qkv(x), self.head_width, self.shared)
+        q, k = self.normed(q, k, v)
+        if context.rotation is not None:
+            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+            if self.q_norm is None:
+                v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
+        mixed = self.mix(q, k, v, context.near if self.windowed else context.mask)
         return self.out(mixed)  # type: ignore[no-any-return]
 
 
+class CrossAttention(_Attending):
+    """Attention of tokens to the memory in the context (Vaswani et al., NeurIPS 2017, section 3.2.3)."""
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__(sizes)
+        inner = sizes.heads * sizes.head_width
+        self.q = nn.Linear(sizes.width, inner, bias=sizes.qkv_bias, **where)
+        # Rows are ordered (head, {k, v}, K).
+        self.kv = nn.Linear(sizes.width, 2 * sizes.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
+        if sizes.qk_norm:
+            self.q_norm = make_norm(sizes, sizes.head_width, **where)
+            self.k_norm = make_norm(sizes, sizes.head_width, **where)
+        self.out = nn.Linear(inner, sizes.width, bias=sizes.bias, **where)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        assert context.memory is not None
+        q = self.q(x).unflatten(-1, (-1, self.head_width))
+        k, v = self.kv(context.memory).unflatten(-1, (-1, 2, self.head_width)).unbind(dim=3)
+        q, k = self.normed(q, k, v)
+        return self.out(self.mix(q, k, v, context.memory_mask))  # type: ignore[no-any-return]
+
+
 class MLP(nn.Module):
-    """down(activation(up(x))), with dropout after the activation."""
+    """down(activation(up(x))), with dropout after the activation. The rows of a gate come before the others of up."""
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
         self.activation = sizes.mlp
-        self.up = nn.Linear(sizes.width, sizes.mlp_width, **where)
-        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
-        self.down = nn.Linear(sizes.mlp_width, sizes.width, **where)
+        rows = sizes.mlp_width * (2 if sizes.gated else 1)
+        self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
+        self.dropout = nn.Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
+        self.down = nn.Linear(sizes.mlp_width, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = activate(self.up(x), self.activation)
@@ -133,17 +227,51 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)). `branch` are the options of `Branch`."""
+    """Attention and an MLP, each added to the tokens: x + attention(norm(x)) (pre-norm), or norm(x + attention(x)), as
+    `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention between the two.
 
-    def __init__(self, sizes: Stack, branch: dict[str, Any], **where: Any) -> None:
+    `branch` are the options of `Branch`, `attention` those of `Attention`.
+    """
+
+    def __init__(
+        self,
+        sizes: Stack,
+        branch: dict[str, Any] | None = None,
+        attention: dict[str, Any] | None = None,
+        *,
+        cross: bool = False,
+        **where: Any,
+    ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(sizes.width, eps=sizes.norm_eps, **where)
-        self.attention = Attention(sizes, **where)
+        branch = branch or {}
+        self.norm_first = sizes.norm_first
+        self.norm1 = make_norm(sizes, sizes.width, **where)
+        self.attention = Attention(sizes, **(attention or {}), **where)
         self.branch1 = Branch(sizes, **branch, **where)
-        self.norm2 = nn.LayerNorm(sizes.width, eps=sizes.norm_eps, **where)
+        self.cross: CrossAttention | None = None
+        if cross:
+            self.cross_norm = make_norm(sizes, sizes.width, **where)
+            self.cross = CrossAttention(sizes, **where)
+            self.cross_branch = Branch(sizes, **branch, **where)
+        self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, **where)
         self.mlp = MLP(sizes, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.branch1(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
+        if self.norm2 is None:
+            seen = self.norm1(x)
+            x = x + self.branch1(self.attention(seen, context))
+            return x + self.branch2(self.mlp(seen))  # type: ignore[no-any-return]
+        if not self.norm_first:
+            return self._norms_last(x, context)
+        x = x + self.branch1(self.attention(self.norm1(x), context))
+        if self.cross is not None:
+            x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
         return x + self.branch2(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+
+    def _norms_last(self, x: Tensor, context: Context) -> Tensor:
+        assert self.norm2 is not None
+        x = self.norm1(x + self.branch1(self.attention(x, context)))
+        if self.cross is not None:
+            x = self.cross_norm(x + self.cross_branch(self.cross(x, context)))
+        return self.norm2(x + self.branch2(self.mlp(x)))  # type: ignore[no-any-return]

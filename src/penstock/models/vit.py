@@ -10,25 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.config.model import ViTConfig
-from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
-from penstock.kernels.attention import BACKENDS
-from penstock.models.block import Attention, Block, Branch
-
-
-class _Undrawn(TorchFunctionMode):
-    """Inside, torch's modules leave their weights as allocated: `ViT.init_weights` draws them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (nn.init.kaiming_uniform_, nn.init.uniform_):
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+from penstock.models.base import Switched, Undrawn
+from penstock.models.block import Block, Branch
 
 
 class PatchStem(nn.Module):
@@ -84,7 +70,7 @@ class ConvStem(nn.Module):
         return self.proj(maps.permute(order).contiguous())  # type: ignore[no-any-return]
 
 
-class ViT(nn.Module):
+class ViT(Switched):
     """Images (B, C, S, S) to logits (B, classes); weights are drawn from torch's global generator.
 
     With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`, which
@@ -97,7 +83,7 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
-        with _Undrawn():
+        with Undrawn():
             self._build(config, device=device, dtype=dtype)
         self.init_weights()
 
@@ -133,29 +119,6 @@ class ViT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
         if self.class_token is not None:
             nn.init.normal_(self.class_token, std=0.02)
-
-    @property
-    def token_order(self) -> TokenOrder:
-        """Order of the token tensor inside the blocks."""
-        return "batch_second" if self.stem.sequence_first else "batch_first"
-
-    def set_token_order(self, token_order: TokenOrder) -> None:
-        """Choose the order of the token tensor inside the blocks; parameters stay as they are."""
-        if token_order not in ("batch_first", "batch_second"):
-            raise ConfigError(f"There is no token order {token_order!r}; choose batch_first or batch_second.")
-        for module in self.modules():
-            if isinstance(module, PatchStem | ConvStem | Attention | Branch):
-                module.sequence_first = token_order == "batch_second"
-
-    def set_attention(self, backend: AttentionBackend) -> None:
-        """Choose the kernel of attention in every block."""
-        if backend not in BACKENDS:
-            raise ConfigError(
-                f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}."
-            )
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.backend = backend
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images)

@@ -17,26 +17,30 @@ ROTARY_EAGER_BYTES = 8
 
 
 def list_block(to: Lister, block: Block) -> None:
-    """One block, attention before the MLP."""
+    """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
     rows, d = t.samples * block.tokens / t.cp, stack.width
     stream_rows = rows / (t.tp if t.sp else 1)
-    to.norm("norm1", stream_rows, d, rms=stack.norm == "rms")
+
+    def norm(name: str) -> None:
+        to.norm(name, stream_rows, d, rms=stack.norm == "rms", shift=stack.norm_bias)
+
+    norm("norm1")
     _attend(to, block, rows, t.cached + block.tokens, "attention", causal=block.causal and not t.cached)
+    _branch(to, "branch1", block, stream_rows)
     if block.cross:
-        _branch(to, "branch1", block, stream_rows)
-        to.norm("cross_norm", stream_rows, d, rms=stack.norm == "rms")
+        norm("cross_norm")
         _attend(to, block, rows, block.cross, "attention.cross")
+        _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
-        _branch(to, "branch2" if block.cross else "branch1", block, stream_rows)
-        to.norm("norm2", stream_rows, d, rms=stack.norm == "rms")
+        norm("norm2")
     before_split(to, rows, d)
     if block.mixture:
         _mixture(to, block, rows)
     else:
         _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=stack.parallel)
     _after_split(to, rows, d)
-    _branch(to, "branch", block, stream_rows)
+    _branch(to, "branch2", block, stream_rows)
 
 
 def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> None:
@@ -91,13 +95,18 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
         each = c if t.fused else ROTARY_EAGER_BYTES
         to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
     kept = (queries + 2 * keys) * c
+    if heads != kv_heads and not cross and stack.positions != "rotary":
+        # The queries of a group are copied together, and keys and values stay where the projection has put them.
+        kept += queries * c
     if stack.qk_norm:
-        normed = rows * (a + kv)
+        normed, each = rows * (a + kv), 1 + (stack.norm == "layer" and stack.norm_bias)
         to.move(
-            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=4 * f,
-            tensors=4, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
+            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
+            tensors=2 * each, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
+    if t.form == "plain" and heads != kv_heads:
+        kept = 3 * queries * c  # keys and values are written again for each query that shares them
     gathered, made = 2.0 * keys * c * t.cp, 2 * keys * c
     if t.cp > 1 and t.gathers_keys:
         # The backward kernel makes gradients of all of them, beside them.
@@ -108,7 +117,7 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
     elif t.cp > 1:
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
-    window = 0 if cross or not stack.window or stack.window >= seen else stack.window
+    window = 0 if cross or block.window >= seen else block.window
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
@@ -153,11 +162,11 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         product("scores.left", tokens, f, seen, scores + keys, queries),
         product("scores.right", seen, f, tokens, scores + queries, keys),
     )
-    if block.stack.positions == "alibi":
+    if block.stack.positions in ("alibi", "relative") and not name.endswith("cross"):
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
     _softmax(to, core, scores, each, group)
-    if block.stack.dropout and not block.image:
-        dropped = each + (c if t.host else 1.0)
+    if block.stack.weights_dropout:
+        dropped = each + (each if t.host else 1.0)
         to.move(
             f"{name}.dropout", scores, (each, dropped), (dropped, each), kept=scores * dropped, group=group
         )  # fmt: skip
@@ -196,21 +205,19 @@ def _mlp(
     t, stack, c = to.terms, block.stack, to.terms.product
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
-    to.gemm(
-        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias and not gated, kept=0.0 if again else None,
-        learned=batch * wide * (d + stack.bias), tensors=(1 + gated) * (1 + stack.bias),
-    )  # fmt: skip
+    to.gemm(f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None)
     activation = f"{name}.activation"
     if gated and t.fused:
         to.move(
             activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=2 * size * c, group="mlp"
         )
     else:
-        kept = (1 + gated) * size * c
+        # ReLU keeps its outputs, which the next product keeps anyway.
+        kept = 0.0 if stack.mlp == "relu" and not stack.hidden_dropout else (1 + gated) * size * c
         to.move(activation, size, (c, c), (2 * c, c), kind="activation", kept=kept, group="mlp")
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
-    if stack.dropout and block.image:
+    if stack.hidden_dropout:
         mask = c if t.host else 1.0
         to.move(f"{name}.dropout", size, (c, c + mask), (c + mask, c), kept=size * mask, group="masks")
     to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")

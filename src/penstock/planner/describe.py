@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, stacks
+from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, sequences, stacks
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, Plan
 from penstock.planner.blocks import before_split, list_block
@@ -16,9 +16,6 @@ from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
-
-RELATIVE_BUCKETS = 32
-"""Distances that relative position biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
 
 
 def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Workload:
@@ -28,20 +25,25 @@ def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Sof
     terms = Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
-        attention_form(plan, model.tokens, device), plan.compile != "none", plan.compile == "whole",
+        attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
         gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
     return described(model, terms)
 
 
-def attention_form(plan: Plan, tokens: int, device: str) -> Form:
+def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
     """What an attention backend does: keep the scores (`plain`, `math`) or compute them again (`fused`)."""
     backend = plan.attention
     if backend == "auto":
         bf16 = numerics_of(plan).compute == "bf16"
-        return "plain" if device == "cpu" and bf16 and tokens <= AUTO_PLAIN_TOKENS else "fused"
-    return backend if backend in ("plain", "math") else "fused"
+        short = device == "cpu" and bf16 and model.tokens <= AUTO_PLAIN_TOKENS
+        backend = "plain" if short else "sdpa"
+    if backend in ("plain", "math"):
+        return backend
+    # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
+    lacks = any(stack.positions == "relative" or stack.weights_dropout for stack in stacks(model))
+    return "math" if device == "cpu" and lacks else "fused"
 
 
 @lru_cache(maxsize=4096)
@@ -75,28 +77,51 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     if isinstance(model, ViTConfig):
         _stem(to, model)
         return 0
-    t = to.terms
-    first = stacks(model)[0]
-    rows, d = t.samples * counted_tokens(model) / t.cp, first.width
+    t, e = to.terms, to.terms.stream
+    d = stacks(model)[0].width
     table = model.vocabulary * d
-    tables = [table]
-    if isinstance(model, EncoderConfig) and model.token_types:
-        tables.append(model.token_types * d)
-    for stack in stacks(model):
+    for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
+        rows = t.samples * tokens / t.cp
+        tables = [table] if i == 0 else []
+        if isinstance(model, EncoderConfig) and model.token_types:
+            tables.append(model.token_types * d)
         if stack.positions == "learned":
             tables.append((model.max_positions or model.sequence) * d)
         if stack.positions == "relative":
-            tables.append(RELATIVE_BUCKETS * stack.heads)
-    learned, e = -(-sum(tables) // t.tp), t.stream
-    to.table(
-        Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=learned, tensors=len(tables)),
-        3 * rows * d * e, rows * d * e,
-    )  # fmt: skip
-    if t.tp > 1:
-        to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
-    if model.embedding_norm:
-        to.norm("embedding_norm", rows, d, rms=first.norm == "rms", cast=False)
-    return -(-table // t.tp) if model.tied else 0
+            tables.append(stack.relative_buckets * stack.heads)
+        learned = -(-sum(tables) // t.tp)
+        to.table(
+            Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=learned,
+               tensors=len(tables)),
+            3 * rows * d * e, rows * d * e,
+        )  # fmt: skip
+        if t.tp > 1:
+            to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
+        if model.embedding_norm:
+            to.norm(
+                "embedding_norm",
+                rows,
+                d,
+                rms=stack.norm == "rms",
+                shift=stack.norm_bias,
+                cast=not stack.norm_first,
+            )
+        if stack.dropout:
+            mask = e if t.host else 1.0
+            to.move(
+                "embedding.dropout",
+                rows * d,
+                (e, e + mask),
+                (e + mask, e),
+                kept=rows * d * mask,
+                group="masks",
+            )
+    return -(-table // t.tp) if model.tied and _gives_words(model) else 0
+
+
+def _gives_words(model: ModelConfig) -> bool:
+    """Whether a text model's outputs are logits over the vocabulary."""
+    return not isinstance(model, EncoderConfig) or model.head == "words"
 
 
 def _stem(to: Lister, model: ViTConfig) -> None:
@@ -156,23 +181,47 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         _classifier(to, model)
         return
     last = stacks(model)[-1]
+    for stack, tokens in zip(stacks(model), sequences(model)):
+        if stack.norm_first:
+            each = t.samples * tokens / t.cp
+            to.norm("norm", each, stack.width, rms=stack.norm == "rms", shift=stack.norm_bias)
     rows, d = t.samples * counted_tokens(model) / t.cp, last.width
-    masked = isinstance(model, EncoderConfig)
-    if masked:
-        # The head of masked language models: a dense layer, a norm, and a bias of the output.
-        learned = -(-(d * d + d) // t.tp)
-        to.gemm("head.dense", rows, d, d, bias=True, learned=learned, fp8=False, group="output")
+    if isinstance(model, EncoderConfig) and model.head != "words":
+        if model.head == "classes":
+            _pooled(to, model)
+        return
+    if isinstance(model, EncoderConfig):
+        # The head of masked language models: a dense layer, its activation and a norm.
+        learned = -(-d * (d + last.bias) // t.tp)
+        to.gemm("head.dense", rows, d, d, bias=last.bias, learned=learned, fp8=False, group="output")
         size = rows * d
         to.move("head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output")
-    for _ in stacks(model):
-        to.norm("norm", rows, d, rms=last.norm == "rms")
+        to.norm("head.norm", rows, d, rms=last.norm == "rms", shift=last.norm_bias)
+    if model.scale_outputs:
+        to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
     columns = -(-model.vocabulary // t.tp)
+    biased = model.output_bias
     to.gemm(
-        "head", rows, columns, d, fp8=False, group="output", learned=columns * (d * (not model.tied) + masked),
-        tensors=(not model.tied) + masked,
+        "head", rows, columns, d, bias=biased, fp8=False, group="output",
+        learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
     )  # fmt: skip
     _loss(to, rows, columns)
+
+
+def _pooled(to: Lister, model: EncoderConfig) -> None:
+    """The dense layer over the first token, and the classes."""
+    t, d = to.terms, model.width
+    to.gemm("pooler", t.samples, d, d, bias=True, fp8=False, group="output")
+    size = t.samples * d
+    to.move(
+        "pooler.tanh", size, (t.product, t.product), kind="activation", group="output", kept=size * t.product
+    )
+    if model.dropout:
+        mask = t.product if t.host else 1.0
+        to.move("pooler.dropout", size, (t.product, t.product + mask), kept=size * mask, group="output")
+    learned = -(-model.classes * (d + 1) // t.tp)
+    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
 
 
 def _loss(to: Lister, rows: float, columns: int) -> None:

@@ -131,9 +131,11 @@ class Lister:
             # Sequence parallelism keeps the device's rows and gathers the others again.
             kept = inputs * c / (t.tp if t.sp and group == "inputs" else 1)
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
+        mine = own
         if fp8:
             self._quantize(name, inputs, weights, outputs)
-        if t.casts and own:
+        if t.casts:
+            own = own or weights  # what is tied to an embedding is cast here alone
             launches, cast = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
                 Op("cast.weights", "copy", read=4.0 * own, written=2.0 * own, kept=cast, group="cast_weights",
@@ -142,7 +144,7 @@ class Lister:
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
-            kept=kept, group=group, weights=own, tensors=count, fp8=fp8,
+            kept=kept, group=group, weights=mine, tensors=count, fp8=fp8,
         )  # fmt: skip
         moved = (outputs + weights) * size, inputs * c
         into = Op(f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8)
@@ -212,22 +214,28 @@ class Lister:
             ahead, behind, Op(f"{ahead.name}.weight", "reduce", False, launches=0, weights=ahead.weights)
         )
 
-    def norm(self, name: str, rows: float, width: int, *, rms: bool = False, cast: bool = True) -> None:
-        """A norm over rows of `width` numbers, and under autocast the cast of its output to the type of products."""
+    def norm(
+        self, name: str, rows: float, width: int, *, rms: bool = False, shift: bool = True, cast: bool = True
+    ) -> None:
+        """A norm over rows of `width` numbers, and under autocast the cast of its output to the type of products.
+        `shift` says whether a layer norm has a bias."""
         t = self.terms
         e, c, size = t.stream, t.product, rows * width
         autocast = t.stream == 4 and c == 2
         kept = size * e + (1 if rms else 2) * rows * t.statistic
-        learned, out = width * (1 if rms else 2), e if autocast else c
+        both = shift and not rms
+        learned, out = width * (2 if both else 1), e if autocast else c
         if rms and not t.fused:
+            # torch computes in fp32, and keeps what it normalised beside what it was given.
+            wide = size * 4 + (size * (4 - e) if t.host else size * c)
             self.move(
-                name, size, (8 * e, e), (12 * e, 2 * e), kind="norm", kept=kept + size * (4 + c), group="norms",
+                name, size, (8 * e, e), (12 * e, 2 * e), kind="norm", kept=kept + wide, group="norms",
                 weights=learned, tensors=1, launches=RMS_KERNELS,
             )  # fmt: skip
         else:
             self.move(
                 name, size, (e, out), (e + out, e), kind="norm", kept=kept, group="norms", weights=learned,
-                tensors=1 if rms else 2,
+                tensors=2 if both else 1,
             )  # fmt: skip
         if autocast and cast:
             self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")

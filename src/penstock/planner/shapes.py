@@ -6,6 +6,7 @@ Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,11 +28,8 @@ class Block:
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block attends to besides; 0 is none."""
-
-    @property
-    def image(self) -> bool:
-        """Whether it is a Vision Transformer's: then dropout follows the activation, and not the scores."""
-        return isinstance(self.stack, ViTConfig)
+    window: int = 0
+    """Tokens that a token attends to; 0 is all."""
 
     @property
     def layer_scale(self) -> bool:
@@ -72,14 +70,18 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
     found = []
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         causal, cross = i > 0 or model.family == "decoder", model.tokens if i > 0 else 0
-        mixtures = stack.depth // stack.expert_every if stack.experts else 0
-        for mixture, count in ((False, stack.depth - mixtures), (True, mixtures)):
-            if count:
-                found.append(
-                    Block(
-                        stack=stack, count=count, tokens=tokens, mixture=mixture, causal=causal, cross=cross
-                    )
+        kinds = Counter(
+            (stack.experts > 0 and i % stack.expert_every == stack.expert_every - 1, stack.windowed(i))
+            for i in range(stack.depth)
+        )
+        for (mixture, windowed), count in sorted(kinds.items()):
+            window = (stack.window or 0) if windowed else 0
+            found.append(
+                Block(
+                    stack=stack, count=count, tokens=tokens, mixture=mixture, causal=causal, cross=cross,
+                    window=window,
                 )
+            )  # fmt: skip
     return tuple(found)
 
 

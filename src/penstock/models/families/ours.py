@@ -1,9 +1,11 @@
-"""Penstock's own Vision Transformer."""
+"""Penstock's own models: the parts of the one block, and what each family puts around its blocks."""
 
 from __future__ import annotations
 
-from penstock.config.model import ViTConfig
-from penstock.models.anatomy import Anatomy, Family, enrol, stack
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
+from penstock.config.stack import Stack as Sizes
+from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
+from penstock.models.base import Switched
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -12,54 +14,127 @@ from penstock.models.roles import (
     Linear,
     Norm,
     Perceptron,
+    Pooler,
     Role,
     Scale,
     Stem,
 )
-from penstock.models.vit import ViT
 
 
 def vit_anatomy(config: ViTConfig) -> Anatomy:
     """The parts of `ViT(config)`."""
-    norms = (Norm("attention.q_norm"), Norm("attention.k_norm")) if config.qk_norm else ()
-    parts: tuple[Role, ...] = (
-        Norm("norm1"),
-        Attention(
-            "attention",
-            # Its rows are ordered by head, so it is split as one matrix.
-            projections=(Linear("attention.qkv", "column"),),
-            out=Linear("attention.out", "row"),
-            heads=config.heads,
-            kv_heads=config.heads,
-            norms=norms,
-        ),
-        *_branch(config, "branch1"),
-        Norm("norm2"),
-        Perceptron("mlp", up=Linear("mlp.up", "column"), down=Linear("mlp.down", "row")),
-        *((Dropout("mlp.dropout"),) if config.dropout else ()),
-        *_branch(config, "branch2"),
-    )
     token = (Embedding("class_token", "class"),) if config.classifier == "token" else ()
     stem = Stem("stem.proj" if config.stem == "patchify" else "stem")
+    branch = (
+        *((Scale("{}.scale"),) if config.layer_scale is not None else ()),
+        *((Dropout("{}"),) if config.dropout or config.drop_path else ()),
+    )
     whole = stack(
         (f"blocks.{i}" for i in range(config.depth)),
-        parts,
+        _block(config, branch),
         before=(stem, Embedding("positions", "position"), *token),
         after=(Norm("norm"), Head("head")),
     )
     return Anatomy(family="vit", stacks=(whole,))
 
 
-def _branch(config: ViTConfig, name: str) -> tuple[Role, ...]:
-    scale = (Scale(f"{name}.scale"),) if config.layer_scale is not None else ()
-    return (*scale, Dropout(name)) if config.dropout or config.drop_path else scale
+def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anatomy:
+    """The parts of `Decoder(config)`, `Encoder(config)` or `Seq2Seq(config)`."""
+    names = ("encoder", "decoder") if isinstance(config, Seq2SeqConfig) else (config.family,)
+    before: tuple[Role, ...] = (Embedding("tokens", "token"),)
+    if isinstance(config, EncoderConfig) and config.token_types:
+        before = (*before, Embedding("types", "segment"))
+    found: list[Stack] = []
+    for name, sizes in zip(names, stacks(config)):
+        entrance = _entrance(config, sizes, name)
+        last = (Norm(f"{name}.norm"),) if sizes.norm_first else ()
+        found.append(
+            stack(
+                (f"{name}.blocks.{i}" for i in range(sizes.depth)),
+                _block(sizes, (Dropout("{}"),) if sizes.dropout else (), cross=bool(found)),
+                before=(*before, *entrance),
+                after=(*last, *_exit(config)) if name == names[-1] else last,
+            )
+        )
+        before = ()
+    return Anatomy(family=config.family, stacks=tuple(found))
 
 
-enrol(
-    "penstock.models.vit.ViT",
-    Family(
-        anatomy=lambda model: vit_anatomy(model.config),
-        set_attention=ViT.set_attention,
-        set_token_order=ViT.set_token_order,
-    ),
-)
+def _entrance(config: ModelConfig, sizes: Sizes, name: str) -> tuple[Role, ...]:
+    """What a stack of a text model has before its blocks, in the order in which it runs."""
+    assert not isinstance(config, ViTConfig)
+    position = (Embedding(f"{name}.places", "position"),) if sizes.positions == "learned" else ()
+    relative = (Embedding(f"{name}.relative", "relative"),) if sizes.positions == "relative" else ()
+    norm = (Norm(f"{name}.embedding_norm"),) if config.embedding_norm else ()
+    dropout = (Dropout(f"{name}.dropout"),) if sizes.dropout else ()
+    return (*position, *relative, *norm, *dropout)
+
+
+def _exit(config: ModelConfig) -> tuple[Role, ...]:
+    """What a text model has after its last stack."""
+    if not isinstance(config, EncoderConfig) or config.head == "none":
+        return () if isinstance(config, EncoderConfig) else (Head("head"),)
+    if config.head == "classes":
+        dropout = (Dropout("dropout"),) if config.dropout else ()
+        return (Pooler("pooler"), *dropout, Head("head"))
+    return (Linear("transform.dense"), Norm("transform.norm"), Head("head"))
+
+
+def _block(sizes: Sizes, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Role, ...]:
+    """The parts of `Block`. `branch` are those of a residual branch, with `{}` for its name."""
+
+    def closed(name: str) -> tuple[Role, ...]:
+        return tuple(type(part)(part.name.format(name)) for part in branch)
+
+    # Rows of queries, keys and values are ordered by head, so that they are split as one matrix.
+    inside = _attention(sizes, "attention", (Linear("attention.qkv", "column"),))
+    between: tuple[Role, ...] = ()
+    if cross:
+        projections = Linear("cross.q", "column"), Linear("cross.kv", "column")
+        between = (
+            Norm("cross_norm"),
+            _attention(sizes, "cross", projections),
+            *closed("cross_branch"),
+        )
+    return (
+        Norm("norm1"),
+        inside,
+        *closed("branch1"),
+        *between,
+        *(() if sizes.parallel else (Norm("norm2"),)),
+        Perceptron(
+            "mlp",
+            up=Linear("mlp.up", "column", fused=(1, 1) if sizes.gated else (1,)),
+            down=Linear("mlp.down", "row"),
+        ),
+        *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()),
+        *closed("branch2"),
+    )
+
+
+def _attention(sizes: Sizes, name: str, projections: tuple[Linear, ...]) -> Attention:
+    return Attention(
+        name,
+        projections=projections,
+        out=Linear(f"{name}.out", "row"),
+        heads=sizes.heads,
+        kv_heads=sizes.kv,
+        norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if sizes.qk_norm else (),
+        cross=len(projections) == 2,
+    )
+
+
+def _enrol() -> None:
+    for path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
+        anatomy = vit_anatomy if path == "vit.ViT" else text_anatomy
+        enrol(
+            f"penstock.models.{path}",
+            Family(
+                anatomy=lambda model, anatomy=anatomy: anatomy(model.config),
+                set_attention=Switched.set_attention,
+                set_token_order=Switched.set_token_order,
+            ),
+        )
+
+
+_enrol()

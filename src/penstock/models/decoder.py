@@ -1,0 +1,25 @@
+"""The decoder: a causal language model (Radford et al., 2019; Touvron et al., 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.models.stack import TextModel, TokenStack
+
+
+class Decoder(TextModel):
+    """Token numbers (B, N) to logits of each next token (B, N, V); weights are drawn from torch's global generator."""
+
+    def _build(self, **where: Any) -> None:
+        config = self.config
+        self.tokens = nn.Embedding(config.vocabulary, self._width, **where)
+        self.decoder = TokenStack(config, config, causal=True, **where)  # type: ignore[arg-type]
+        self.head = self._make_head(**where)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Padding comes last in a sample, where no token before it sees it. `documents` (B, N) are numbers that change
+        where another document begins: attention does not cross from one to the next, and positions start again.
+        """
+        return self.logits(self.decoder(self.embed(tokens), documents=documents))

@@ -1,0 +1,194 @@
+"""Where tokens stand: tables of positions, rotation, and biases of scores by distance; and which tokens see which.
+
+Shapes: B samples, N tokens that look, M tokens that are looked at, D width, H heads, K features per head. `places` are
+the positions of tokens: (N,), or (B, N) where documents are packed into samples.
+
+Nothing here is kept as a buffer, which a cast of the model to half precision would round: angles are computed anew in
+fp32 once per pass, and all blocks share them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.stack import Rotary, Stack
+from penstock.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class Learned(nn.Embedding):
+    """A table with one learned vector per position: adds it to the tokens."""
+
+    def __init__(self, rows: int, width: int, **where: Any) -> None:
+        super().__init__(rows, width, **where)
+
+    def forward(self, places: Tensor) -> Tensor:
+        if places.shape[-1] > self.num_embeddings:
+            raise ConfigError(
+                f"The model has {self.num_embeddings} learned positions, but was given samples of "
+                f"{places.shape[-1]} tokens; shorten them, or set model.max_positions."
+            )
+        return super().forward(places)
+
+
+class Sinusoidal(nn.Module):
+    """Sines of falling frequency in the first half of the features, cosines in the second (Vaswani et al., NeurIPS
+    2017, section 3.5, where they alternate).
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.width = width
+        self.dtype = dtype
+
+    def forward(self, places: Tensor) -> Tensor:
+        half = self.width // 2
+        rates = torch.arange(half, dtype=torch.float32, device=places.device) * (-2.0 / self.width)
+        angles = places.unsqueeze(-1) * torch.pow(10000.0, rates)
+        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def rotation(sizes: Stack, places: Tensor, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
+    rotary = sizes.rotary
+    angles = places.unsqueeze(-1) * frequencies(rotary, sizes.head_width, places.device)  # (…, N, K/2)
+    if angles.dim() == 2:
+        angles = angles.unsqueeze(0)
+    if sequence_first:
+        angles = angles.transpose(0, 1)
+    angles = angles.unsqueeze(2)  # over heads
+    longer = 0.1 * math.log(rotary.factor) + 1.0 if rotary.scaling == "yarn" else 1.0
+    return angles.cos() * longer, angles.sin() * longer
+
+
+def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
+    """Radians per position of each pair of features: (K/2,), fp32, slowed down as `rotary.scaling` says."""
+    exponents = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
+    rates = torch.pow(rotary.base, -exponents)
+    if rotary.scaling == "none":
+        return rates
+    slow = rates / rotary.factor
+    if rotary.scaling == "linear":
+        return slow
+    if rotary.scaling == "llama3":
+        turns = rotary.trained * rates / (2 * math.pi)
+        share = ((turns - rotary.low) / (rotary.high - rotary.low)).clamp(0, 1)
+        return slow + share * (rates - slow)
+    # YaRN blends by the pair's number, between the pairs that turn `high` and `low` times (its section 3.2).
+    first, last = (_pair_that_turns(turns, rotary, features) for turns in (rotary.high, rotary.low))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), features - 1)
+    pairs = torch.arange(features // 2, dtype=torch.float32, device=device)
+    share = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return slow + share * (rates - slow)
+
+
+def _pair_that_turns(turns: float, rotary: Rotary, features: int) -> float:
+    """Number of the pair of features that turns so many times within the positions of training."""
+    return features * math.log(rotary.trained / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
+
+
+class Relative(nn.Embedding):
+    """T5's learned biases: one per head for each kind of distance (Raffel et al., JMLR 2020, section 2.1)."""
+
+    def __init__(self, sizes: Stack, *, causal: bool, **where: Any) -> None:
+        super().__init__(sizes.relative_buckets, sizes.heads, **where)
+        self.causal, self.furthest = causal, sizes.relative_distance
+
+    def forward(self, looking: int, seen: int) -> Tensor:  # type: ignore[override]
+        """Biases of scores, (1, H, N, M)."""
+        ahead = torch.arange(1 - looking, seen, device=self.weight.device)
+        return _by_distance(super().forward(self._buckets(ahead)).T, looking, seen)
+
+    def _buckets(self, ahead: Tensor) -> Tensor:
+        """The row for each distance: half of the rows for single distances, the others for ever wider spans of them;
+        without a causal mask each of the two directions has half of all rows.
+        """
+        count = self.num_embeddings
+        behind, start = (-ahead).clamp(min=0), torch.zeros_like(ahead)
+        if not self.causal:
+            count //= 2
+            behind, start = ahead.abs(), (ahead > 0) * count
+        exact = count // 2
+        spans = torch.log(behind.clamp(min=1).float() / exact) / math.log(self.furthest / exact)
+        wide = (exact + spans * (count - exact)).long().clamp(max=count - 1)
+        return start + torch.where(behind < exact, behind, wide)
+
+
+def alibi(heads: int, looking: int, seen: int, device: torch.device) -> Tensor:
+    """Biases that fall with the distance, at another slope for each head: (1, H, N, M) in fp32 (Press et al., ICLR
+    2022, "Train Short, Test Long", section 3).
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
+    slopes += [2.0 ** (-4.0 * i / whole) for i in range(1, 2 * (heads - whole) + 1, 2)]
+    distances = torch.arange(1 - looking, seen, device=device).abs()
+    return _by_distance(-torch.tensor(slopes, device=device).outer(distances), looking, seen)
+
+
+def _by_distance(values: Tensor, looking: int, seen: int) -> Tensor:
+    """Values of the distances 1 − N … M − 1, (H, N + M − 1), laid out for each pair of tokens: (1, H, N, M)."""
+    return values.unfold(1, seen, 1).flip(1)[None, :, :looking]
+
+
+def places_of(tokens: int, documents: Tensor | None, device: torch.device) -> Tensor:
+    """Positions 0 … N − 1, (N,); or (B, N), where each run of one number in `documents` (B, N) starts again at 0."""
+    places = torch.arange(tokens, device=device)
+    if documents is None:
+        return places
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(first, places, 0).cummax(dim=1).values
+
+
+def visible(
+    tokens: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | None:
+    """Which tokens see which: true where so, broadcast to (B, 1, N, N); None where the kernel's own causal mask, or
+    no mask, is enough.
+
+    `lengths` (B,) are how many tokens of each sample are no padding, which comes last: so a causal mask hides it
+    already. Else the mask is (B, 1, 1, N), and only a window or packed documents cost N² of memory: torch's kernel has
+    no block-diagonal mask.
+    """
+    mask: Tensor | None = None
+    if window is not None and (causal or window // 2 < tokens):
+        places = torch.arange(tokens, device=device)
+        behind = places[:, None] - places
+        mask = (behind >= 0) & (behind < window) if causal else behind.abs() <= window // 2
+        mask = mask[None, None]
+    if documents is not None:
+        _log.debug("Packed documents are told apart by a mask of %d × %d for each sample.", tokens, tokens)
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        mask = same if mask is None else mask & same
+        if causal and window is None:
+            mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    if lengths is not None and not causal:
+        real = within(lengths, tokens)
+        # Padding sees itself: a row of −∞ alone would be NaN, which spreads.
+        mask = real if mask is None else (mask & real) | torch.eye(tokens, dtype=torch.bool, device=device)
+    return mask
+
+
+def within(lengths: Tensor, tokens: int) -> Tensor:
+    """Which of so many tokens are no padding, (B, 1, 1, N)."""
+    return (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+def biased(bias: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """A bias of scores, with −∞ where `mask`, or without one a causal mask, hides a token."""
+    if mask is None and causal:
+        tokens = bias.shape[-1]
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=bias.device).tril()
+    return bias if mask is None else bias.masked_fill(~mask, -math.inf)

@@ -1,0 +1,202 @@
+"""A stack of blocks over embedded tokens, as decoders, encoders and both sides of an encoder–decoder have it.
+
+Shapes: B samples, N tokens, M tokens of the memory, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+from penstock.models.base import Switched, Undrawn
+from penstock.models.block import Attention, Block, Context, CrossAttention, make_norm
+from penstock.models.positions import (
+    Learned,
+    Relative,
+    Sinusoidal,
+    alibi,
+    biased,
+    places_of,
+    rotation,
+    visible,
+    within,
+)
+
+TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
+
+
+class TokenStack(nn.Module):
+    """Embedded tokens (B, N, D) to features (B, N, D): positions, blocks, and where norms come first, a last norm.
+
+    `causal` stacks see earlier tokens only; those with `cross` attend to a memory besides.
+    """
+
+    def __init__(
+        self, config: TextConfig, sizes: Stack, *, causal: bool, cross: bool = False, **where: Any
+    ) -> None:
+        super().__init__()
+        self.sizes, self.causal = sizes, causal
+        self.sequence_first = False
+        self.places: Learned | Sinusoidal | None = None
+        if sizes.positions == "learned":
+            self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
+        elif sizes.positions == "sinusoidal":
+            self.places = Sinusoidal(sizes.width, where.get("dtype"))
+        self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
+        self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
+        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
+        self.blocks = nn.ModuleList(
+            Block(sizes, attention={"causal": causal, "windowed": sizes.windowed(i)}, cross=cross, **where)
+            for i in range(sizes.depth)
+        )
+        self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first else None
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+    ) -> Tensor:
+        places = places_of(x.shape[1], documents, x.device)
+        if self.places is not None:
+            x = x + self.places(places).to(x.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.dropout is not None:
+            x = self.dropout(x)
+        context = self._context(x, places, lengths, documents)
+        if memory is not None:
+            mask = None if memory_lengths is None else within(memory_lengths, memory.shape[1])
+            memory = memory.transpose(0, 1) if self.sequence_first else memory
+            context = context._replace(memory=memory, memory_mask=mask)
+        x = x.transpose(0, 1) if self.sequence_first else x
+        for block in self.blocks:
+            x = block(x, context)
+        x = x if self.norm is None else self.norm(x)
+        return x.transpose(0, 1) if self.sequence_first else x
+
+    def _context(
+        self, x: Tensor, places: Tensor, lengths: Tensor | None, documents: Tensor | None
+    ) -> Context:
+        sizes, tokens = self.sizes, x.shape[1]
+        turn = None
+        if sizes.positions == "rotary":
+            turn = rotation(sizes, places, sequence_first=self.sequence_first)
+        bias = None
+        if self.relative is not None:
+            bias = self.relative(tokens, tokens)
+        elif sizes.positions == "alibi":
+            bias = alibi(sizes.heads, tokens, tokens, x.device)
+
+        def mask(window: int | None) -> Tensor | None:
+            seen = visible(
+                tokens, x.device, causal=self.causal, window=window, lengths=lengths, documents=documents
+            )
+            return seen if bias is None else biased(bias, seen, causal=self.causal)
+
+        kinds = {sizes.windowed(i) for i in range(sizes.depth)}
+        return Context(
+            mask=mask(None) if False in kinds else None,
+            near=mask(sizes.window) if True in kinds else None,
+            rotation=turn,
+        )
+
+
+class TextModel(Switched):
+    """What decoders, encoders and encoder–decoders share: the table of tokens, and how weights are drawn.
+
+    With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`.
+    """
+
+    tokens: nn.Embedding
+    head: nn.Linear | None
+
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        with Undrawn():
+            self._build(device=device, dtype=dtype)
+        self.init_weights()
+
+    def _build(self, **where: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def _width(self) -> int:
+        config = self.config
+        return config.encoder.width if isinstance(config, Seq2SeqConfig) else config.width
+
+    def _make_head(self, **where: Any) -> nn.Linear:
+        config = self.config
+        return nn.Linear(self._width, config.vocabulary, bias=config.output_bias, **where)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token numbers (B, N) to vectors (B, N, D)."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ConfigError(
+                f"The model takes token numbers of shape (batch, tokens), but was given {tokens.dtype} of shape "
+                f"{tuple(tokens.shape)}."
+            )
+        x: Tensor = self.tokens(tokens)
+        return x * self._width**0.5 if self.config.scale_embeddings else x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Features (B, N, D) to logits over the vocabulary (B, N, V)."""
+        assert self.head is not None
+        return self.head(x * self._width**-0.5 if self.config.scale_outputs else x)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew, as `config.init` says: biases 0, norms 1."""
+        if self.config.tied and self.head is not None and self._gives_words:
+            self.head.weight = self.tokens.weight
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                if module.weight is not self.tokens.weight:
+                    self._draw(name, module)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self._embedding_deviation(module))
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+
+    _gives_words = True
+    """Whether the head gives words, so that it can be the table of tokens."""
+
+    def _embedding_deviation(self, table: nn.Embedding) -> float:
+        if self.config.init == "fan_in":
+            return 1.0 if table is self.tokens else self._width**-0.5
+        return self._width**-0.5 if self.config.init == "xavier" and table is self.tokens else 0.02
+
+    def _draw(self, name: str, module: nn.Linear) -> None:
+        init, inside = self.config.init, name.rpartition(".")[2]
+        if init == "xavier":
+            nn.init.xavier_uniform_(module.weight)
+            return
+        deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
+        if init == "scaled" and inside in ("out", "down"):
+            deviation /= (2 * sum(isinstance(m, Block) for m in self.modules())) ** 0.5
+        nn.init.normal_(module.weight, std=deviation)
+        if init == "fan_in" and inside in ("q", "qkv"):
+            # T5 leaves scores unscaled, and draws queries so much smaller instead.
+            attention = self.get_submodule(name.rpartition(".")[0])
+            assert isinstance(attention, Attention | CrossAttention)
+            rows, features = module.weight, attention.head_width
+            if isinstance(attention, Attention):
+                groups = rows.view(-1, attention.shared + 2, features, rows.shape[1])
+                rows = groups[:, : attention.shared]
+            rows.mul_(features**-0.5)

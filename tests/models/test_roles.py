@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from penstock.config.model import ViTConfig
+from penstock.config.model import PRESETS, ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT, roles
+from penstock.models import ViT, create, roles
 from penstock.models.anatomy import Anatomy, Block, anatomy_of, pruned
 from penstock.models.families import timm as timm_family
 from penstock.models.families import transformers as transformers_family
@@ -34,6 +34,9 @@ IMAGES = {"pixel_values": (2, 3, 32, 32)}
 TEXT: dict[str, Any] = {"input_ids": (2, 7), "use_cache": False}
 PAIRS: dict[str, Any] = {**TEXT, "decoder_input_ids": (2, 5)}
 
+WORDS: dict[str, Any] = {"vocabulary": 64, "sequence": 16}
+HALVES: dict[str, Any] = {"width": 48, "heads": 4, "depth": 2, "mlp_width": 96}
+
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "vit": (lambda: ViT(OURS), {"images": (2, 3, 32, 32)}),
     "vit-all": (
@@ -41,6 +44,12 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {"images": (2, 3, 32, 32)},
     ),
     "vit-conv": (lambda: ViT(replace(OURS, stem="conv", classifier="pooled")), {"images": (2, 3, 32, 32)}),
+    "gpt-ours": (lambda: _ours("gpt-tiny", **HALVES, dropout=0.1), {"tokens": (2, 7)}),
+    "llama-ours": (lambda: _ours("llama-tiny", **HALVES, qk_norm=True), {"tokens": (2, 7)}),
+    "bert-ours": (lambda: _ours("bert-tiny", **HALVES), {"tokens": (2, 7)}),
+    "bert-classes-ours": (lambda: _ours("bert-tiny", **HALVES, head="classes"), {"tokens": (2, 7)}),
+    "t5-ours": (lambda: _ours("t5-tiny"), {"source": (2, 7), "target": (2, 5)}),
+    "bart-ours": (lambda: _ours("bart-tiny"), {"source": (2, 7), "target": (2, 5)}),
     "hf-vit": (lambda: _foreign("ViTForImageClassification", **SIZES, image_size=32, patch_size=8), IMAGES),
     "hf-vit-model": (lambda: _foreign("ViTModel", **SIZES, image_size=32, patch_size=8), IMAGES),
     "gpt2": (lambda: _foreign("GPT2LMHeadModel", **GPT2), TEXT),
@@ -59,6 +68,10 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "mixtral": (lambda: _foreign("MixtralForCausalLM", **GROUPED, num_local_experts=4), TEXT),
     "timm": (lambda: _timm("vit_tiny_patch16_224", depth=2, qk_norm=True, init_values=1e-5), {"x": (2, 3, 224, 224)}),
 }  # fmt: skip
+
+
+def _ours(name: str, **changes: Any) -> nn.Module:
+    return create(replace(PRESETS[name], **WORDS, **changes))  # type: ignore[arg-type]
 
 
 def _foreign(name: str, **sizes: Any) -> nn.Module:
@@ -95,7 +108,8 @@ def family(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any]]:
 def _input(name: str, shape: Any) -> Any:
     if not isinstance(shape, tuple):
         return shape
-    return torch.randint(1, 64, shape) if name.endswith("_ids") else torch.randn(shape, dtype=torch.float64)
+    words = name.endswith("_ids") or name in ("tokens", "source", "target")
+    return torch.randint(1, 64, shape) if words else torch.randn(shape, dtype=torch.float64)
 
 
 def _owners(anatomy: Anatomy, parameter: str) -> list[roles.Role]:

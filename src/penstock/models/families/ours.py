@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
@@ -124,17 +126,17 @@ def _attention(sizes: Sizes, name: str, projections: tuple[Linear, ...]) -> Atte
     )
 
 
-def _enrol() -> None:
-    for path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
-        anatomy = vit_anatomy if path == "vit.ViT" else text_anatomy
-        enrol(
-            f"penstock.models.{path}",
-            Family(
-                anatomy=lambda model, anatomy=anatomy: anatomy(model.config),
-                set_attention=Switched.set_attention,
-                set_token_order=Switched.set_token_order,
-            ),
-        )
+def _anatomy(model: Any) -> Anatomy:
+    config = model.config
+    return vit_anatomy(config) if isinstance(config, ViTConfig) else text_anatomy(config)
 
 
-_enrol()
+for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
+    enrol(
+        f"penstock.models.{_path}",
+        Family(
+            anatomy=_anatomy,
+            set_attention=Switched.set_attention,
+            set_token_order=Switched.set_token_order,
+        ),
+    )

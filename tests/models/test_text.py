@@ -1,0 +1,194 @@
+"""Decoders, encoders and encoder–decoders: what tokens see, and that how attention is computed changes no result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import build
+from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
+from penstock.config.plan import Plan
+from penstock.config.recipes import Recipe
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.positions import visible
+from penstock.models.stack import TextModel
+
+SIZES: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 48}
+TEXT: dict[str, Any] = {"vocabulary": 50, "sequence": 12}
+DECODER = DecoderConfig(**SIZES, **TEXT)
+ROTARY = replace(DECODER, kv_heads=2, positions="rotary", norm="rms", mlp="swiglu", bias=False, tied=False)
+ENCODER = EncoderConfig(**SIZES, **TEXT, norm_first=False, token_types=2, embedding_norm=True)
+T5 = replace(
+    PRESETS["t5-tiny"], vocabulary=50, sequence=12, decoder_sequence=8,
+    encoder=replace(PRESETS["t5-tiny"].encoder, **SIZES, head_features=8),  # type: ignore[union-attr]
+    decoder=replace(PRESETS["t5-tiny"].encoder, **SIZES, head_features=8),  # type: ignore[union-attr]
+)  # fmt: skip
+MODELS: dict[str, Any] = {
+    "gpt": DECODER,
+    "rotary": ROTARY,
+    "query-norms": replace(ROTARY, qk_norm=True, head_features=6),
+    "window": replace(DECODER, positions="alibi", window=3, global_every=2, parallel=True),
+    "grouped": replace(DECODER, kv_heads=1, positions="sinusoidal", mlp="geglu"),
+    "relative": replace(DECODER, positions="relative", attention_scale=1.0),
+    "bert": ENCODER,
+    "classes": replace(ENCODER, head="classes", classes=3),
+    "modern": replace(
+        ENCODER, norm_first=True, norm_bias=False, positions="rotary", window=5, global_every=2, mlp="geglu"
+    ),
+    "t5": T5,
+    "marian": replace(PRESETS["marian-tiny"], vocabulary=50, sequence=12, decoder_sequence=8),
+}
+
+
+def _model(config: Any) -> TextModel:
+    torch.manual_seed(0)
+    model = create(config)
+    assert isinstance(model, TextModel)
+    return model.double().eval()
+
+
+def _inputs(config: Any) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    source = torch.randint(0, 50, (3, 12))
+    if isinstance(config, DecoderConfig):
+        return (source,)
+    lengths = torch.tensor([12, 5, 1])
+    return (
+        (source, torch.randint(0, 50, (3, 8)), lengths)
+        if isinstance(config, Seq2SeqConfig)
+        else (source, lengths)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_backends_and_orders_agree_in_outputs_and_gradients(name: str) -> None:
+    model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
+    weights, expected = None, None
+    for backend in ("plain", "sdpa", "math"):
+        for order in ("batch_first", "batch_second"):
+            model.set_attention(backend)  # type: ignore[arg-type]
+            model.set_token_order(order)  # type: ignore[arg-type]
+            out = model(*inputs)
+            weights = torch.randn_like(out) if weights is None else weights
+            model.zero_grad()
+            (out * weights).sum().backward()
+            got = [out, *(p.grad for p in model.parameters())]
+            expected = got if expected is None else expected
+            torch.testing.assert_close(got, expected, msg=f"{backend} {order}")
+
+
+@pytest.mark.parametrize("name", [n for n, c in MODELS.items() if isinstance(c, DecoderConfig)])
+def test_a_decoder_sees_no_later_token(name: str) -> None:
+    model, (tokens,) = _model(MODELS[name]), _inputs(MODELS[name])
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 50
+    torch.testing.assert_close(model(changed)[:, :7], model(tokens)[:, :7])
+    assert not torch.isclose(model(changed)[:, 7:], model(tokens)[:, 7:]).all(-1).any()
+
+
+@pytest.mark.parametrize("name", ["gpt", "rotary", "grouped", "window", "modern"])
+def test_packed_documents_are_as_if_alone(name: str) -> None:
+    model = _model(MODELS[name])
+    tokens = torch.randint(0, 50, (1, 12))
+    documents = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3])
+    alone = [model(part) for part in tokens.split((5, 4, 3), dim=1)]
+    packed = model(tokens, documents=documents)
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("name", ["bert", "modern", "classes", "t5", "marian"])
+def test_padding_changes_nothing(name: str) -> None:
+    model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
+    short = (inputs[0][1:2, :5], *(t[1:2] for t in inputs[1:-1]))
+    out, alone = model(*inputs)[1:2], model(*short)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:, : alone.shape[1]], alone)
+
+
+def test_masks_take_no_square_where_the_kernel_needs_none() -> None:
+    device, lengths = torch.device("cpu"), torch.tensor([3, 5])
+    assert visible(8, device, causal=True) is None
+    assert visible(8, device, causal=True, lengths=lengths) is None
+    padding = visible(8, device, causal=False, lengths=lengths)
+    assert padding is not None
+    assert padding.shape == (2, 1, 1, 8)
+    window = visible(5, device, causal=True, window=2)
+    assert window is not None
+    assert window[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
+
+
+def test_tied_outputs_are_the_table_of_tokens_however_the_model_came_to_be() -> None:
+    torch.manual_seed(0)
+    model = create(DECODER)
+    later = create(DECODER, device="meta").to_empty(device="cpu")
+    torch.manual_seed(0)
+    later.init_weights()  # type: ignore[operator]
+    assert later.head.weight is later.tokens.weight  # type: ignore[union-attr]
+    for (name, one), other in zip(model.named_parameters(), later.parameters()):
+        assert torch.equal(one, other), name
+    assert create(ROTARY).head.weight.data_ptr() != create(ROTARY).tokens.weight.data_ptr()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("init", "part", "deviation"),
+    [
+        ("normal", "decoder.blocks.0.mlp.down", 0.02),
+        ("scaled", "decoder.blocks.0.mlp.down", 0.02 / 2),
+        ("scaled", "decoder.blocks.1.attention.qkv", 0.02),
+        ("fan_in", "decoder.blocks.0.mlp.down", 256**-0.5),
+        ("xavier", "decoder.blocks.0.mlp.up", (2 / (64 + 256)) ** 0.5),
+        ("xavier", "tokens", 64**-0.5),
+        ("fan_in", "tokens", 1.0),
+    ],
+)
+def test_weights_are_drawn_as_papers_say(init: str, part: str, deviation: float) -> None:
+    torch.manual_seed(0)
+    config = DecoderConfig(width=64, depth=2, heads=2, mlp_width=256, **TEXT, init=init)  # type: ignore[arg-type]
+    weight = create(config).get_submodule(part).weight
+    assert isinstance(weight, Tensor)
+    assert weight.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+def test_t5_draws_queries_smaller() -> None:
+    torch.manual_seed(0)
+    config = replace(DECODER, width=64, init="fan_in")
+    groups = create(config).get_submodule("decoder.blocks.0.attention.qkv").weight.view(4, 3, 16, 64)
+    deviations = groups.std(dim=(0, 2, 3)).tolist()
+    assert deviations == pytest.approx([1 / 32, 1 / 8, 1 / 8], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "line", ["precision=O1 attention=plain", "precision=O2 recompute=full", "precision=O3"]
+)
+@pytest.mark.parametrize("name", ["rotary", "bert", "t5"])
+def test_every_family_is_built_and_learns(name: str, line: str) -> None:
+    config = MODELS[name]
+    inputs = _inputs(config)[:2] if isinstance(config, Seq2SeqConfig) else _inputs(config)[:1]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(*batch)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[-1].flatten())
+
+    built = build(config, Plan.parse(line), loss=loss, recipe=Recipe(lr=3e-3), seed=0)
+    losses = [float(built.step([inputs]).loss) for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"model\.experts=8 can be predicted"):
+        create(PRESETS["mixtral-8x7b"], device="meta")
+    with pytest.raises(ConfigError, match=r"16 learned positions|12 learned positions"):
+        create(DECODER)(torch.zeros(1, 13, dtype=torch.long))
+    with pytest.raises(ConfigError, match="token numbers"):
+        create(DECODER)(torch.zeros(1, 13))
+    with pytest.raises(ConfigError, match="even number"):
+        replace(ROTARY, head_features=7)
+    with pytest.raises(ConfigError, match="norm_first"):
+        replace(ENCODER, parallel=True)

@@ -1,0 +1,87 @@
+"""What the planner counts of text models, against our own modules: parameters, FLOPs, and what autograd keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.config.model import PRESETS, ViTConfig, stacks
+from penstock.config.plan import Plan
+from penstock.models import create
+from penstock.models.base import Switched
+from penstock.planner.describe import describe, totals
+from penstock.planner.memory import held
+
+BUILT = [
+    name
+    for name, config in PRESETS.items()
+    if not isinstance(config, ViTConfig) and not any(stack.experts for stack in stacks(config))
+]
+TINY = [name for name in BUILT if name.endswith("tiny")]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_parameters_are_exact(name: str) -> None:
+    model = create(PRESETS[name], device="meta")
+    parameters = list(model.parameters())
+    assert totals(PRESETS[name]).parameters == sum(parameter.numel() for parameter in parameters)
+    assert describe(PRESETS[name], Plan()).tensors == len(parameters)
+
+
+def _inputs(config: Any, samples: int, device: str = "cpu") -> tuple[Tensor, ...]:
+    source = torch.zeros(samples, config.sequence, dtype=torch.long, device=device)
+    target = [source.new_zeros(samples, config.decoder_sequence)] if config.family == "seq2seq" else []
+    return (source, *target)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_flops_equal_torchs(name: str) -> None:
+    model = create(PRESETS[name], device="meta")
+    assert isinstance(model, Switched)
+    model.set_attention("plain")
+    with FlopCounterMode(display=False) as counter:
+        model(*_inputs(PRESETS[name], 2, "meta")).sum().backward()
+    assert 2 * totals(PRESETS[name]).model_flops == pytest.approx(counter.get_total_flops(), rel=0.005)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("precision", ["O0", "O1", "O3"])
+@pytest.mark.parametrize("attention", ["plain", "sdpa"])
+def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, attention: str) -> None:
+    plan = Plan(precision=precision, attention=attention, micro_batch=4)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if precision == "O3" else torch.float32
+    model = create(PRESETS[name], dtype=dtype)
+    assert isinstance(model, Switched)
+    model.set_attention(plan.attention)
+    kept = _kept_bytes(model, _inputs(PRESETS[name], 4), autocast=precision == "O1")
+    assert held(describe(PRESETS[name], plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
+
+
+def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool) -> int:
+    """Bytes of the distinct blocks of memory that autograd keeps of the model and its loss, and of half logits, which
+    the training loop holds; parameters and inputs are not counted.
+    """
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
+    kept: dict[int, int] = {}
+    alive = []  # so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+    ):
+        logits = model(*inputs)
+        if logits.dtype != torch.float32:
+            pack(logits)
+        nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs[-1].flatten())
+    return sum(kept.values())

@@ -35,7 +35,7 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "socket": (_socket, "it is a socket"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "it is a link to nowhere, which does not exist"),
     "circle": (lambda path: path.symlink_to(path), "it is a link that leads back to itself"),
-    "sparse": (_sparse, "has 3,221,225,472 bytes, but no more than 1,000 are read"),
+    "sparse": (_sparse, "has 3,221,225,472 bytes, and at most 1,000 are read"),
 }
 
 
@@ -69,13 +69,13 @@ def test_the_limit_counts_what_is_read_and_not_what_a_file_claims(tmp_path: Path
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     assert read_bytes(path, "It", limit=10) == b"0123456789"
-    with pytest.raises(DataError, match="has 10 bytes, but no more than 9"):
+    with pytest.raises(DataError, match="has 10 bytes, and at most 9"):
         read_bytes(path, "It", limit=9)
     path.write_bytes(b"")
     assert read_bytes(path, "It", limit=0) == b""
     # Files of /proc say that they are empty.
     assert read_bytes("/proc/self/status", "It", limit=1 << 20).startswith(b"Name:")
-    with pytest.raises(DataError, match="has more bytes"):
+    with pytest.raises(DataError, match="has more than 20 bytes"):
         read_bytes("/proc/self/status", "It", limit=20)
 
 

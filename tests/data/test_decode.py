@@ -14,8 +14,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from helpers.images import encoded, photo, pixels, smooth
+from penstock.boundary.files import Unreadable
 from penstock.data import decode as decoding
-from penstock.data.header import Unreadable
 
 LIMIT = 100_000_000
 BACKENDS = [

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from helpers.images import encoded, photo, write_folder
 from penstock.config.run import DataConfig
 from penstock.data import Source, open_source
 from penstock.data.imagefolder import ImageFolder, list_classes
+from penstock.data.packing import Packing, pack_source
 from penstock.errors import DataError
 
 
@@ -77,7 +81,7 @@ def test_nothing_to_read_is_an_error(tmp_path: Path, make: object) -> None:
     [
         (lambda path: path.write_bytes(path.read_bytes()[:90]), "cannot be read: its header is cut off"),
         (lambda path: path.write_bytes(b""), "it is empty"),
-        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.unlink(), "it does not exist"),
         (lambda path: Image.new("RGB", (200, 200)).save(path), r"more than data\.max_pixels = 9,999"),
     ],
 )
@@ -98,3 +102,59 @@ def test_skipping_tells_the_path(tmp_path: Path) -> None:
     reading = source.read_into(np.arange(8), np.empty((8, 32, 32, 3), np.uint8))
     assert [path for path, _ in reading.bad] == [str(root / "cat" / "0002.jpg")]
     assert reading.ids[2] != 2
+
+
+SPECIAL = {
+    "fifo": (os.mkfifo, "it is a named pipe, not a regular file"),
+    "dangling": (lambda path: os.symlink("nowhere", path), "it is a link to nowhere, which does not exist"),
+    "zero": (lambda path: os.symlink("/dev/zero", path), "it is a device, not a regular file"),
+    "folder": (os.mkdir, "it is a folder, not a regular file"),
+    "sparse": (
+        lambda path: (path.touch(), os.truncate(path, 3 << 30)),
+        "it has 3,221,225,472 bytes, and at most 268,435,456 are read",
+    ),
+    "unreadable": (lambda path: (path.touch(), path.chmod(0)), "this user may not open it|it is empty"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_cannot_be_opened_is_a_bad_image_like_any_other(kind: str, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=5)
+    source, skipping = opened(root), opened(root, bad_images="skip")
+    path = root / "cat" / "0002.jpg"
+    path.unlink()
+    make, why = SPECIAL[kind]
+    make(path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=f"{re.escape(str(path))} cannot be read: ({why})"):
+        source.read(np.arange(8))
+    reading = skipping.read_into(np.arange(8), np.empty((8, 32, 32, 3), np.uint8))
+    assert [path for path, _ in reading.bad] == [str(path)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "folder"])  # a folder is looked into
+def test_packing_treats_what_cannot_be_opened_as_the_policy_says(kind: str, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=60, size=16)
+    path = root / "cat" / "0002.jpg"
+    path.unlink()
+    make, why = SPECIAL[kind]
+    make(path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=f"{re.escape(str(path))} cannot be packed: ({why})"):
+        pack_source(root, tmp_path / "pack", Packing(size=16))
+    packed = pack_source(root, tmp_path / "pack", Packing(size=16, bad_images="skip"))
+    assert packed.manifests[""].skipped == 1
+
+
+def test_a_folder_that_may_not_be_listed_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_folder(tmp_path / "set", per_class=5)
+    scandir = os.scandir
+
+    def deny(path: str) -> object:
+        if str(path).endswith("dog"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(PermissionError):
+        opened(root)

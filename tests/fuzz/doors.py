@@ -6,7 +6,7 @@ import importlib
 
 from fuzz.door import Door
 
-DOORS = ("files",)
+DOORS = ("files", "tar", "images", "image_folder")
 
 
 def load(name: str) -> Door:

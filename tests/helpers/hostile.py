@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from penstock.boundary.files import Unreadable
 from penstock.data import decode as decoding
-from penstock.data.header import Unreadable
 
 MAX_PIXELS = 100_000_000
 

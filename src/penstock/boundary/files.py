@@ -6,9 +6,11 @@ holes. So it is looked at before it is opened, only regular files are read, and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from penstock.errors import DataError, PenstockError
@@ -46,6 +48,12 @@ _KINDS = {
 }
 
 
+class Unreadable(Exception):
+    """Why something from outside cannot be read: the end of a sentence. `remedy` is the next sentence."""
+
+    remedy = "Check that it is the right file."
+
+
 def open_regular(
     path: AnyPath,
     what: str,
@@ -59,28 +67,21 @@ def open_regular(
     `what` begins the message, such as "The machine file". `limit` is in bytes; without one, the caller bounds what it
     reads. `remedy` is a sentence that replaces the usual one. Raises `error` where it cannot be read.
     """
-    try:
-        # A look before it is opened, for opening some devices does something; and one after, for it may be another now.
-        _refuse_others(os.stat(path))
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            size = _refuse_others(os.fstat(handle))
-        except BaseException:
-            os.close(handle)
-            raise
-    except (OSError, ValueError, _Irregular) as problem:
-        raise _refusal(path, what, problem, error, remedy) from problem
-    if limit is not None and size > limit:
-        os.close(handle)
-        raise _too_large(path, what, f"{size:,}", limit, error, remedy)
-    return open(handle, "rb", buffering=0)
+    with _refusing(path, what, error, remedy):
+        return _opened(path, limit)
 
 
 def read_bytes(
     path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
 ) -> bytes:
     """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors as of `open_regular`."""
-    with open_regular(path, what, limit=limit, error=error, remedy=remedy) as file:
+    with _refusing(path, what, error, remedy):
+        return content(path, limit=limit)
+
+
+def content(path: AnyPath, *, limit: int) -> bytes:
+    """As `read_bytes`, but raises Unreadable, for those who say themselves what it is and what happens then."""
+    with _opened(path, limit) as file:
         try:
             # Some files, such as those of /proc, hold more than their size says.
             parts, left = [], limit + 1
@@ -88,10 +89,10 @@ def read_bytes(
                 parts.append(part)
                 left -= len(part)
         except OSError as problem:
-            raise _refusal(path, what, problem, error, remedy) from problem
+            raise _unreadable(problem, path) from problem
     if not left:
-        raise _too_large(path, what, "more", limit, error, remedy)
-    return b"".join(parts)
+        raise Unreadable(f"it has more than {limit:,} bytes, which is the most that is read")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def read_text(
@@ -140,33 +141,45 @@ def shown(path: AnyPath) -> str:
     return text if text.isprintable() and 0 < len(text) <= 500 else quoted(text)
 
 
-class _Irregular(Exception):
-    """It is no regular file. The argument says what it is."""
+@contextlib.contextmanager
+def _refusing(path: AnyPath, what: str, error: type[PenstockError], remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except Unreadable as problem:
+        raise error(
+            f"{what} {shown(path)} cannot be read: {problem}. {remedy or problem.remedy}"
+        ) from problem
+
+
+def _opened(path: AnyPath, limit: int | None) -> BinaryIO:
+    try:
+        # A look before it is opened, for opening some devices does something; and one after, for it may be another now.
+        _refuse_others(os.stat(path))
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = _refuse_others(os.fstat(handle))
+            if limit is not None and size > limit:
+                raise Unreadable(f"it has {size:,} bytes, and at most {limit:,} are read")
+        except BaseException:
+            os.close(handle)
+            raise
+    except (OSError, ValueError) as problem:
+        raise _unreadable(problem, path) from problem
+    return open(handle, "rb", buffering=0)
 
 
 def _refuse_others(found: os.stat_result) -> int:
     """The size of a regular file in bytes."""
     if not stat.S_ISREG(found.st_mode):
-        raise _Irregular(_KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind"))
+        raise Unreadable(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'special')}, not a regular file")
     return found.st_size
 
 
-def _refusal(
-    path: AnyPath, what: str, problem: Exception, error: type[PenstockError], remedy: str
-) -> PenstockError:
+def _unreadable(problem: OSError | ValueError, path: AnyPath) -> Unreadable:
     if isinstance(problem, OSError):
-        cause, usual = why(problem, path), remedy_for(problem)
-    elif isinstance(problem, _Irregular):
-        cause, usual = f"it is {problem}, not a regular file", "Give the path of a regular file."
-    else:  # os.stat's own complaints about NUL and half characters
-        cause, usual = f"its name is impossible ({problem})", "Check the path."
-    return error(f"{what} {shown(path)} cannot be read: {cause}. {remedy or usual}")
-
-
-def _too_large(
-    path: AnyPath, what: str, found: str, limit: int, error: type[PenstockError], remedy: str
-) -> PenstockError:
-    return error(
-        f"{what} {shown(path)} has {found} bytes, but no more than {limit:,} are read. "
-        f"{remedy or 'Check that it is the right file.'}"
-    )
+        reason = Unreadable(why(problem, path))
+        reason.remedy = remedy_for(problem)
+        return reason
+    return Unreadable(
+        f"its name is impossible ({problem})"
+    )  # os.stat's complaints about NUL and half characters

@@ -1,8 +1,8 @@
 """Untrusted bytes of a JPEG, PNG or WebP to a square of pixels.
 
-The header is read first (`header.py`), and an image with unreasonable claims reaches no decoder. simplejpeg and OpenCV
-decode JPEGs where both are installed (the `images` extra, about twice Pillow's speed); Pillow decodes the rest. Both
-let libjpeg shrink an image while it decodes. This imports no torch, so that a reading process stays small.
+The header is read first (`boundary/images.py`), and an image with unreasonable claims reaches no decoder. simplejpeg
+and OpenCV decode JPEGs where both are installed (the `images` extra, about twice Pillow's speed); Pillow decodes the
+rest. Both let libjpeg shrink an image while it decodes. This imports no torch, so that a reading process stays small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from penstock.data.header import Header, Unreadable, check_size, read_header
+from penstock.boundary.files import Unreadable
+from penstock.boundary.images import Header, check_image
 
 Pixels = NDArray[np.uint8]
 
@@ -69,8 +70,7 @@ def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
 
     Raises Unreadable for whatever cannot or must not be decoded.
     """
-    header = read_header(data)
-    check_size(header, len(data), max_pixels)
+    header = check_image(data, max_pixels)
     fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
     # simplejpeg refuses some harmless defects. Pillow decides about what it refuses, so that both installations
     # call the same images bad.

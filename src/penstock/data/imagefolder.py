@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.boundary.files import Unreadable, content, shown
+from penstock.boundary.images import EXTENSIONS, MAX_BYTES
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
-from penstock.data.header import EXTENSIONS, Unreadable
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.errors import DataError
 
@@ -77,7 +78,7 @@ def list_classes(root: Path) -> Listing:
     for label, name in enumerate(classes):
         files = [
             os.path.relpath(os.path.join(folder, file), root)
-            for folder, _, files in os.walk(root / name)
+            for folder, _, files in os.walk(root / name, onerror=_raise)
             for file in files
         ]
         found = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
@@ -92,6 +93,11 @@ def list_classes(root: Path) -> Listing:
             f"{', '.join(EXTENSIONS)} files."
         )
     return Listing(root, classes, tuple(paths), tuple(labels))
+
+
+def _raise(error: OSError) -> None:
+    """Without it, `os.walk` leaves out a folder that it may not list."""
+    raise error
 
 
 def _fifth(listing: Listing, split: Split) -> Listing:
@@ -123,8 +129,6 @@ class ImageFolder(ImageSource):
     def load(self, index: int, out: Pixels) -> None:
         path = self.path(index)
         try:
-            decode(path.read_bytes(), out, max_pixels=self._max_pixels)
+            decode(content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels)
         except Unreadable as error:
-            raise BadSample(str(path), str(error)) from error
-        except OSError as error:
-            raise BadSample(str(path), error.strerror or str(error)) from error
+            raise BadSample(shown(path), str(error)) from error

@@ -22,11 +22,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.boundary.files import Unreadable
 from penstock.config.convert import Range
 from penstock.config.load import from_dict
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
-from penstock.data.header import Unreadable
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.disk import digest_file
 from penstock.errors import ConfigError, DataError

@@ -19,9 +19,10 @@ import numpy as np
 from PIL import Image
 
 from penstock import __version__
+from penstock.boundary.files import Unreadable, content, shown
+from penstock.boundary.images import MAX_BYTES
 from penstock.config.convert import Checked, Count, Natural, Range
 from penstock.data.decode import backend, decode, fast_path
-from penstock.data.header import Unreadable
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
 from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records
 from penstock.data.source import BadSample, Pixels, Tally
@@ -98,7 +99,8 @@ def pack_source(
     return Packed(manifests, total)
 
 
-_Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[Sample]]]
+Found = Sample | BadSample
+_Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[Found]]]
 
 
 def _streams(source: Path) -> _Streams:
@@ -123,9 +125,13 @@ def _from_tars(shards: Iterable[Path]) -> Iterator[Sample]:
         yield from read_tar(shard)
 
 
-def _from_folder(listing: Listing) -> Iterator[Sample]:
+def _from_folder(listing: Listing) -> Iterator[Found]:
     for path, label in zip(listing.paths, listing.labels):
-        yield Sample((listing.root / path).read_bytes(), label, str(listing.root / path))
+        file = listing.root / path
+        try:
+            yield Sample(content(file, limit=MAX_BYTES), label, shown(file))
+        except Unreadable as error:
+            yield BadSample(shown(file), str(error))
 
 
 def _encode(image: Pixels, quality: int) -> bytes:
@@ -139,10 +145,12 @@ def _encode(image: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _convert(sample: Sample, packing: Packing) -> Sample | BadSample:
+def _convert(sample: Found, packing: Packing) -> Found:
     """Decode, resize and encode a sample; returns why, where that fails. Runs in a thread: the decoders release the
     interpreter lock.
     """
+    if isinstance(sample, BadSample):
+        return sample
     image = np.empty((packing.size, packing.size, 3), np.uint8)
     try:
         decode(sample.data, image, max_pixels=packing.max_pixels)
@@ -164,7 +172,7 @@ class _Writer:
         self._shards: list[File] = []
         self._skipped = 0
 
-    def write(self, samples: Iterator[Sample], progress: Progress | None) -> Manifest:
+    def write(self, samples: Iterator[Found], progress: Progress | None) -> Manifest:
         self._root.mkdir(parents=True, exist_ok=True)
         self._write_shards(self._accepted(samples, progress))
         if not self._rows:
@@ -195,7 +203,7 @@ class _Writer:
         written = write_file(self._root / name, chunks)
         return File(name, written.bytes, written.sha256)
 
-    def _accepted(self, samples: Iterator[Sample], progress: Progress | None) -> Iterator[Sample]:
+    def _accepted(self, samples: Iterator[Found], progress: Progress | None) -> Iterator[Sample]:
         """The images that can be packed, in order; others are treated as the policy says."""
         refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
@@ -236,10 +244,10 @@ class _Writer:
                 return
 
 
-def _in_threads(samples: Iterator[Sample], packing: Packing) -> Iterator[Sample | BadSample]:
+def _in_threads(samples: Iterator[Found], packing: Packing) -> Iterator[Found]:
     """Convert in threads, in order, with a bounded number in flight."""
     threads = packing.threads or os.cpu_count() or 1
-    in_flight: deque[Future[Sample | BadSample]] = deque()
+    in_flight: deque[Future[Found]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
         try:
             for sample in samples:

@@ -1,28 +1,27 @@
 """Tar shards in the WebDataset layout, streamed: `name.jpg` and `name.cls` side by side are one sample.
 
-Nothing is extracted to the disk or unpickled. Members are read into memory one after the other. Only regular files are
-read, with a listed extension and a plain relative path.
+Nothing is extracted to the disk or unpickled. Members are read into memory one after the other, within the bounds of
+`boundary/archives.py`, and only those with a listed extension.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
 import os
-import tarfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from penstock.data.header import EXTENSIONS
+from penstock.boundary.archives import LABEL_BYTES, tar_members
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.images import EXTENSIONS, MAX_BYTES
+from penstock.boundary.trees import parse_json
 from penstock.errors import DataError
 
 ALLOWED = (*EXTENSIONS, ".cls", ".txt", ".json")
 LABEL_KEYS = ("label", "cls", "class")
 """Where a sample has no `.cls`, its class number is looked for under these keys of its `.json`."""
-MAX_MEMBER_BYTES = 1 << 28
-"""A member above 256 MB is refused before it is read."""
+_LONGEST_CLASS = 200
+"""Characters of a class name."""
 
 
 class Sample(NamedTuple):
@@ -39,97 +38,87 @@ def read_tar(path: str | os.PathLike[str]) -> Iterator[Sample]:
     Raises DataError for a member that is a link or device, climbs out of the shard, has another extension, is
     too large, or for a sample without image or class; and for a shard that is cut off.
     """
-    try:
-        with tarfile.open(path, "r|*") as shard:
-            yield from _group(path, _members(path, shard))
-    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(
-            f"The tar shard {path} cannot be read to its end: {error}. Download it again."
-        ) from error
-
-
-def _members(path: str | os.PathLike[str], shard: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
-    """(key, extension, content) of each member."""
-    for member in shard:
-        if member.isdir():
-            continue
-        name = PurePosixPath(member.name)
-        if not member.isreg():
-            raise DataError(
-                f"{path} holds {member.name!r}, which is a link or device. Only plain files are read."
-            )
-        if name.is_absolute() or ".." in name.parts or "\\" in member.name or "\0" in member.name:
-            raise DataError(
-                f"{path} holds {member.name!r}, a path that leads out of the shard. Do not trust it."
-            )
-        # WebDataset: the key ends at the first dot of the file name, and what follows is the extension.
-        stem, _, extension = name.name.partition(".")
-        extension = f".{extension.lower()}"
-        if extension not in ALLOWED:
-            raise DataError(
-                f"{path} holds {member.name!r}, but only {', '.join(ALLOWED)} members are read. Repack the "
-                "shard without the others."
-            )
-        if member.size > MAX_MEMBER_BYTES:
-            raise DataError(f"{path} holds {member.name!r} of {member.size:,} bytes, more than 256 MB.")
-        content = shard.extractfile(member)
-        assert content is not None  # for regular files
-        yield str(name.parent / stem), extension, content.read()
-
-
-def _group(path: str | os.PathLike[str], members: Iterator[tuple[str, str, bytes]]) -> Iterator[Sample]:
-    """Adjacent members with the same key form a sample."""
+    where = shown(path)
     key: str | None = None
     parts: dict[str, bytes] = {}
-    for now, extension, content in members:
+    for name, content in tar_members(path, lambda name: _limit(where, name)):
+        now, extension = _split(name)
         if key is not None and now != key:
-            yield _sample(path, key, parts)
+            yield _sample(where, key, parts)
             parts = {}
         key = now
         if extension in parts:
-            raise DataError(f"{path} holds {key}{extension} twice.")
+            raise DataError(f"{where} holds {quoted(name)} twice.")
         parts[extension] = content
+        if len(_images(parts)) > 1:  # before more of them fill the memory
+            yield _sample(where, key, parts)
     if key is not None:
-        yield _sample(path, key, parts)
+        yield _sample(where, key, parts)
 
 
-def _sample(path: str | os.PathLike[str], key: str, parts: dict[str, bytes]) -> Sample:
-    images = [extension for extension in parts if extension in EXTENSIONS]
+def _split(name: str) -> tuple[str, str]:
+    """Key and extension: as in WebDataset, the key ends at the first dot of the file name."""
+    path = PurePosixPath(name)
+    stem, _, extension = path.name.partition(".")
+    return str(path.parent / stem), f".{extension.lower()}"
+
+
+def _limit(where: str, name: str) -> int:
+    """Bytes that a member may have."""
+    extension = _split(name)[1]
+    if extension not in ALLOWED:
+        raise DataError(
+            f"{where} holds {quoted(name)}, but only {', '.join(ALLOWED)} members are read. Repack the "
+            "shard without the others."
+        )
+    return MAX_BYTES if extension in EXTENSIONS else LABEL_BYTES
+
+
+def _images(parts: dict[str, bytes]) -> list[str]:
+    return [extension for extension in parts if extension in EXTENSIONS]
+
+
+def _sample(where: str, key: str, parts: dict[str, bytes]) -> Sample:
+    """The members with one key, which follow each other, as a sample."""
+    images = _images(parts)
     if len(images) != 1:
         raise DataError(
-            f"The sample {key!r} of {path} has {len(images)} images instead of one; a sample is {key}.jpg "
-            f"(or .jpeg, .png, .webp) beside {key}.cls."
+            f"The sample {quoted(key)} of {where} has {len(images)} images instead of one; a sample is NAME.jpg "
+            "(or .jpeg, .png, .webp) beside NAME.cls."
         )
-    return Sample(parts[images[0]], _label(path, key, parts), f"{path}:{key}{images[0]}")
+    return Sample(parts[images[0]], _label(where, key, parts), f"{where}:{shown(key + images[0])}")
 
 
-def _label(path: str | os.PathLike[str], key: str, parts: dict[str, bytes]) -> int | str:
+def _label(where: str, key: str, parts: dict[str, bytes]) -> int | str:
     """A class number, or a class name to which the caller gives a number."""
-    try:
-        if ".cls" in parts:
-            text = parts[".cls"].decode("utf-8").strip()
-            if text:
-                return int(text) if text.isascii() and text.isdigit() else text
-        elif ".json" in parts:
-            table = json.loads(parts[".json"])
-            for name in LABEL_KEYS:
-                value = table.get(name) if isinstance(table, dict) else None
-                if isinstance(value, str) or (
-                    isinstance(value, int) and not isinstance(value, bool) and value >= 0
-                ):
-                    return value
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"The class of sample {key!r} of {path} cannot be read: {error}.") from error
+    value: object = None
+    what = f"The class of sample {quoted(key)} of {where}"
+    if ".cls" in parts:
+        try:
+            value = parts[".cls"].decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{what} cannot be read: {error}. Write it as UTF-8.") from error
+    elif ".json" in parts:
+        table = parse_json(parts[".json"], what, error=DataError)
+        value = next((table[name] for name in LABEL_KEYS if isinstance(table.get(name), str | int)), None)
+    if isinstance(value, str) and value:
+        if len(value) > _LONGEST_CLASS or not value.isprintable():
+            raise DataError(
+                f"{what} is {quoted(value)}; a class has a name of up to {_LONGEST_CLASS} printable characters."
+            )
+        return int(value) if value.isascii() and value.isdigit() else value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
     raise DataError(
-        f"The sample {key!r} of {path} names no class: put its number into {key}.cls, or into {key}.json under "
-        "'label'."
+        f"The sample {quoted(key)} of {where} names no class: put its number into NAME.cls, or into NAME.json "
+        "under 'label'."
     )
 
 
 def shards_of(path: str | os.PathLike[str]) -> list[Path]:
     """The tar files of a folder (or the file itself), sorted by name."""
     root = Path(path)
-    if root.is_file():
+    if not root.is_dir():
         return [root]
     names = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-    return sorted(entry for entry in root.iterdir() if entry.is_file() and entry.name.endswith(names))
+    return sorted(entry for entry in root.iterdir() if entry.name.endswith(names))

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import struct
+import time
 
 import pytest
 from PIL import Image
 
 from helpers.hostile import seeds
 from helpers.images import encoded, photo
-from penstock.data.header import Header, Unreadable, check_size, read_header
+from penstock.boundary.files import Unreadable
+from penstock.boundary.images import Header, check_image, check_size, read_header
 
 
 @pytest.mark.parametrize("number", range(14))
@@ -84,3 +86,58 @@ def test_unreasonable_sizes_are_refused(width: int, height: int, file_bytes: int
 def test_reasonable_sizes_pass() -> None:
     check_size(Header("PNG", 4000, 4000, 0, 1), 100, 100_000_000)  # 16 million pixels of one colour
     check_size(Header("JPEG", 10_000, 10_000, 3, 1), 5_000_000, 100_000_000)
+
+
+def _empty_scans(width: int, height: int, count: int) -> bytes:
+    """A progressive JPEG that says that it is so large, with so many scans that hold next to nothing."""
+    data = encoded(Image.new("RGB", (16, 16)), progressive=True)
+    frame = data.index(b"\xff\xc2") + 5
+    data = data[:frame] + struct.pack(">HH", height, width) + data[frame + 4 :]
+    tables = data.rfind(b"\xff\xc4", 0, data.rfind(b"\xff\xda"))
+    return data[:-2] + data[tables:-2] * count + data[-2:]
+
+
+def test_hundreds_of_empty_scans_are_refused_by_scans_times_pixels() -> None:
+    check_image(_empty_scans(1000, 1000, 300), 100_000_000)
+    start = time.process_time()
+    for side, count in ((4000, 400), (10_000, 20)):
+        with pytest.raises(Unreadable, match=rf"it passes {count + 10} times over {side**2:,} pixels"):
+            check_image(_empty_scans(side, side, count) + bytes(side**2 // 1000), 100_000_000)
+    assert time.process_time() - start < 0.5
+
+
+def test_scans_of_single_components_count_too() -> None:
+    """A sequential JPEG is decoded scan by scan if its first scan lacks a component."""
+    data = encoded(Image.new("RGB", (16, 16)), subsampling="4:4:4")
+    data = data.replace(b"\x00\x10\x00\x10\x03", b"\x0f\xa0\x0f\xa0\x03")
+    scan = data.index(b"\xff\xda")
+    single = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00"
+    check_image(data[:scan] + single * 3 + data[scan:], 100_000_000)
+    with pytest.raises(Unreadable, match="it passes 101 times"):
+        check_image(data[:scan] + single * 100 + data[scan:], 100_000_000)
+    # After a first scan of all components the decoder stops.
+    check_image(data[:-2] + single * 100 + data[-2:], 100_000_000)
+
+
+@pytest.mark.parametrize(
+    "filler", [b"\xff" * 20_000_000, b"\xff\xe0\x00\x02" * 5_000_000, b"\xff\xd0" * 10_000_000]
+)
+@pytest.mark.parametrize("where", [b"", b"\xff\xda"])
+def test_20_megabytes_of_nothing_take_no_time(filler: bytes, where: bytes) -> None:
+    data = encoded(photo(20, 10))
+    at = data.index(where) if where else 2
+    start = time.process_time()
+    with pytest.raises(Unreadable, match="more than 10,000 parts"):
+        check_image(data[:at] + filler + data[at:], 100_000_000)
+    assert time.process_time() - start < 0.2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_a_million_empty_chunks_are_refused(kind: str) -> None:
+    data = encoded(photo(20, 10), kind, **({"exif": Image.Exif()} if kind == "WEBP" else {}))
+    empty = {"PNG": bytes(4) + b"tEXt" + bytes(4), "WEBP": b"XMP " + bytes(4)}[kind]
+    start = time.process_time()
+    with pytest.raises(Unreadable, match="parts"):
+        check_image(data + empty * 1_000_000, 100_000_000)
+    assert time.process_time() - start < 0.5
+    check_image(data + empty * 5000, 100_000_000)

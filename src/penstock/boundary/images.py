@@ -1,15 +1,30 @@
 """Size and orientation of a JPEG, PNG or WebP from its first bytes, before anything is decoded.
 
-A few hundred bytes can claim an image of gigabytes. So no decoder gets an image before its header has been read here
-and found reasonable. This takes microseconds per image, and imports no torch, numpy or image library.
+A few hundred bytes can claim an image of gigabytes, or keep a decoder busy for minutes. So no decoder gets an image
+before `check_image` has found it reasonable. This takes microseconds per image, and imports no torch, numpy or image
+library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from penstock.boundary.files import Unreadable
+
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+MAX_BYTES = 1 << 28
+"""A file above 256 MB is no image to train on."""
+_PARTS = 10_000
+"""Segments or chunks that may precede the pixels. Thousands of empty ones keep a reader busy; a long colour profile or
+description has hundreds. Where chunks follow each other to the end of the file, one more per 1,024 bytes is fine.
+"""
+_SCANNED = 1_200_000_000
+"""Pixels times scans of a JPEG that may be decoded: 12 scans, as the best encoders make, of 100 million pixels. A scan
+of a few bytes can make libjpeg pass over all of the image, at about 0.8 ns per pixel.
+"""
 
 
 class Header(NamedTuple):
@@ -28,13 +43,22 @@ class Header(NamedTuple):
         return self.width * self.height
 
 
-class Unreadable(Exception):
-    """Why an image cannot be read: the end of a sentence."""
+def check_image(data: bytes, max_pixels: int) -> Header:
+    """The header of an image that may be decoded. Raises Unreadable for any other."""
+    header = read_header(data)
+    check_size(header, len(data), max_pixels)
+    if header.format == "JPEG":
+        with _cut_off():
+            _check_scans(data, header, max_pixels)
+    else:
+        for _ in _chunks(data):  # Pillow goes through all of a PNG's chunks, and takes longer
+            pass
+    return header
 
 
 def read_header(data: bytes) -> Header:
     """Raises Unreadable for other formats, and for headers that are broken or cut off."""
-    try:
+    with _cut_off():
         if data[:2] == b"\xff\xd8":
             header = _jpeg(data)
         elif data[:8] == b"\x89PNG\r\n\x1a\n":
@@ -43,11 +67,17 @@ def read_header(data: bytes) -> Header:
             header = _webp(data)
         else:
             raise Unreadable("it is neither a JPEG, a PNG nor a WebP" if data else "it is empty")
-    except (struct.error, IndexError) as error:
-        raise Unreadable("its header is cut off") from error
     if header.pixels == 0:
         raise Unreadable(f"its header claims {header.width} × {header.height} pixels")
     return header
+
+
+@contextlib.contextmanager
+def _cut_off() -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, IndexError) as error:
+        raise Unreadable("its header is cut off") from error
 
 
 def check_size(header: Header, file_bytes: int, max_pixels: int) -> None:
@@ -66,10 +96,10 @@ def check_size(header: Header, file_bytes: int, max_pixels: int) -> None:
         raise Unreadable(f"its header claims {size} in only {file_bytes:,} bytes, so it was not decoded")
 
 
-def _jpeg(data: bytes) -> Header:
-    """Walk the marker segments up to the start of frame (ITU-T T.81, annex B)."""
-    orientation, at = 1, 2
-    while True:
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker, start and length of each segment of a JPEG up to the first scan's (ITU-T T.81, annex B)."""
+    at = 2
+    for _ in range(_PARTS):
         if data[at] != 0xFF:
             raise Unreadable("its JPEG header is broken")
         marker = data[at + 1]
@@ -79,11 +109,21 @@ def _jpeg(data: bytes) -> Header:
         if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers without a segment
             at += 2
             continue
-        if marker in (0xD9, 0xDA):
-            raise Unreadable("its JPEG header has no frame")
+        if marker == 0xD9:
+            return
         (length,) = struct.unpack_from(">H", data, at + 2)
         if length < 2:
             raise Unreadable("its JPEG header is broken")
+        yield marker, at, length
+        if marker == 0xDA:
+            return
+        at += 2 + length
+    raise Unreadable(f"its JPEG header has more than {_PARTS:,} parts")
+
+
+def _jpeg(data: bytes) -> Header:
+    orientation = 1
+    for marker, at, length in _segments(data):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if marker not in (0xC0, 0xC1, 0xC2):
                 raise Unreadable("it is an arithmetic, lossless or hierarchical JPEG, which is not supported")
@@ -93,7 +133,20 @@ def _jpeg(data: bytes) -> Header:
             return Header("JPEG", width, height, components, orientation)
         if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
             orientation = _orientation(data[at + 10 : at + 2 + length])
-        at += 2 + length
+    raise Unreadable("its JPEG header has no frame")
+
+
+def _check_scans(data: bytes, header: Header, max_pixels: int) -> None:
+    """A decoder stops after the first scan if that holds all components of a frame that is not progressive."""
+    progressive = False
+    for marker, at, _ in _segments(data):
+        progressive |= marker == 0xC2
+        if marker == 0xDA and (progressive or data[at + 4] < header.components):
+            scans = data.count(b"\xff\xda", at)  # compressed data never holds this pair
+            if scans * header.pixels > max(_SCANNED, 12 * max_pixels):
+                raise Unreadable(
+                    f"it passes {scans:,} times over {header.pixels:,} pixels, so it was not decoded"
+                )
 
 
 def _orientation(tiff: bytes) -> int:
@@ -113,21 +166,27 @@ def _orientation(tiff: bytes) -> int:
     return 1
 
 
+def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, start of the content and length of each chunk of a PNG or WebP."""
+    png = data[:1] == b"\x89"
+    at, form, more = (8, ">I4s", 12) if png else (12, "<4sI", 8)
+    most = _PARTS + len(data) // 1024
+    for _ in range(most):
+        if at + 8 > len(data):
+            return
+        first, second = struct.unpack_from(form, data, at)
+        kind, length = (second, first) if png else (first, second)
+        yield kind, at + 8, length
+        at += more + length + (0 if png else length & 1)
+    raise Unreadable(f"it has more than {most:,} parts")
+
+
 def _png(data: bytes) -> Header:
     """IHDR is first by definition. An eXIf chunk may come before the pixels (PNG 3rd edition, 11.3.4.5)."""
     if data[12:16] != b"IHDR":
         raise Unreadable("its PNG header is broken")
     width, height = struct.unpack_from(">II", data, 16)
-    at, orientation = 8, 1
-    while at + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        if kind == b"IDAT":
-            break
-        if kind == b"eXIf":
-            orientation = _orientation(data[at + 8 : at + 8 + length])
-            break
-        at += 12 + length
-    return Header("PNG", width, height, 0, orientation)
+    return Header("PNG", width, height, 0, _chunk_orientation(data, b"eXIf", until=b"IDAT"))
 
 
 def _webp(data: bytes) -> Header:
@@ -148,16 +207,14 @@ def _webp(data: bytes) -> Header:
         height = int.from_bytes(data[27:30], "little") + 1
         if len(data) < 30:
             raise Unreadable("its header is cut off")
-        return Header("WEBP", width, height, 0, _webp_orientation(data) if data[20] & 0x08 else 1)
+        return Header("WEBP", width, height, 0, _chunk_orientation(data, b"EXIF") if data[20] & 0x08 else 1)
     raise Unreadable("its WebP header is broken")
 
 
-def _webp_orientation(data: bytes) -> int:
-    at = 12
-    while at + 8 <= len(data):
-        kind, length = struct.unpack_from("<4sI", data, at)
-        if kind == b"EXIF":
-            block = data[at + 8 : at + 8 + length]
-            return _orientation(block.removeprefix(b"Exif\0\0"))
-        at += 8 + length + (length & 1)
+def _chunk_orientation(data: bytes, wanted: bytes, until: bytes = b"") -> int:
+    for kind, start, length in _chunks(data):
+        if kind == until:
+            break
+        if kind == wanted:
+            return _orientation(data[start : start + length].removeprefix(b"Exif\0\0"))
     return 1

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"boundary", "errors"},
     "schedules": BASE,
     "report": BASE | {"schedules"},
-    "planner": BASE | {"schedules"},
+    "planner": BASE | {"report", "schedules"},
     "host_memory": BASE,
     "containers": set(),
     "matmul": BASE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -240,6 +241,7 @@ def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:
     assert found.overflow.where in ("backward pass", "gradient of the output")
     assert found.total("activations").infinite_scaled > 0
     assert f"An overflow begins in {found.overflow}." in str(found)
+    assert html.escape(str(found.overflow)) in found._repr_html_()
 
 
 def test_one_model_at_a_time() -> None:
@@ -293,6 +295,9 @@ def test_text_and_json_say_it() -> None:
         model.head.weight.mul_(2.0**-20)
     found = report(model, batch(), dtype="fp16")
     text = str(found)
+    cell = found._repr_html_()  # a notebook shows the same
+    assert cell.count("<svg") == 2
+    assert all(f">{one.name}<" in cell for one in found.operations)
     for part in (
         "O1 in fp16",
         "2^16",

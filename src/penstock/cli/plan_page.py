@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,15 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
-from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS, Lever, why_others_lose
+from penstock.planner.explain import Lever, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Found, explore
-from penstock.report.figures import Line, Stack, lines, stacked_bars
+from penstock.planner.show import SHOWN, memories, times
+from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.record import environment
 from penstock.report.schedule_figure import schedule_figure
 
-SHOWN = 8
 DRAWN_STAGES = 8
 DRAWN_TURNS = 2
 """Maximum micro-batches per stage of the drawn pipeline; with more, the cells are too narrow to see."""
@@ -43,16 +43,8 @@ def plan_page(
     reasons = why_others_lose(model, machine, found, best)
     sections = [
         layouts(found, SHOWN),
-        _stacked(
-            found, "Where the time goes", "", "Time of one step by part", "s",
-            lambda one: one.seconds, words=SECOND_WORDS,
-        ),
-        _stacked(
-            found, "Where the memory goes",
-            "On the fullest device. The limit leaves room for the context, libraries and the allocator.",
-            "Memory by part", "GiB", lambda one: {name: size / GIB for name, size in one.memory.items()},
-            words=MEMORY_WORDS, limit=room(machine) / GIB if machine.memory_bytes else None,
-        ),
+        times(found.predictions),
+        memories(found.predictions, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
         _devices(model, machine, gpus, best, base, fixed),
     ]  # fmt: skip
@@ -92,29 +84,6 @@ def plan_page(
     )
 
 
-def _label(rank: int, one: Prediction) -> str:
-    """A row of the table in a few words: degrees above 1, sharding and recomputation."""
-    p = one.plan
-    degrees = {"tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "ep": p.ep, "virtual": p.virtual}
-    words = [f"{name} {value}" for name, value in degrees.items() if value > 1]
-    words += [f"micro {p.micro_batch}"] + [p.sharding] * (p.dp > 1)
-    words += [f"recompute {p.recompute}"] * (p.recompute != "none")
-    return f"{rank}: {', '.join(words)}"
-
-
-def _stacked(
-    found: Found, title: str, text: str, figure: str, unit: str,
-    parts: Callable[[Prediction], Mapping[str, float]], *, words: Mapping[str, str], limit: float | None = None,
-) -> Section:  # fmt: skip
-    """A section with a bar for each of the fastest layouts."""
-    stacks = [
-        Stack(label=_label(rank, one), parts=parts(one))
-        for rank, one in enumerate(found.predictions[:SHOWN], 1)
-    ]
-    drawn = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
-    return Section(title=title, text=text, figures=[drawn])
-
-
 def _devices(
     model: ModelConfig,
     machine: Machine,
@@ -139,15 +108,15 @@ def _devices(
         if one.predictions:
             first = one.predictions[0]
             points.append((float(devices), first.iteration_seconds, first.plan.line()))
-    times = [(devices, seconds) for devices, seconds, _ in points]
-    fewest, slowest = times[0]
-    ideal = [(devices, slowest * fewest / devices) for devices, _ in times]
+    taken = [(devices, seconds) for devices, seconds, _ in points]
+    fewest, slowest = taken[0]
+    ideal = [(devices, slowest * fewest / devices) for devices, _ in taken]
     tips = [f"{devices:,.0f} devices: {seconds:.4g} s; {plan}" for devices, seconds, plan in points]
     figure = partial(
         lines,
-        [Line(label="best layout", points=times, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
+        [Line(label="best layout", points=taken, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
         title="Seconds of one step by devices", x_label="devices", y_label="seconds per step", log=True,
-        x_marks=[devices for devices, _ in times],
+        x_marks=[devices for devices, _ in taken],
     )  # fmt: skip
     return Section(
         title="More devices, or fewer",

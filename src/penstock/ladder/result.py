@@ -258,9 +258,8 @@ class LadderReport:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the same figures as the page."""
-        shown: str = importlib.import_module("penstock.ladder.page").notebook(
-            self
-        )  # which imports this module
+        # By name, because it imports this module.
+        shown: str = importlib.import_module("penstock.ladder.page").notebook(self)
         return shown
 
     def to_dict(self) -> dict[str, Any]:

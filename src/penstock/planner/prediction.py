@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -75,6 +76,12 @@ class Prediction:
     """The machine's memory; 0 where it is unknown."""
     interval: Interval | None = None
     """How far predictions of this kind have been off."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        # By name, because it imports this module.
+        shown: str = importlib.import_module("penstock.planner.show").prediction_cell(self)
+        return shown
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

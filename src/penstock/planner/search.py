@@ -7,6 +7,7 @@ them in common.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,12 @@ class Found:
     """Layouts that do not fit."""
     nearest: tuple[Plan, float] | None = None
     """Of the layouts that do not fit, the one that needs least memory, and how many bytes that is."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        # By name, because it imports this module.
+        shown: str = importlib.import_module("penstock.planner.show").found_cell(self)
+        return shown
 
 
 def search(

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
+from penstock.report.figures import Stack, stacked_bars
+from penstock.report.page import Cell, Section, Tile, page
 from penstock.report.precision_figures import percent
 
 STARTING_SCALE = 2.0**16
@@ -76,6 +79,10 @@ class PrecisionReport:
 
     def __str__(self) -> str:
         return _described(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return _cell(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -210,14 +217,15 @@ def _described(report: PrecisionReport) -> str:
     parts = [
         f"{report.precision}\nloss {report.loss:.6g} at loss scale {_scale_word(report.scale)}, "
         f"{report.loss_fp32:.6g} in fp32",
-        _operations(report),
+        _aligned(_operations(report), left=(0, 1, 4)),
         _gradients(report),
         f"An overflow begins in {report.overflow}." if report.overflow else "No overflow.",
     ]
     return "\n\n".join(parts)
 
 
-def _operations(report: PrecisionReport) -> str:
+def _operations(report: PrecisionReport) -> list[list[str]]:
+    """A row for each operator and type, below the heads of their columns."""
     merged: dict[tuple[str, str], tuple[int, int, set[str]]] = {}
     for one in report.operations:
         forward, backward, layers = merged.get((one.name, one.dtype), (0, 0, set()))
@@ -228,7 +236,7 @@ def _operations(report: PrecisionReport) -> str:
         names = sorted(layer or "the loss" for layer in layers)
         where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         rows.append([name, dtype, str(forward or ""), str(backward or ""), where])
-    return _aligned(rows, left=(0, 1, 4))
+    return rows
 
 
 def _gradients(report: PrecisionReport) -> str:
@@ -238,8 +246,7 @@ def _gradients(report: PrecisionReport) -> str:
     ]
     totals = [report.total(kind) for kind in ("activations", "weights")]
     rows += [_row(total) for total in totals if total]
-    worst = sorted(report.gradients, key=lambda one: (-one.infinite_scaled, -one.infinite, -one.lost))
-    troubled = [one for one in worst if one.lost or one.infinite or one.infinite_scaled]
+    troubled = _troubled(report)
     rows += [_row(one) for one in troubled[:_MOST_LAYERS]]
     text = (
         "What fp16 would make of the gradients of the pass in fp32: lost is what becomes zero, inf what becomes "
@@ -251,6 +258,50 @@ def _gradients(report: PrecisionReport) -> str:
     if report.largest_scale is not None:
         text += f"\nAll stay finite up to a loss scale of {_scale_word(report.largest_scale)}."
     return text
+
+
+def _troubled(report: PrecisionReport) -> list[LayerGradients]:
+    """Layers of which fp16 would lose some gradients, the worst first."""
+    worst = sorted(report.gradients, key=lambda one: (-one.infinite_scaled, -one.infinite, -one.lost))
+    return [one for one in worst if one.lost or one.infinite or one.infinite_scaled]
+
+
+def _cell(report: PrecisionReport) -> str:
+    """For a cell of a notebook: losses, what fp16 makes of the gradients, and the operators."""
+    at = _scale_word(report.compared_scale)
+    tiles = [
+        Tile(value=f"{report.loss:.6g}", words=f"loss, {report.loss_fp32:.6g} in fp32", lead=True),
+        Tile(value=str(report.overflow or "none"), words="where an overflow begins"),
+    ]
+    if report.largest_scale is not None:
+        tiles.append(
+            Tile(value=_scale_word(report.largest_scale), words="largest loss scale without an overflow")
+        )
+    totals = [total for kind in ("activations", "weights") if (total := report.total(kind))]
+    stacks = [
+        Stack(label=f"{one.layer} {one.kind}", parts=_fate(one))
+        for one in (*totals, *_troubled(report)[:_MOST_LAYERS])
+    ]
+    sections = []
+    if stacks:
+        title = f"Gradients in fp16 at loss scale {at}"
+        drawn = partial(stacked_bars, stacks, title=title, unit="% of all values")
+        sections.append(
+            Section(title=title, text="All together, then layers that lose some.", figures=[drawn])
+        )
+    heads, *rows = _operations(report)
+    columns = [Cell(head, words=head not in ("forward", "backward")) for head in heads]
+    cells = [
+        ("", [Cell(v, words=column.words) for v, column in zip(row, columns, strict=True)]) for row in rows
+    ]
+    sections.append(Section(title="Operators", columns=columns, rows=cells))
+    return page("Precision", report.precision, tiles, sections, whole=False)
+
+
+def _fate(one: LayerGradients) -> dict[str, float]:
+    """What fp16 makes of a layer's gradients under the report's loss scale, in per cent."""
+    bad = {"lost": one.lost_scaled, "zero in fp32 too": one.zero, "infinite": one.infinite_scaled}
+    return {name: 100 * share for name, share in ({"held": 1 - sum(bad.values())} | bad).items()}
 
 
 def _row(one: LayerGradients) -> list[str]:

@@ -1,0 +1,96 @@
+"""What predictions look like: where time and memory go, for pages, and for a cell of a notebook. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS
+from penstock.planner.prediction import Prediction
+from penstock.planner.search import Found
+from penstock.report.figures import Stack, stacked_bars
+from penstock.report.page import Cell, Section, Tile, page
+
+GIB = 2**30
+SHOWN = 8
+"""Layouts that figures have."""
+
+
+def times(found: Sequence[Prediction]) -> Section:
+    """Where the time of each goes."""
+    return _stacked(found, "Where the time goes", "Time of one step by part", "s", _seconds, SECOND_WORDS)
+
+
+def memories(found: Sequence[Prediction], limit: float | None = None) -> Section:
+    """Where the memory of each goes; `limit` in bytes is what a device has room for."""
+    words = "On the fullest device."
+    if limit is not None:
+        words += " The limit leaves room for the context, libraries and the allocator."
+        limit /= GIB
+    title, figure = "Where the memory goes", "Memory by part"
+    return _stacked(found, title, figure, "GiB", _gibibytes, MEMORY_WORDS, text=words, limit=limit)
+
+
+def tiles(one: Prediction) -> list[Tile]:
+    """The numbers of one prediction worth reading first."""
+    peak = f"MFU of {one.peak_flops / 1e12:.3g} TFLOP/s ({one.peak_name})"
+    return [
+        Tile(value=f"{one.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
+        Tile(value=f"{one.mfu:.1%}", words=peak),
+        Tile(value=f"{one.memory_bytes / GIB:.3g} GiB", words="on the fullest device"),
+    ]
+
+
+def prediction_cell(one: Prediction) -> str:
+    """One prediction, for a cell of a notebook."""
+    title = f"{one.gpus} {one.machine}" if one.gpus > 1 else one.machine
+    lead = f"{one.plan.line()}; {one.global_batch} samples a step, {one.samples_per_second:.4g} a second."
+    return page(title, lead, tiles(one), [times([one]), memories([one])], whole=False)
+
+
+def found_cell(found: Found) -> str:
+    """A search, for a cell of a notebook: the fastest layouts, and where their time and memory go."""
+    lead = f"{found.tried:,} layouts tried, {found.too_large:,} do not fit."
+    best = found.predictions[:SHOWN]
+    if not best:
+        return page("No layout fits", lead, [], [], whole=False)
+    columns = [Cell(""), Cell("Plan", words=True), *map(Cell, ("s/step", "MFU", "GiB"))]
+    rows = []
+    for rank, one in enumerate(best, 1):
+        figures = f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}", f"{one.memory_bytes / GIB:.3g}"
+        cells = [Cell(str(rank)), Cell(one.plan.line(), words=True), *map(Cell, figures)]
+        rows.append(("strong" if rank == 1 else "", cells))
+    table = Section(title="The fastest layouts", columns=columns, rows=rows)
+    title = (
+        f"Layouts of {best[0].parameters / 1e9:.3g} billion parameters on {best[0].gpus} {best[0].machine}"
+    )
+    return page(title, lead, tiles(best[0]), [table, times(best), memories(best)], whole=False)
+
+
+def _label(rank: int, one: Prediction) -> str:
+    """A row in a few words: degrees above 1, sharding and recomputation."""
+    p = one.plan
+    degrees = {"tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "ep": p.ep, "virtual": p.virtual}
+    words = [f"{name} {value}" for name, value in degrees.items() if value > 1]
+    words += [f"micro {p.micro_batch}"] + [p.sharding] * (p.dp > 1)
+    words += [f"recompute {p.recompute}"] * (p.recompute != "none")
+    return f"{rank}: {', '.join(words)}"
+
+
+def _seconds(one: Prediction) -> Mapping[str, float]:
+    return one.seconds
+
+
+def _gibibytes(one: Prediction) -> Mapping[str, float]:
+    return {name: size / GIB for name, size in one.memory.items()}
+
+
+def _stacked(
+    found: Sequence[Prediction], title: str, figure: str, unit: str,
+    parts: Callable[[Prediction], Mapping[str, float]], words: Mapping[str, str], *, text: str = "",
+    limit: float | None = None,
+) -> Section:  # fmt: skip
+    """A section with a bar for each of the fastest layouts."""
+    stacks = [Stack(label=_label(rank, one), parts=parts(one)) for rank, one in enumerate(found[:SHOWN], 1)]
+    drawn = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
+    return Section(title=title, text=text, figures=[drawn])

@@ -1,0 +1,28 @@
+"""Notebooks show of predictions what pages show."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.config.machine import load_machine
+from penstock.config.model import preset
+from penstock.planner.search import Found, explore
+from penstock.planner.show import SHOWN
+
+
+def test_a_search_and_its_predictions_are_cells_of_a_notebook() -> None:
+    found = explore(preset("vit-b16"), load_machine("a100-80g"), 4, global_batch=512, keep=None)
+    cell = found._repr_html_()
+    assert cell.count("<svg") == 4  # time and memory, for a screen and a telephone
+    for one in found.predictions[:SHOWN]:
+        assert one.plan.line() in cell
+        assert f"{one.iteration_seconds:.4g}" in cell
+    single = found.predictions[0]._repr_html_()
+    assert found.predictions[0].plan.line() in single
+    assert f"{found.predictions[0].mfu:.1%}" in single
+    for html in (cell, single):
+        assert not re.search(r"<script|https?:|src=|href=", html)
+
+
+def test_a_search_that_found_nothing_says_so() -> None:
+    assert "No layout fits" in Found(tried=3, too_large=3)._repr_html_()

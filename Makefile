@@ -16,7 +16,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-slow test-faults test-all test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo docs test test-slow test-faults test-all test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-gpu  run the tests that need a GPU"
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
+	@echo "make docs      build the site of docs/ into build/site; nothing in it needs a network"
 	@echo "make format    fix what the formatter and the linter can fix"
 	@echo "make clean     remove .venv, caches and the demo's runs"
 
@@ -44,7 +45,7 @@ $(VENV)/.core: $(VENV)/.made $(INPUTS)
 
 $(VENV)/.test: $(VENV)/.core
 	@echo "installing what the tests need ..."
-	@$(PIP) --editable '.[images,hf,track,test]'
+	@$(PIP) --editable '.[images,hf,track,test,docs]'
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.core
@@ -90,6 +91,10 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.test
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "open build/site/index.html; for its search: $(PY) -m http.server -d build/site"
 
 reference: $(VENV)/.core
 	$(PY) tools/reference.py

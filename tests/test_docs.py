@@ -5,8 +5,8 @@ What a fenced block's first word means:
 - `python`: run, in a folder of its own per page. The blocks of a page share their names, from top to bottom.
 - `console`: each line that starts with `$ penstock` is run, in the same folder; it must end with code 0, or with the
   one that a comment at its end names (`# exit 2`). Lines without `$` are what a reader sees, and are not compared.
-- `bash`: each line that starts with `penstock` is parsed and not run, so that commands which take long or need data
-  still name only verbs and options that exist.
+- `bash`: each line that starts with `penstock` is parsed, so that commands which take long or need data still name only
+  verbs and options that exist. Among the slow tests it is run in a small form (`helpers.small_forms`).
 - anything else is text.
 """
 
@@ -16,12 +16,15 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
 
+from helpers.small_forms import lay_out, small_form
 from penstock.cli import app, main
 from penstock.config.convert import field_types
 from penstock.config.describe import default_word
@@ -78,6 +81,7 @@ def run_page(page: Path, text: str) -> None:
                     raise AssertionError(f"{page}:{line}: {command}: {error}") from error
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page.stem in SLOW else page for page in PAGES],
@@ -86,6 +90,36 @@ def run_page(page: Path, text: str) -> None:
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(page, page.read_text(encoding="utf-8"))
+
+
+def _shown(page: Path) -> list[tuple[str, int]]:
+    """Every penstock command of the page's bash blocks, with its line."""
+    found = [block for block in blocks(page.read_text(encoding="utf-8")) if block.kind == "bash"]
+    return [(command, line) for block in found for command, _, line in commands(block, "")]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if _shown(page)], ids=lambda page: page.stem)
+def test_commands_that_are_only_shown_run_in_a_small_form(page: Path, tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    penstock = [sys.executable, "-m", "penstock"]
+    subprocess.run([*penstock, "pack", "photos", "photos.pack", "--size", "64"], cwd=tmp_path, check=True)
+    for number, (command, line) in enumerate(_shown(page)):
+        words = small_form(shlex.split(command)[1:], tmp_path)
+        if words[0] == "train" and "--output" not in words:
+            words += ["--output", f"runs/{number}"]
+        done = subprocess.run(
+            [*penstock, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, (
+            f"{page}:{line}: {shlex.join(words)}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+        )
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -15,20 +15,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("images", "hf", "track", "test", "check")
-# What builds the project: found in no environment, because pip builds in one of its own.
-BUILD = {
-    "editables": ("0.6", "MIT"),
-    "hatchling": ("1.33.0", "MIT"),
-    "tomlkit": ("0.15.2", "MIT"),
-    "trove-classifiers": ("2026.9.21.13", "Apache-2.0"),
-}
+EXTRAS = ("images", "hf", "track", "test", "check", "docs")
+# What only pip's own environment for editable builds has.
+BUILD = {"editables": ("0.6", "MIT")}
 # Where a package's own metadata gives no SPDX expression: read from its licence file.
 LICENCES = {
     "accelerate": "Apache-2.0",
+    "colorama": "BSD-3-Clause",
+    "ghp-import": "Apache-2.0",
     "jinja2": "BSD-3-Clause",
     "markdown-it-py": "MIT",
     "mdurl": "MIT",
+    "mergedeep": "MIT",
     "mpmath": "BSD-3-Clause",
     "numpy": "BSD-3-Clause",
     "opencv-python-headless": "Apache-2.0; its wheel bundles FFmpeg (LGPL-2.1)",
@@ -41,6 +39,7 @@ LICENCES = {
     "sympy": "BSD-3-Clause",
     "tokenizers": "Apache-2.0",
     "triton": "MIT",
+    "trove-classifiers": "Apache-2.0",
 }
 HEADER = """\
 # Every version that CI and the Makefile install; `make relock` writes this file anew from what is installed.

@@ -15,11 +15,15 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.boundary.files import read_text
+from penstock.boundary.trees import Bounds, read_tree
 from penstock.errors import ExitCode
 from penstock.report.demo_figure import Rise, demo_figure
 
 MODEL, BATCH = "vit-digits", 64
+RECIPE = {"recipe.lr": 1e-3, "recipe.augment.crop_scale_min": 0.5}
+SKIPPED = "batch,image,whole-half"
+"""Rungs that change results: the demo's promise is the same loss."""
+_LARGE = Bounds(bytes=1 << 24, values=1_000_000, infinite=True)
 TOKENS, GPUS, SAMPLES = 300e9, 1024, 1536
 """GPT-3's training (Brown et al. 2020: 300 billion tokens), at the batch and on the GPUs of Narayanan et al. (2021)."""
 
@@ -49,29 +53,37 @@ def demo(
     The images are handwritten digits, which come with Penstock. Nothing is downloaded. A demo that is complete only
     shows its end again; remove its folder to run it anew.
     """
-    record = output / "demo.json"
-    if record.exists():
+    path = output / "demo.json"
+    if path.exists():
         print(f"This demo is complete; remove {output} to run it anew.")
-        print(json.loads(read_text(record, "The demo's record", limit=1 << 20))["end"])
+        _end(read_tree(path, "The demo's record", bounds=_LARGE)["lines"], output)
         return int(ExitCode.DONE)
     start = time.monotonic()
-    words = ["ladder", MODEL, "--batch", str(BATCH), "--quick", "--budget", f"{budget:g}"]
+    words = ["ladder", MODEL, "--batch", str(BATCH), "--quick", "--budget", f"{budget:g}", "--skip", SKIPPED]
     if code := _run([*words, "--output", str(output / "ladder")]):
         return code
-    found = tuned(
-        json.loads(read_text(output / "ladder" / "ladder.json", "The ladder's result", limit=1 << 26))
-    )
+    found = tuned(read_tree(output / "ladder" / "ladder.json", "The ladder's result", bounds=_LARGE))
     top1 = _trained(found, output / "train", epochs)
-    lines = [result_line(found, top1), f"Plan: {found.plan}", "", *gpt3_lines()]
-    end = "\n".join(["", *lines, "", *next_lines(output)])
-    print(end)
-    title = f"A Vision Transformer on handwritten digits: {found.machine}"
-    (output / "demo.svg").write_text(demo_figure(title, found.rises, lines[:2]), encoding="utf-8")
-    values = dataclasses.asdict(found) | {"top1": top1, "end": end, "seconds": time.monotonic() - start}
     from penstock.report.record import environment
 
-    record.write_text(json.dumps(values | {"environment": environment()}, indent=1) + "\n", encoding="utf-8")
+    record = dataclasses.asdict(found) | {
+        "top1": top1, "lines": [result_line(found, top1), f"Plan: {found.plan}", "", *gpt3_lines()],
+        "seconds": time.monotonic() - start, "environment": environment(),
+    }  # fmt: skip
+    (output / "demo.svg").write_text(picture(record), encoding="utf-8")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _end(record["lines"], output)
     return int(ExitCode.DONE)
+
+
+def picture(record: dict[str, Any]) -> str:
+    """The picture of a demo's record, as an SVG file."""
+    title = f"A small Vision Transformer on handwritten digits: {record['machine']}"
+    return demo_figure(title, [Rise(**rise) for rise in record["rises"]], record["lines"][:2])
+
+
+def _end(lines: list[str], output: Path) -> None:
+    print("\n".join(["", *lines, "", *next_lines(output)]))
 
 
 def _run(words: list[str]) -> int:
@@ -84,22 +96,20 @@ def _run(words: list[str]) -> int:
 
 
 def tuned(report: dict[str, Any]) -> Tuned:
-    """What of a ladder.json the demo shows."""
-    kept = [rung for rung in report["rungs"] if rung["status"] in ("baseline", "kept")]
-    first, last = kept[0], kept[-1]
-    speed = first["samples_per_second"]["median"]
+    """What of a ladder.json the demo shows: the path to the best Plan with the same results."""
+    chosen = report["same"]
+    path = [rung for rung in report["rungs"] if rung["status"] in ("baseline", "kept")]
+    speed = chosen["samples_per_second"]["value"] / chosen["speedup"]["value"]
     rises = tuple(
         Rise(
-            title=rung["title"], ratio=ratio["median"], low=ratio["low"], high=ratio["high"],
-            predicted=rung["forecast"]["to_baseline"], images_per_second=speed * ratio["median"],
+            title=rung["title"], ratio=ratio["value"], low=ratio["low"], high=ratio["high"],
+            predicted=rung["forecast"]["to_baseline"], images_per_second=speed * ratio["value"],
         )
-        for rung in kept
+        for rung in path
         for ratio in [rung["to_baseline"]]
     )  # fmt: skip
-    noise, difference = report["noise"], last["loss_difference"]
-    within = None if noise is None or difference is None else abs(difference) <= 2 * noise["deviation"]
     return Tuned(
-        plan=report["plan"], rises=rises, predicted=last["forecast"]["to_baseline"], within_noise=within,
+        plan=chosen["plan"], rises=rises, predicted=chosen["predicted"], within_noise=chosen["within_noise"],
         machine=report["machine"]["name"],
     )  # fmt: skip
 
@@ -110,10 +120,7 @@ def _trained(found: Tuned, output: Path, epochs: float) -> float:
     from penstock.train import train
     from penstock.train.display import display_for
 
-    settings = {
-        "plan": found.plan, "recipe.epochs": epochs, "recipe.lr": 2e-3, "recipe.warmup_steps": 60,
-        "output": str(output),
-    }  # fmt: skip
+    settings = {"plan": found.plan, "recipe.epochs": epochs, **RECIPE, "output": str(output)}
     options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
     print(f"\n$ penstock train {MODEL} {options}", flush=True)
     # A run that was stopped half-way may have had another Plan.

@@ -1,0 +1,103 @@
+"""Commands that a page shows, in a form that a test can afford: a small model, few steps, made-up files."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from helpers.images import write_folder
+
+_MODEL = {
+    f"--model.{name}": value
+    for name, value in {
+        "width": "32",
+        "depth": "1",
+        "heads": "2",
+        "mlp_width": "32",
+        "image_size": "32",
+    }.items()
+}
+_INSTEAD: dict[str, dict[str, str]] = {
+    "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0", "--plan.micro_batch": "2"},
+    "ladder": {
+        **_MODEL, "--rungs": "optimizer-fused", "--rounds": "2", "--round_seconds": "0.01", "--loss_steps": "0",
+        "--budget": "30", "--batch": "2", "--procs": "1",
+    },
+    "scale": {**_MODEL, "--batches": "2", "--batch": "2"},
+    "launch": {"--procs": "1"},
+    "probe": {"--output": "machine.toml"},
+}  # fmt: skip
+"""By verb, the options that replace or complete those of a page."""
+_LEFT_OUT = ("--nnodes", "--rdzv", "--init_from")
+"""Options with a value that need other machines or a network."""
+
+_FILES = {
+    "train.py": """
+import torch
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for _ in range(2):
+    loss = model(torch.randn(4, 8)).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "mine.py": """
+import torch
+
+
+def factory():
+    def loss(model, batch):
+        return model(batch).float().square().mean()
+
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), torch.randn(4, 8), loss
+""",
+    "run.toml": """
+output = "runs/file"
+
+[model]
+preset = "vit-digits"
+width = 32
+depth = 1
+heads = 2
+
+[recipe]
+steps = 2
+""",
+}
+_ALIKE = {
+    "my/trainer.py": "train.py", "my/training/module.py": "train.py", "my/module.py": "mine.py",
+    "my_module.py": "mine.py", "flowers.toml": "run.toml", "small.toml": "run.toml",
+}  # fmt: skip
+
+
+def lay_out(folder: Path) -> None:
+    """Write what the pages' commands read: scripts, settings, and folders of images."""
+    for name, content in (_FILES | {name: _FILES[like] for name, like in _ALIKE.items()}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    write_folder(folder / "photos", per_class=12)
+    write_folder(folder / "data" / "flowers", per_class=12)
+
+
+def small_form(words: list[str], folder: Path) -> list[str]:
+    """`words` after `penstock`, shortened. `/data` is a folder of `folder`."""
+    verb = words[0]
+    end = words.index("--") if "--" in words else len(words)
+    instead = dict(_INSTEAD.get(verb, {}))
+    # A model of the reader's own has no sizes to set.
+    models = [word for before, word in itertools.pairwise(words[:end]) if before in (verb, "--model")]
+    if any(re.fullmatch(r"[\w.]+:\w+", word) for word in models):
+        instead = {name: value for name, value in instead.items() if name not in _MODEL}
+    kept = []
+    passed = iter(words[1:end])
+    for word in passed:
+        if word in instead or word in _LEFT_OUT:
+            next(passed)
+        else:
+            kept.append(
+                word.replace("/data/flowers.pack", "photos.pack").replace("/data", str(folder / "data"))
+            )
+    return [verb, *kept, *(part for option in instead.items() for part in option), *words[end:]]

@@ -1,0 +1,87 @@
+"""The examples run, in a small form: random weights, tiny images, few steps, two processes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.images import write_folder
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def _run(words: list[str], cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_example_is_listed_and_parses() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.iterdir():
+        assert path.name == "README.md" or f"]({path.name}" in listed, path
+    for path in EXAMPLES.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.s*")), ids=lambda path: path.name)
+def test_the_batch_scripts_are_shell_and_ask_for_a_warning(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text(encoding="utf-8")
+    assert "#SBATCH --signal=USR1@120" in text
+    assert "scontrol requeue" in text
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_vision_transformer_is_fine_tuned_on_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
+        num_labels=7,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    write_folder(tmp_path / "photos", per_class=10)
+    words = ["photos", "--model", "model", "--plan", "optimizer=fused micro_batch=4", "--epochs", "2"]
+    told = _run([str(EXAMPLES / "finetune_vit.py"), *words, "--output", "out/weights.safetensors"], tmp_path)
+    assert "of 4 validation images" in told
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "weights.safetensors", "pt") as file:
+        assert file.get_tensor("classifier.weight").shape == (2, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_model_of_ones_own_is_trained_and_learns(tmp_path: Path) -> None:
+    words = ["--plan", "optimizer=fused compile=none", "--steps", "40"]
+    told = _run([str(EXAMPLES / "own_model.py"), *words], tmp_path)
+    losses = [float(line.rpartition(" ")[2]) for line in told.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_fsdp_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    words = ["-m", "penstock", "launch", "--procs", "2", "--", str(EXAMPLES / "slurm" / "fsdp.py")]
+    small = ["--width", "32", "--depth", "2", "--plan", "optimizer=fused micro_batch=1", "--every", "1"]
+    told = _run([*words, *small, "--steps", "2", "--output", "run"], tmp_path)
+    assert "step 2/2" in told
+    told = _run([*words, *small, "--steps", "3", "--output", "run"], tmp_path)
+    assert "step 3/3" in told
+    assert "step 2/3" not in told

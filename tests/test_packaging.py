@@ -1,0 +1,131 @@
+"""What is published: wheel and source archive, the citation, and the container's recipe.
+
+The containers cannot be built here. Their recipe is read word for word instead: its instructions, and that what it
+copies and installs is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import penstock
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert str(citation["version"]) == penstock.__version__
+    assert citation["license"] == PROJECT["license"]
+
+
+def _instructions() -> list[tuple[str, str]]:
+    """Each instruction of the Dockerfile with its words; comments left out, continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    return [
+        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
+    ]
+
+
+def test_the_dockerfile_names_only_what_is_there() -> None:
+    found = _instructions()
+    assert {word for word, _ in found} <= {
+        "ARG", "FROM", "ENV", "RUN", "COPY", "USER", "WORKDIR", "ENTRYPOINT",
+    }  # fmt: skip
+    names = [word for word, _ in found]
+    assert names.index("FROM") == 1, "only ARG may come before FROM"
+    arguments = {rest.partition("=")[0] for word, rest in found if word == "ARG"}
+    set_here = {word.partition("=")[0] for name, rest in found if name == "ENV" for word in rest.split()}
+    for word, rest in found:
+        assert set(re.findall(r"\$\{?(\w+)", rest)) <= arguments | set_here | {"PATH"}, f"{word} {rest}"
+        if word == "RUN":
+            subprocess.run(["sh", "-n", "-c", rest], check=True)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for rest in (rest for word, rest in found if word == "COPY"):
+        for source in rest.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored, f"the builder does not see {source}"
+
+
+def test_the_dockerfile_copies_what_a_wheel_needs() -> None:
+    copied = {name for word, rest in _instructions() if word == "COPY" for name in rest.split()[:-1]}
+    assert {"pyproject.toml", "src", PROJECT["readme"], *PROJECT["license-files"]} <= copied
+    extras = re.search(r"/src\[(\w+)\]", " ".join(rest for _, rest in _instructions()))
+    assert extras is not None
+    assert extras[1] in PROJECT["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source archive, which are built without a network."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_archives_hold_what_they_should(built: Path) -> None:
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert all(name.startswith(("penstock/", "penstock-")) for name in names)
+    for path in (ROOT / "src").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert path.relative_to(ROOT / "src").as_posix() in names, f"the wheel lacks {path}"
+    with tarfile.open(source) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "constraints.txt",
+        "tests/test_packaging.py",
+    } <= inside
+    assert not any(name.startswith(("runs/", ".venv/", "dist/")) for name in inside)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_wheel_installs_into_an_empty_environment_and_works(built: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    # Dependencies are those of this environment: found behind the new one's own packages, without this checkout.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    (wheel,) = built.glob("*.whl")
+    install = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
+    subprocess.run(install, check=True, env=env)
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+
+    def told(*words: str) -> str:
+        command = [str(tmp_path / "venv" / "bin" / "penstock"), *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    where = subprocess.run(
+        [str(python), "-c", "import penstock; print(penstock.__file__)"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(where.stdout.strip()).is_relative_to(tmp_path)
+    assert told("--version").strip() == penstock.__version__
+    assert "penstock demo" in told()
+    assert "tokens/s/GPU" in told("plan", "gpt2", "--gpus", "8", "--machine", "h100")
+    small = ["--model.depth", "1", "--recipe.steps", "2", "--recipe.warmup_steps", "1", "--output", "run"]
+    assert "done: top-1" in told("train", "vit-digits", *small)

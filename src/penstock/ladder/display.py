@@ -29,7 +29,7 @@ _DOING = {
 }  # fmt: skip
 _LONG = 4.0
 """Seconds from which a single thing has a line of its own in a file."""
-_QUIET = 15.0
+_QUIET = 8.0
 """The most seconds between lines, however short what is done."""
 _STANDINGS = 6
 

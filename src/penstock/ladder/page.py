@@ -21,7 +21,6 @@ from penstock.ladder.tables import (
     seconds,
     times,
     titles,
-    warning,
 )
 from penstock.report.chart import number, signed
 from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
@@ -128,7 +127,7 @@ def _plans(report: LadderReport) -> list[Section]:
         Section(
             title=title,
             text=plan_words(report, report.same),
-            warning=warning(report),
+            warning=" ".join(report.notes),
             code=report.train_command,
         )
     ]
@@ -316,4 +315,4 @@ def _facts(report: LadderReport) -> dict[str, str]:
     memory = machine.get("memory_bytes_per_second", 0) / 1e9
     name = f"with Machine {machine.get('name')} ({machine.get('source')})"
     made = f"{name}: peak {peaks} TFLOP/s; memory {memory:.0f} GB/s"
-    return {"predictions": made} | ({"notes": " ".join(report.notes)} if report.notes else {})
+    return {"predictions": made}

@@ -16,7 +16,6 @@ from penstock.ladder.tables import (
     noise_words,
     plan_words,
     times,
-    warning,
 )
 from penstock.report.page import PLAIN_WIDTH, terminal_table
 
@@ -60,15 +59,16 @@ def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
     said += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
         said.append("The MiB of several processes are those of the fullest one.")
-    return [*said, *filter(None, (noise_words(report), warning(report))), *report.notes]
+    return [*said, *filter(None, [noise_words(report)]), *report.notes]
 
 
 def ending(report: LadderReport) -> list[tuple[str, str]]:
-    """The Plans that the climb ends with: each in words, and the command that trains with it."""
-    found = [(f"Same results: {plan_words(report, report.same)}", report.same.train_command)]
+    """The Plans that the climb ends with, each in words and with the command that trains with it; last is the one with
+    the same results."""
+    offered = [("Same results", report.same)]
     if report.fastest is not None:
-        found.append((f"Fastest: {plan_words(report, report.fastest)}", report.fastest.train_command))
-    return found
+        offered.insert(0, ("Fastest of all", report.fastest))
+    return [(f"{name}: {plan_words(report, one)}", one.train_command) for name, one in offered]
 
 
 def _counted(report: LadderReport) -> list[str]:

@@ -9,8 +9,6 @@ from penstock.report.chart import number, signed
 from penstock.report.page import Cell, Section
 
 MIB = 2.0**20
-BUSY = 0.15
-"""From so many cores that others kept busy, the reader is warned."""
 LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "offered": ""}
 """How a rung's row looks; others are faint."""
 
@@ -27,7 +25,7 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
         Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
         Cell(f"{report.unit}/s", "interval", rank=1), Cell(flop_unit(report)[1], rank=7),
         Cell("CPU time", "in all", rank=6), Cell("MiB", "predicted", rank=3), Cell("compile s", rank=5),
-        Cell("loss change", "loss", rank=2), Cell("verdict", rank=1, words=True),
+        Cell("loss change", "loss", rank=2), Cell("verdict", words=True),
     ]  # fmt: skip
     rows = []
     for rung in rungs:
@@ -120,17 +118,6 @@ def plan_words(report: LadderReport, chosen: Chosen) -> str:
             "standard deviations over seeds)."
         )
     return words
-
-
-def warning(report: LadderReport) -> str:
-    """That others used the machine meanwhile; empty where they did not."""
-    busy = report.others_busy
-    if busy is None or busy < BUSY:
-        return ""
-    return (
-        f"Others kept {busy:.1f} cores of this machine busy meanwhile. Ratios hold, because the settings took turns, "
-        "but they scatter more, and speeds are lower than they could be. Repeat it on a quiet machine."
-    )
 
 
 def noise_words(report: LadderReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.ladder.forecast import Link, rank_machine
+from penstock.ladder.forecast import Corrected, Link, expected_gain, rank_machine
 from penstock.planner import Prediction, predict
 from penstock.planner.collectives import group_of, reduce_seconds
 from penstock.planner.rates import rates_of
@@ -95,3 +96,22 @@ def test_on_gpus_communication_hides() -> None:
     assert slow.seconds["data"] > 0.1  # 88 MB of gradients, twice over 1 GB/s, less the backward pass
     assert found.gpus == 4
     assert found.samples_per_second == pytest.approx(4 * 256 / found.iteration_seconds)
+
+
+def test_a_correction_carries_over_to_settings_that_share_choices() -> None:
+    corrected = Corrected()
+    corrected.learn({("", "", ""): 0.0, ("half", "", ""): -0.5, ("", "fused", ""): 0.0})
+    assert corrected.mean(("half", "", "")) == pytest.approx(-0.5, abs=0.02)
+    assert -0.5 < corrected.mean(("half", "", "whole")) < -0.2
+    assert corrected.mean(("", "fused", "whole")) == pytest.approx(0.0, abs=0.1)
+    # What was measured is known; what shares nothing new is better known than what does.
+    assert corrected.deviation(("half", "", "")) < 0.02
+    assert corrected.deviation(("half", "fused", "")) < corrected.deviation(("half", "fused", "whole"))
+
+
+def test_the_expected_gain_is_that_of_a_normal_variable_above_zero() -> None:
+    rng = random.Random(0)
+    drawn = [max(0.0, rng.gauss(-0.05, 0.1)) for _ in range(100_000)]
+    assert expected_gain(-0.05, 0.1) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+    assert expected_gain(0.2, 0.0) == 0.2
+    assert expected_gain(-0.2, 0.0) == 0.0

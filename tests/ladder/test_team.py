@@ -49,7 +49,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "ladder"
-    words = ["ladder", "vit-digits", *TINY, "--procs", "2", "--rungs", "parallel", "--alone", "--quick"]
+    words = ["ladder", "vit-digits", *TINY, "--procs", "2", "--rungs", "parallel", "--quick"]
     words += ["--batch", "4", "--loss_steps", "0", "--round_seconds", "0.01", "--device", "cpu"]
     words += ["--machine", machine, "--output", str(out)]
     assert main(words) == 0
@@ -58,7 +58,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     assert found["procs"] == 2
     for name in ("parallel-ddp", "parallel-fsdp"):
         rung = rungs[name]
-        assert rung["status"] in ("kept", "not kept"), rung["reason"]
+        assert rung["status"] in ("offered", "not kept"), rung["reason"]
         assert rung["equality"]["steps"] == 6
         assert rung["equality"]["loss"] < 1e-6
         assert rung["equality"]["norm"] < 1e-5
@@ -79,9 +79,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     html = (out / "ladder.html").read_text(encoding="utf-8")
     assert "Several processes" in html
     assert html.count("equal to one process on the same samples") == 2
-    assert found["command"].endswith(
-        f"--rungs parallel --procs 2 --alone --quick --device cpu --machine {machine}"
-    )
+    assert found["command"].endswith(f"--rungs parallel --procs 2 --quick --device cpu --machine {machine}")
 
 
 OWN = '''
@@ -168,16 +166,16 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
     setting = Setting(model=model, plan=Plan(micro_batch=2, dp=2))
     try:
         first = Contender(team, setting, 0)
-        assert first.timed(1) > 0
+        assert first.timed(1e-6).wall > 0
         pids = [member._process.pid for member in team._members]
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"rank 1: .* killed by signal 9"):
-            first.timed(1)
+            first.timed(1e-6)
         assert not first.alive
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-        assert Contender(team, setting, 0).timed(1) > 0
+        assert Contender(team, setting, 0).timed(1e-6).wall > 0
     finally:
         team.end()
     assert team._members == []

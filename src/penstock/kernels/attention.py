@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
-_PINNED = {
+PINNED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -123,7 +123,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) ->
     weights = torch.softmax(products, dim=-1, dtype=products.dtype)
     if scores.dropout:
         weights = F.dropout(weights, scores.dropout)
-    return torch.bmm(weights, v).view(samples, heads, tokens, width)
+    return torch.bmm(weights, v).view(samples, heads, tokens, v.shape[-1])
 
 
 def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
@@ -145,7 +145,7 @@ def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
 
 def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str, scores: Scores) -> Tensor:
     try:
-        with sdpa_kernel(_PINNED[backend]):
+        with sdpa_kernel(PINNED[backend]):
             return _fused(q, k, v, scores)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):

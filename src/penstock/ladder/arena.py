@@ -1,94 +1,191 @@
-"""Keeps the baseline, the best setting so far and a challenger built at once, so that they are timed in turn."""
+"""Builds contenders, keeps those that are needed, lets them take turns, and writes down what each round took."""
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import ConfigError, ran_out_of_memory
-from penstock.ladder import measure
 from penstock.ladder.measure import Bench, Contender, Crew, LossRun
-from penstock.ladder.result import Status
+from penstock.ladder.result import Estimate, Status
 from penstock.ladder.rung import Setting
+from penstock.ladder.statistics import Journal, Verdict, verdict
 from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team
 
 T = TypeVar("T")
 
+COMPILE_SECONDS = {"none": 0.0, "blocks": 25.0, "whole": 60.0}
+"""Before anything was compiled: measured for ViT-S/16 on two CPU cores, a GPU takes about as long."""
+AGAIN = 0.3
+"""Share of that which a form takes that was compiled before: torch's cache has its kernels."""
+MEMORY_SHARE = 0.5
+"""Of a CPU's memory, what contenders that wait may fill."""
+
+Tell = Callable[[str, str, Sequence[Setting], float], None]
+"""Called before anything that takes long: what is done, in which words, with which settings, for how many seconds."""
+
 
 class Arena:
-    """The contenders that are built. The baseline and the best setting stay built between rungs, if memory allows."""
+    """The contenders that are built, and the journals of all rounds."""
 
-    def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team) -> None:
+    def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team, tell: Tell) -> None:
         self.subject = subject
         self.bench, self.team = Bench(subject), team
         self.seed = seed
         self.round_seconds = round_seconds
         self.baseline = subject.first
-        self.best = subject.first
+        self.keep: set[Setting] = {subject.first}
+        """Settings that stay built while there is memory: they race again and again."""
+        self.wall: Journal[Setting] = Journal()
+        self.processor: Journal[Setting] = Journal()
+        self.apart: set[Setting] = set()
+        """Settings that memory did not hold beside the others, so that they were timed by themselves."""
+        self.floor = 0.0
+        self.step_seconds: dict[Setting, float] = {}
+        self.build_seconds: dict[Setting, float] = {}
+        self.compile_seconds: dict[Setting, float | None] = {}
         self._built: dict[Setting, Contender] = {}
-        self._step_seconds: dict[Setting, float] = {}
+        self._tell = tell
+        self._turn = 0
 
-    def contender(self, setting: Setting) -> Contender:
-        """The contender of a setting; built now if it is not there."""
-        found = self._built.get(setting)
+    # Building
+
+    def build(self, setting: Setting) -> Contender:
+        """The contender of a setting; built now if it is not there. Raises whatever building raises."""
+        found = self._built.pop(setting, None)
         if found is None or not found.alive:
-            found = self._built[setting] = Contender(self._crew(setting), setting, self.seed)
-            self._step_seconds[setting] = found.step_seconds
+            compiles = setting.plan.compile != "none"
+            self._make_room(setting)
+            words = "compiling" if compiles else "building"
+            self._tell(words, setting.plan.line(), (setting,), self.building(setting))
+            start = time.perf_counter()
+            found = Contender(self._crew(setting), setting, self.seed)
+            self.build_seconds[setting] = time.perf_counter() - start
+            self.compile_seconds[setting] = found.compile_seconds
+            self.step_seconds[setting] = found.step_seconds
+        self._built[setting] = found  # the last in the queue for being let go
         return found
 
-    def _crew(self, setting: Setting) -> Crew:
-        return self.team if setting.plan.gpus > 1 else self.bench
+    def building(self, setting: Setting) -> float:
+        """Seconds that building a setting should take; 0 where it is built."""
+        if setting in self._built:
+            return 0.0
+        eager = [s for at, s in self.build_seconds.items() if at.plan.compile == "none"]
+        least, region = statistics.median(eager) if eager else 1.0, setting.plan.compile
+        if region == "none":
+            return least
+        alike = [s for at, s in self.build_seconds.items() if at.plan.compile == region]
+        compiling = max(alike) if alike else COMPILE_SECONDS[region]
+        known = any(_form(at) == _form(setting) for at in self.build_seconds)
+        return least + compiling * (AGAIN if known else 1.0)
 
-    def close(self) -> None:
-        """End the processes, if there are any."""
-        self.team.end()
+    def _make_room(self, setting: Setting) -> None:
+        """Let go of those that waited longest, so that those who wait fit into a CPU's memory beside this one."""
+        if self.subject.device.type != "cpu":
+            return
+        room = MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        each = 16.0 * self.subject.workload(setting).parameters
+        while self._built and each * (len(self._built) + 1) > room:
+            free = [one for one in self._built if one not in self.keep] or list(self._built)
+            self.retire(free[0], force=True)
 
-    def step_seconds(self, setting: Setting) -> float:
-        """Seconds of one optimizer step, as last measured; the setting need not be built any more."""
-        return self._step_seconds[setting]
-
-    def challenge(self, setting: Setting) -> bool:
-        """Build a challenger. False where it had to be alone: memory did not hold the others beside it."""
-        return self._with_room(lambda: self.contender(setting))[1]
-
-    def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """The loss run of a setting, beside the built contenders if memory allows."""
-        crew = self._crew(setting)
-        run: LossRun = self._with_room(lambda: crew.ask("trained", setting, seed, steps)[0])[0]
-        return run
-
-    def time(
-        self, challenger: Setting, others: Sequence[Setting], rounds: int, *, together: bool
-    ) -> dict[Setting, list[float]]:
-        """Seconds per step of each setting, round by round, in which all take turns.
-
-        Where they are not `together`, because memory did not hold all at once, the last figures of the others stand.
-        """
-        running = list(dict.fromkeys([challenger, *others])) if together else [challenger]
-        contenders = [self.contender(setting) for setting in running]
-        taken = dict(zip(running, measure.interleaved(contenders, rounds, self.round_seconds), strict=True))
-        for contender in contenders:
-            self._step_seconds[contender.setting] = contender.step_seconds
-        return taken | {s: [self._step_seconds[s]] * rounds for s in others if s not in taken}
-
-    def retire(self, setting: Setting) -> None:
-        """Let go of a setting that is neither baseline nor best, and give its memory back."""
-        if setting in (self.baseline, self.best):
+    def retire(self, setting: Setting, *, force: bool = False) -> None:
+        """Let go of a setting, unless it is to stay, and give its memory back."""
+        if setting in self.keep and not force:
             return
         gone = self._built.pop(setting, None)
         if gone is not None:
             gone.close()
 
-    def accept(self, setting: Setting) -> None:
-        """Make a setting the best; the former best makes room."""
-        former, self.best = self.best, setting
-        self.retire(former)
+    def clear(self) -> None:
+        """Let go of all that need not stay."""
+        for setting in list(self._built):
+            self.retire(setting)
 
-    def _with_room(self, work: Callable[[], T]) -> tuple[T, bool]:
-        """Do some work; where a GPU's memory runs out, once more after all others had to go (then False)."""
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        self.team.end()
+
+    def _crew(self, setting: Setting) -> Crew:
+        return self.team if setting.plan.gpus > 1 else self.bench
+
+    # Measuring
+
+    def play(self, settings: Sequence[Setting], rounds: int) -> None:
+        """So many rounds, in which all settings take turns; each round begins with another.
+
+        Where memory does not hold all of them, the last is timed by itself, and compared with what the others took
+        last. Raises whatever building one of them raises.
+        """
+        settings = list(dict.fromkeys(settings))
+        together = self._with_room(lambda: [self.build(setting) for setting in settings], settings[-1])
+        contenders = together or [self._built[settings[-1]]]
+        seconds = rounds * sum(self.turn_seconds(contender.setting) for contender in contenders)
+        self._tell("timing", "", settings, seconds)
+        for _ in range(rounds):
+            first = self._turn % len(contenders)
+            self._turn += 1
+            taken = {
+                contender.setting: contender.timed(self.round_seconds)
+                for contender in contenders[first:] + contenders[:first]
+            }
+            walls = {setting: timing.wall for setting, timing in taken.items()}
+            self.step_seconds |= walls
+            if together is None:
+                walls |= {s: self.step_seconds[s] for s in settings if s not in walls}
+                self.apart.add(settings[-1])
+            else:
+                self.processor.add({s: max(timing.processor, 1e-9) for s, timing in taken.items()})
+            self.wall.add(walls)
+
+    def turn_seconds(self, setting: Setting) -> float:
+        """Seconds of one turn of a setting."""
+        step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
+        return max(step, self.round_seconds)
+
+    def ratio(self, setting: Setting, over: Setting) -> Estimate | None:
+        """Speed of a setting over another's in samples per second, from all rounds of the run."""
+        found = self.wall.joint().ratio(setting, over, self.floor)
+        return found and found.times(self.subject.samples(setting) / self.subject.samples(over))
+
+    def speed(self, setting: Setting) -> float | None:
+        """Its speed over the baseline's by all rounds, without an interval."""
+        if setting == self.baseline:
+            return 1.0
+        found = self.wall.joint().speed(setting, self.baseline)
+        return found and found * self.subject.samples(setting) / self.subject.samples(self.baseline)
+
+    def says(self, setting: Setting, over: Setting, least: int) -> Verdict:
+        """What all rounds so far say of the two."""
+        found = self.ratio(setting, over)
+        return "open" if found is None else verdict(found, found.rounds, least)
+
+    def memory(self, setting: Setting) -> list[int]:
+        """Peak bytes of one step of a setting that is built, by rank."""
+        self._tell("weighing", setting.plan.line(), (setting,), 2 * self.turn_seconds(setting))
+        return self.build(setting).memory()
+
+    def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
+        """The loss run of a setting, beside the built contenders if memory allows."""
+        crew = self._crew(setting)
+        step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
+        self._tell("training", setting.plan.line(), (setting,), steps * step)
+
+        def run() -> LossRun:
+            found: LossRun = crew.ask("trained", setting, seed, steps)[0]
+            return found
+
+        return self._with_room(run) or run()
+
+    def _with_room(self, work: Callable[[], T], alone: Setting | None = None) -> T | None:
+        """Do some work; None where a GPU's memory runs out: all others had to go then, and `alone` is built."""
         try:
-            return work(), True
+            return work()
         except Exception as error:
             if self.subject.device.type != "cuda" or failure(error)[0] != "out of memory":
                 raise
@@ -96,7 +193,30 @@ class Arena:
         for contender in self._built.values():
             contender.close()
         self._built.clear()
-        return work(), False
+        if alone is not None:
+            self.build(alone)
+        return None
+
+
+def _form(setting: Setting) -> tuple[object, ...]:
+    """What decides the code that is compiled: two settings of one form share it."""
+    p = setting.plan
+    return (
+        setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.fp8,
+        p.gpus,
+    )  # fmt: skip
+
+
+def busy_seconds() -> float | None:
+    """Processor time that all programs together took so far on the cores that this one may use; None if unknown."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    # user, nice, system, then idle and waiting, then interrupts
+    ticks = [[int(word) for word in line.split()[1:7]] for line in lines if line.split()[0] in mine]
+    return sum(sum(t[:3]) + t[5] for t in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def failure(error: BaseException) -> tuple[Status, str]:

@@ -1,17 +1,15 @@
-"""The climb: rung after rung, each measured against the best setting so far and against the baseline.
+"""The ladder: finds the fastest Plan with the same results, and says what each optimisation on the way to it gains.
 
-Later rungs build on a rung that pays. A rung that does not pay, cannot be applied here, runs out of memory or fails is
-reported, and the climb goes on.
+Search, then climb: `search` finds the setting and its path, this file reads from top to bottom as what happens, and
+makes the report. A setting that cannot be built, runs out of memory or fails is reported, and the climb goes on.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,32 +19,37 @@ from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig
 from penstock.errors import EnvironmentProblem
 from penstock.ladder import measure
-from penstock.ladder.arena import Arena, failure
+from penstock.ladder.account import Account
+from penstock.ladder.apart import Apart
+from penstock.ladder.arena import Arena, busy_seconds
 from penstock.ladder.factory import Factory
-from penstock.ladder.forecast import rank_machine
-from penstock.ladder.judge import HOPELESS, equality, spread, tail_mean, undecided, verdict
-from penstock.ladder.result import Chosen, Estimate, Forecast, LadderReport, Noise, RungResult
+from penstock.ladder.judge import NO_GAIN
+from penstock.ladder.losses import Losses
+from penstock.ladder.result import Control, LadderReport, Phase, Progress, RungResult
 from penstock.ladder.rung import Rung, Setting, Situation, choose
+from penstock.ladder.search import Search
 from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig, command_of
+from penstock.ladder.space import Candidate, Space
+from penstock.ladder.statistics import FEWEST
 from penstock.ladder.subject import Subject, subject_of
 from penstock.ladder.team import Team, threads_of
-from penstock.planner.prediction import Prediction, predict_workload
 from penstock.probe import machine_for, resolve_device
 from penstock.report import record
 
-log = logging.getLogger(__name__)
-
-LOSS_SHARE = 0.4
-"""Share of a budget that loss runs may take; the rest is for building and timing."""
-LEAST_LOSS_STEPS = 4
-COMPILE_SECONDS = {"none": 0.0, "blocks": 25.0, "whole": 60.0}
-"""What a budget sets aside for compiling: measured for ViT-S/16 on two CPU cores, a GPU takes about as long."""
-EQUAL_STEPS = 6
-"""Steps for which several processes are held to one."""
+UNTIL: dict[Phase, float] = {"search": 0.5, "top": 0.75, "path": 0.85, "apart": 0.96, "race": 1.0}
+"""Share of the budget after which a phase begins nothing new; what a phase leaves is the next one's."""
+CONTROL_ROUNDS, CONTROL_SHARE = 10, 0.06
+"""Rounds of the baseline against itself, and what they may take of the budget."""
+STANDINGS = 5
+"""Plans whose speeds are told while the climb goes on."""
+BUSY = 0.1
+"""Share of the cores that others may keep busy before that is said."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 OnResult = Callable[[RungResult], None]
-"""Called with each rung's result as soon as it is there."""
+"""Called with each rung's result at the end, in the order of the report."""
+OnProgress = Callable[[Progress], None]
+"""Called before anything that takes time."""
 
 
 def ladder(
@@ -55,13 +58,15 @@ def ladder(
     factory: str | Factory | None = None,
     config: LadderConfig | None = None,
     on_result: OnResult | None = None,
+    on_progress: OnProgress | None = None,
     **settings: Any,
 ) -> LadderReport:
-    """Climb the ladder and report what each rung gains on this machine, in speed, memory and loss.
+    """Find the fastest Plan with the same results on this machine, and what each optimisation gains on the way to it.
 
     `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
     `package.module:name`, that returns (model, batch, loss) with `loss(model, batch)` a scalar tensor. `settings` are
-    fields of `LadderConfig`, over `config`. Nothing is written; see `LadderReport` and `penstock.ladder.write`.
+    fields of `LadderConfig`, over `config`. `on_progress` is told what comes next, `on_result` each rung's result at
+    the end. Nothing is written; see `LadderReport` and `penstock.ladder.write`.
 
     Raises ConfigError for settings, models and factories that cannot be, EnvironmentProblem for a missing device, and
     what the baseline itself raises: without it there is nothing to compare with.
@@ -85,18 +90,11 @@ def ladder(
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
         subject = subject_of(settled, factory, device)
-        return _Climb(subject, machine, settled, on_result or (lambda result: None)).run(rungs)
-
-
-def _model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
-    """Fields of the model that a setting changes."""
-    if first is None or model is None:
-        return {}
-    return {
-        f.name: getattr(model, f.name)
-        for f in fields(model)
-        if getattr(model, f.name) != getattr(first, f.name)
-    }
+        report = _Climb(subject, machine, settled, on_progress or (lambda progress: None)).run(rungs)
+    if on_result is not None:
+        for result in report.rungs:
+            on_result(result)
+    return report
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
@@ -119,274 +117,231 @@ def _notes(subject: Subject) -> list[str]:
 
 
 class _Climb:
-    """One climb. `run` reads from top to bottom as what happens."""
+    """One climb. `run` and `_climbed` read from top to bottom as what happens."""
 
-    def __init__(self, subject: Subject, machine: Machine, config: LadderConfig, on_result: OnResult) -> None:
-        self.subject, self.machine = subject, machine
-        self.config = config
-        self.on_result = on_result
+    def __init__(
+        self, subject: Subject, machine: Machine, config: LadderConfig, on_progress: OnProgress
+    ) -> None:
+        self.subject, self.machine, self.config = subject, machine, config
+        self.on_progress = on_progress
         self.situation: Situation = subject.situation(machine)
-        self.arena = Arena(subject, config.seed, config.round_seconds, Team(subject, config))
-        self.start = time.perf_counter()
-        self.loss_steps = config.loss_steps
+        self.start, self.budget = time.perf_counter(), config.seconds
+        team = Team(subject, config)
+        self.arena = Arena(subject, config.seed, config.round_seconds, team, self._tell)
+        self.losses = Losses(self.arena, config.loss_steps, config.seed, config.seeds, self.budget)
+        self.account = Account(subject, machine, self.arena, self.losses)
+        self.phase: Phase = "baseline"
+        self.search: Search | None = None
         self.notes: list[str] = _notes(subject)
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
-        """Measure the baseline, then every rung."""
+        """The report of all rungs, with a note where others used the machine meanwhile."""
+        busy, own = busy_seconds(), time.process_time()
         try:
-            return self._climbed(rungs)
+            report = self._climbed(rungs)
         finally:
             self.arena.close()
+        after, own = busy_seconds(), time.process_time() - own
+        if busy is None or after is None or self.subject.procs > 1:
+            return report
+        others = max(0.0, (after - busy - own) / max(report.wall_seconds, 1e-9))
+        if others > BUSY * (os.cpu_count() or 1):
+            said = f"Other programs kept {others:.1f} of {os.cpu_count()} cores busy while this measured: "
+            said += "settings took turns, so ratios stand, but a quiet machine tells small gains better."
+            report = replace(report, notes=(*report.notes, said))
+        return replace(report, others_busy=others)
 
     def _climbed(self, rungs: Sequence[Rung]) -> LadderReport:
-        self.arena.contender(self.arena.baseline)
-        self._fit_into_budget(len(rungs))
-        noise = self._noise()
-        results = [self._baseline_result(noise)]
-        self.on_result(results[0])
-        for index, rung in enumerate(rungs):
-            result = self._rung(rung, noise, remaining=len(rungs) - index)
-            results.append(result)
-            self.on_result(results[-1])
-        return self._report(results, noise)
-
-    def _rung(self, rung: Rung, noise: Noise | None, *, remaining: int) -> RungResult:
-        """The result of one rung, also where it cannot be applied or fails."""
-        reference = self.arena.best
-        result = RungResult(
-            name=rung.name,
-            title=rung.title,
-            why=rung.why,
-            status="unsupported",
-            results="other" if rung.changes_numerics else "same",
-            compared_by=rung.compared_by,
+        arena, first = self.arena, self.subject.first
+        arena.build(first)
+        control = self._control()
+        space = Space(rungs, first, self.situation)
+        search = self.search = Search(
+            arena, space, lambda s: self.account.predict(s).samples_per_second, self.config.rounds
         )
-        refusal = rung.refusal(reference, self.situation)
-        if refusal is not None:
-            return replace(result, reason=refusal)
-        setting = rung.apply(reference, self.situation)
-        changes = _model_changes(self.subject.first.model, setting.model)
-        result = replace(result, plan=setting.plan.line(), model=changes)
-        try:
-            result = self._tried(rung, result, setting, reference, remaining, noise)
-        except Exception as error:  # a rung is an experiment: any way of failing is its result
-            status, reason = failure(error)
-            log.info("%s: %s: %s", rung.name, status, reason, exc_info=error if status == "failed" else None)
-            result = replace(result, status=status, reason=reason)
-        if result.status == "kept":
-            self.arena.accept(setting)
-        self.arena.retire(setting)
-        return result
+        self.phase = "search"
+        search.scout(self._until("search"))
+        best = self._same_results(search, search.halve(self._until("search")))
+        self.phase = "top"
+        best = self._same_results(search, search.top(best, self._until("top")))
+        self.phase = "path"
+        path = search.path(best, self._until("path"))
+        for setting in (first, *(step.setting for _, step in path)):
+            self.account.weigh(setting)
+        self.phase = "apart"
+        apart = Apart(self.account, search, self.situation, best.setting)
+        apart.climb([rung for rung in rungs if not rung.searched], self._until("apart"))
+        self.phase = "race"
+        self._race([first, best.setting, apart.best])
+        return self._report(rungs, control, best, path, apart)
 
-    def _tried(
-        self,
-        rung: Rung,
-        result: RungResult,
-        setting: Setting,
-        reference: Setting,
-        remaining: int,
-        noise: Noise | None,
-    ) -> RungResult:
-        """Predict, measure, train and judge a rung. Raises whatever the rung raises."""
-        forecast = self._forecast(setting, reference, rung.compared_by)
-        if self._seconds_left() < self._least_seconds(setting, forecast):
-            spent = f"too little was left of the budget of {self.config.budget:g} s"
-            return replace(result, status="not run", reason=spent, forecast=forecast)
-        result = self._measured(replace(result, forecast=forecast), setting, reference, remaining)
-        if rung.twin:
-            result = self._with_equality(result, setting)
-        else:
-            result = self._with_losses(result, setting, noise)
-        status, reason = verdict(result, carried=rung.carried)
-        return replace(result, status=status, reason=reason)
+    def _control(self) -> Control:
+        """Build the baseline twice, and see by how much the two differ."""
+        arena, first = self.arena, self.subject.first
+        twin = replace(first, copy=1)
+        affordable = int(CONTROL_SHARE * self.budget / (2 * arena.turn_seconds(first)))
+        arena.play([first, twin], max(FEWEST, min(CONTROL_ROUNDS, affordable)))
+        ratio, processor = self.account.ratio(twin, first), self.account.processor_ratio(twin, first)
+        assert ratio is not None  # the two have just raced
+        arena.retire(twin)
+        arena.floor = arena.wall.joint().noise_floor(first, twin)
+        return Control(ratio=ratio, processor_ratio=processor, floor=arena.floor)
 
-    def _measured(
-        self, result: RungResult, setting: Setting, reference: Setting, remaining: int
-    ) -> RungResult:
-        """Speed and memory of one setting."""
-        together = self.arena.challenge(setting)
-        baseline = self.arena.baseline
-        rounds = self.config.rounds if setting == baseline else self._rounds(setting, remaining)
-        work = self.subject.model_flops if result.compared_by == "flops" else self.subject.samples
+    def _same_results(self, search: Search, best: Candidate) -> Candidate:
+        """The best whose loss is within the noise of seeds, where it computes in other types than the baseline."""
+        while rounding := frozenset(n for n in best.rungs if search.space.rungs[n].results == "rounding"):
+            self.losses.curve(best.setting)
+            if self.losses.within_noise(best.setting) is not False:
+                break
+            search.refused.append(rounding)
+            titles = " and ".join(search.space.rungs[name].title for name in sorted(rounding))
+            self.notes.append(
+                f"With {titles} the loss differs by more than seeds explain, so no Plan has it."
+            )
+            best = search.best
+        return best
 
-        def timed() -> dict[Setting, list[float]]:
-            return self.arena.time(setting, (reference, baseline), rounds, together=together)
+    def _race(self, ends: Sequence[Setting]) -> None:
+        """Race first and last once more: the joint estimate holds the whole ladder by both ends."""
+        arena, ends = self.arena, list(dict.fromkeys(ends))
+        if len(ends) == 1:
+            return
+        arena.keep = set(ends)
+        arena.clear()
+        left = self._until("race") - time.perf_counter() - sum(arena.building(s) for s in ends)
+        rounds = int(left / sum(arena.turn_seconds(s) for s in ends))
+        arena.play(ends, max(FEWEST, min(self.config.rounds, rounds)))
 
-        def against(other: Setting) -> Estimate:
-            pairs = zip(taken[setting], taken[other], strict=True)
-            return spread([(work(setting) / mine) / (work(other) / theirs) for mine, theirs in pairs])
+    def _until(self, phase: Phase) -> float:
+        return self.start + UNTIL[phase] * self.budget
 
-        taken = timed()
-        if undecided(against(reference)):
-            more = timed()
-            taken = {one: seconds + more[one] for one, seconds in taken.items()}
-        contender = self.arena.contender(setting)
-        samples, flops = self.subject.samples(setting), self.subject.model_flops(setting)
-        memory = contender.memory()
-        return replace(
-            result,
-            samples_per_second=spread([samples / s for s in taken[setting]]),
-            model_flops_per_second=spread([flops / s for s in taken[setting]]),
-            to_previous=against(reference),
-            to_baseline=against(baseline),
-            interleaved=together,
-            memory_bytes=max(memory),
-            memory_by_rank=tuple(memory) if len(memory) > 1 else (),
-            compile_seconds=contender.compile_seconds,
+    def _tell(self, doing: Any, words: str, settings: Sequence[Setting], expected: float) -> None:
+        """Say what comes next, and how the race stands."""
+        ranked = self.search.ranked()[:STANDINGS] if self.search else []
+        standings = [
+            (c.setting.plan.line(), self.account.ratio(c.setting, self.subject.first)) for c in ranked
+        ]
+        plans = tuple(setting.plan.line() for setting in settings)
+        self.on_progress(
+            Progress(
+                phase=self.phase,
+                doing=doing,
+                what=words or f"{len(settings)} settings in turn",
+                plans=plans,
+                expected_seconds=expected,
+                spent=time.perf_counter() - self.start,
+                budget=self.budget,
+                standings=tuple((plan, ratio) for plan, ratio in standings if ratio is not None),
+            )
         )
 
-    def _forecast(self, setting: Setting, reference: Setting, compared_by: str) -> Forecast:
-        """What the planner says of a setting, and of the two it will be compared with."""
-        predicted, before, first = (self._predict(s) for s in (setting, reference, self.arena.baseline))
+    # The report
 
-        def rate(prediction: Prediction) -> float:
-            flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
-            return flops if compared_by == "flops" else prediction.samples_per_second
-
-        return Forecast(
-            samples_per_second=predicted.samples_per_second,
-            to_previous=rate(predicted) / rate(before),
-            to_baseline=rate(predicted) / rate(first),
-            corrected=rate(predicted) / rate(first),
-            memory_bytes=predicted.memory_bytes,
-            mfu=predicted.mfu,
-            seconds=predicted.seconds,
-        )
-
-    def _predict(self, setting: Setting) -> Prediction:
-        work, machine = self.subject.workload(setting), self.machine
-        if setting.plan.gpus > 1:
-            machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
-        return predict_workload(work, machine, setting.plan)
-
-    def _noise(self) -> Noise | None:
-        """The baseline's loss under several seeds; none where no loss runs are made."""
-        if not self.loss_steps:
-            return None
-        first = self.arena.baseline
-        seeds = tuple(self.config.seed + i for i in range(self.config.seeds + 1))
-        curves = tuple(tuple(self.arena.trained(first, seed, self.loss_steps).losses) for seed in seeds)
-        last = tuple(tail_mean(curve) for curve in curves)
-        return Noise(seeds=seeds, losses=last, curves=curves, deviation=statistics.stdev(last))
-
-    def _with_losses(self, result: RungResult, setting: Setting, noise: Noise | None) -> RungResult:
-        hopeless = result.to_previous is not None and result.to_previous.high < HOPELESS
-        if noise is None or hopeless:
-            return result
-        curve = self.arena.trained(setting, self.config.seed, self.loss_steps).losses
-        loss = tail_mean(curve)
-        return replace(result, losses=tuple(curve), loss=loss, loss_difference=loss - noise.losses[0])
-
-    def _with_equality(self, result: RungResult, setting: Setting) -> RungResult:
-        """Compared with one process that takes the same micro-batches one after the other."""
-        plan = setting.plan
-        single = replace(
-            plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp
-        )
-        ranks = self.arena.trained(setting, self.config.seed, EQUAL_STEPS)
-        one = self.arena.trained(replace(setting, plan=single), self.config.seed, EQUAL_STEPS)
-        found = equality(plan, ranks.losses, one.losses, ranks.norms, one.norms)
-        return replace(result, equality=found, loss_difference=ranks.losses[-1] - one.losses[-1])
-
-    def _baseline_result(self, noise: Noise | None) -> RungResult:
-        first = self.arena.baseline
+    def _baseline(self) -> RungResult:
+        first = self.subject.first
         result = RungResult(
             name="baseline",
             title="baseline fp32",
             why=BASELINE_WHY,
             status="baseline",
             plan=first.plan.line(),
-            forecast=self._forecast(first, first, "samples"),
-            losses=noise.curves[0] if noise else (),
-            loss=noise.losses[0] if noise else None,
-            loss_difference=0.0 if noise else None,
+            forecast=self.account.forecast(first, first),
         )
-        return self._measured(result, first, first, 0)
+        return self.account.with_figures(result, first, first)
 
-    def _seconds_left(self) -> float:
-        """What is left of the budget; without one, no end."""
-        return (
-            math.inf
-            if self.config.budget is None
-            else self.config.budget - (time.perf_counter() - self.start)
-        )
+    def _kept(
+        self, search: Search, best: Candidate, path: Sequence[tuple[str, Candidate]]
+    ) -> list[RungResult]:
+        """Rungs of the best Plan in the order of the path, and those that have no step of their own on it."""
+        results, before = [], self.subject.first
+        for name, step in path:
+            result = self.account.result(search.space.rungs[name], step.setting)
+            corrected = search.before.get(step.setting)
+            result = replace(
+                result,
+                status="kept",
+                forecast=self.account.forecast(step.setting, before, corrected=corrected),
+            )
+            result = self.account.with_figures(result, step.setting, before)
+            without = search.space.without(best, name)
+            worth = None if without is None else self.account.ratio(best.setting, without.setting)
+            results.append(replace(result, worth=worth))
+            before = step.setting
+        for name in sorted(best.rungs - {name for name, _ in path}):
+            reason = "it could not be built without what comes after it"
+            result = self.account.result(search.space.rungs[name], best.setting)
+            results.insert(0, replace(result, status="kept", reason=reason))
+        return results
 
-    def _pace(self, setting: Setting) -> float:
-        """Seconds per sample of a setting, as last measured."""
-        return self.arena.step_seconds(setting) / self.subject.samples(setting)
+    def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
+        """A rung that keeps results and is not in the best Plan: what it does there, or in the fastest that has it."""
+        beside = search.space.with_one(best, rung.name)
+        having = [c for c in search.space.candidates if rung.name in c.rungs]
+        if not having:
+            refusal = rung.refusal(self.subject.first, self.situation) or rung.refusal(
+                best.setting, self.situation
+            )
+            return replace(self.account.result(rung), reason=refusal or "it is the baseline's already")
+        candidate = beside
+        if candidate is None or candidate.key not in search.measured:
+            measured = [c for c in having if c.key in search.measured]
+            failed = [c for c in having if c in search.failures]
+            if not measured and failed:
+                status, reason = search.failures[failed[0]]
+                result = self.account.result(rung, failed[0].setting)
+                return replace(result, status=status, reason=reason)
+            candidate = max(measured or [beside or having[0]], key=search.speed)
+        result = self.account.result(rung, candidate.setting)
+        corrected = search.before.get(candidate.setting, search.speed(candidate))
+        forecast = self.account.forecast(candidate.setting, best.setting, corrected=corrected)
+        result = replace(result, forecast=forecast)
+        if candidate.key not in search.measured:
+            ahead = search.speed(candidate) / search.speed(best)
+            reason = f"forecast at {ahead:.2f}× the best Plan by what was measured of others"
+            return replace(result, status="not run", reason=reason)
+        result = self.account.with_figures(result, candidate.setting, best.setting)
+        if not search.allowed(candidate):
+            reason = "with it the loss differs by more than seeds explain"
+        else:
+            reason = NO_GAIN[self.arena.says(candidate.setting, best.setting, self.config.rounds)]
+        reason = reason or "too little of the budget was left to move to it"
+        if candidate is not beside:
+            reason += " (with it, the fastest setting measured)"
+        return replace(result, status="not kept", reason=reason)
 
-    def _fit_into_budget(self, rungs: int) -> None:
-        """Shorten the loss runs, all alike, so that they take no more than their share."""
-        if self.config.budget is None or not self.loss_steps:
-            return
-        runs = rungs + self.config.seeds + 1
-        step = self.arena.step_seconds(self.arena.baseline)
-        affordable = int(LOSS_SHARE * self._seconds_left() / (runs * step))
-        if affordable < self.loss_steps:
-            self.loss_steps = affordable if affordable >= LEAST_LOSS_STEPS else 0
-            said = f"to {self.loss_steps} steps" if self.loss_steps else "to none"
-            self.notes.append(f"The budget shortened loss runs from {self.config.loss_steps} steps {said}.")
-
-    def _rounds(self, setting: Setting, remaining: int) -> int:
-        """As many rounds as wished, or as fit into this rung's part of what is left; at least two.
-
-        Two are enough for a setting that the warm-up has shown to be hopeless.
-        """
-        step = self.arena.step_seconds
-        if self._pace(setting) * HOPELESS > self._pace(self.arena.best):
-            return 2
-        if self.config.budget is None:
-            return self.config.rounds
-        each = sum(
-            max(self.config.round_seconds, step(s)) for s in {setting, self.arena.best, self.arena.baseline}
-        )
-        fit = int((self._seconds_left() / remaining - self.loss_steps * step(setting)) / each)
-        return max(2, min(self.config.rounds, fit))
-
-    def _least_seconds(self, setting: Setting, forecast: Forecast) -> float:
-        """The least time that measuring a setting takes, if its speed is as predicted."""
-        samples, first = self.subject.samples(setting), self._pace(self.arena.baseline)
-        pace = self._predict(self.arena.baseline).samples_per_second / forecast.samples_per_second
-        compiling = 0.0
-        if setting.plan.compile != self.arena.best.plan.compile:
-            compiling = COMPILE_SECONDS[setting.plan.compile]
-        trained = 2 * EQUAL_STEPS if setting.plan.gpus > 1 else self.loss_steps
-        return compiling + first * pace * samples * (measure.WARM_UP_STEPS + 2 + trained)
-
-    def _report(self, results: list[RungResult], noise: Noise | None) -> LadderReport:
-        best, measured = self.arena.best, [r for r in results if r.status in ("baseline", "kept")][-1]
-        assert measured.to_baseline is not None
-        assert measured.samples_per_second is not None
-        change, deviation = measured.loss_difference, noise.deviation if noise else 0.0
-        chosen = Chosen(
-            plan=best.plan.line(),
-            model=_model_changes(self.subject.first.model, best.model),
-            rungs=tuple(r.name for r in results if r.status == "kept"),
-            train_command=self.subject.train_command(best),
-            speedup=measured.to_baseline,
-            samples_per_second=measured.samples_per_second,
-            predicted=measured.forecast.to_baseline if measured.forecast else 1.0,
-            memory_bytes=measured.memory_bytes,
-            loss_difference=change,
-            within_noise=None if noise is None or change is None else abs(change) <= 2 * deviation,
-        )
+    def _report(
+        self,
+        rungs: Sequence[Rung],
+        control: Control,
+        best: Candidate,
+        path: Sequence[tuple[str, Candidate]],
+        apart: Apart,
+    ) -> LadderReport:
+        search = self.search
+        assert search is not None
+        kept = self._kept(search, best, path)
+        others = {
+            r.name: self._left_out(search, best, r) for r in rungs if r.searched and r.name not in best.rungs
+        }
+        others |= {result.name: result for result in apart.results()}
+        names = [result.name for result in kept]
         return LadderReport(
             title=self.subject.title,
             unit=self.subject.unit,
-            rungs=tuple(results),
-            same=chosen,
-            fastest=None,
-            control=None,
-            tried=(),
-            candidates=0,
-            noise=noise,
+            rungs=(self._baseline(), *kept, *(others[rung.name] for rung in rungs if rung.name in others)),
+            same=self.account.chosen(best.setting, names),
+            fastest=self.account.chosen(apart.best, (*names, *apart.taken)) if apart.taken else None,
+            control=control,
+            tried=self.account.tried(search),
+            candidates=len(search.space.candidates),
+            noise=self.losses.noise_if_run,
             batch=self.subject.first.plan.micro_batch,
             rounds=self.config.rounds,
-            loss_steps=self.loss_steps,
+            loss_steps=self.losses.steps,
             machine=to_dict(self.machine),
             environment=record.environment(),
             command=command_of(self.config),
             wall_seconds=time.perf_counter() - self.start,
             procs=self.config.procs,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.losses.notes),
         )

@@ -1,17 +1,15 @@
 """Timing, memory and losses of contenders that live side by side in one process.
 
-A contender is a model built under one Setting with batches to step on. Rounds go round all contenders (A B C, B C A,
-…), so that a machine that warms up or slows down does so for all, and ratios are taken within a round. Each process
-has a `Bench` that holds its models. A contender of several processes is one on the bench of each: see `team`.
+A contender is a model built under one Setting with batches to step on. Each process has a `Bench` that holds its
+models. A contender of several processes is one on the bench of each: see `team`.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +22,16 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject
 from penstock.parallel.agree import average, slowest
 from penstock.step.memory import step_with_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds per step."""
+
+    wall: float
+    processor: float
+    """Of all threads of this process, and of all processes together."""
+
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
@@ -91,13 +99,13 @@ class Bench:
         set_host_memory(keep=setting.plan.host_memory == "keep")
         taken: list[float] = []
         while len(taken) < 2 or (len(taken) < WARM_UP_STEPS and (compiled or sum(taken) < LONG_WARM_UP)):
-            taken.append(_timed(contender, 1))
+            taken.append(_timed(contender, 1).wall)
         self._warm[setting] = contender
         *first, last = taken
         return last, max(0.0, sum(first) - len(first) * last) if compiled else None
 
-    def timed(self, setting: Setting, steps: int) -> float:
-        """Seconds per step over so many steps."""
+    def timed(self, setting: Setting, steps: int) -> Timing:
+        """One timing, over so many steps."""
         return _timed(self._warm[setting], steps)
 
     def memory(self, setting: Setting) -> int:
@@ -139,7 +147,7 @@ class Contender:
         answers = crew.ask("contend", setting, seed)
         self._life = crew.life
         self.step_seconds: float = max(step for step, _ in answers)
-        """As last measured, of the slowest."""
+        """As last measured, of the slowest process."""
         self.compile_seconds = max((taken for _, taken in answers if taken is not None), default=None)
 
     @property
@@ -147,9 +155,12 @@ class Contender:
         """Whether the processes that hold it are still there."""
         return self._crew.life == self._life
 
-    def timed(self, steps: int) -> float:
-        """Seconds per step over so many steps, of the slowest."""
-        return float(max(self._crew.ask("timed", self.setting, steps)))
+    def timed(self, least_seconds: float) -> Timing:
+        """One timing that takes so long at the least: wall time of the slowest process, processor time of all."""
+        steps = max(1, math.ceil(least_seconds / max(self.step_seconds, 1e-9)))
+        timings = self._crew.ask("timed", self.setting, steps)
+        self.step_seconds = max(timing.wall for timing in timings)
+        return Timing(self.step_seconds, sum(timing.processor for timing in timings))
 
     def memory(self) -> list[int]:
         """Peak bytes of one step, by rank."""
@@ -161,31 +172,19 @@ class Contender:
             self._crew.ask("drop", self.setting)
 
 
-def _timed(contender: Warm, steps: int) -> float:
-    """Seconds per step over so many steps; of several ranks those of the slowest, on all of them."""
+def _timed(contender: Warm, steps: int) -> Timing:
+    """A timing over so many steps; of several ranks wall time is that of the slowest, on all of them."""
     device, dims = contender.device, contender.built.dims
     if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
     _wait(device)
     slowest(0.0, dims)  # all begin together
-    start = time.perf_counter()
+    busy, start = time.process_time(), time.perf_counter()
     for _ in range(steps):
         contender.step()
     _wait(device)
-    return slowest((time.perf_counter() - start) / steps, dims)
-
-
-def interleaved(contenders: Sequence[Contender], rounds: int, least_seconds: float) -> list[list[float]]:
-    """Seconds per step, by contender and round. Each round starts with another contender."""
-    steps = [max(1, math.ceil(least_seconds / max(c.step_seconds, 1e-9))) for c in contenders]
-    seconds: list[list[float]] = [[] for _ in contenders]
-    order = list(range(len(contenders)))
-    for turn in range(rounds):
-        for index in order[turn % len(order) :] + order[: turn % len(order)]:
-            seconds[index].append(contenders[index].timed(steps[index]))
-    for contender, taken in zip(contenders, seconds, strict=True):
-        contender.step_seconds = statistics.median(taken)
-    return seconds
+    wall, busy = time.perf_counter() - start, time.process_time() - busy
+    return Timing(slowest(wall / steps, dims), busy / steps)
 
 
 def release(device: torch.device, *, compiled: bool) -> None:

@@ -17,6 +17,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import HalfDtype, Plan
 from penstock.errors import ConfigError
+from penstock.ladder.result import Results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Setting:
 
     model: ModelConfig | None
     plan: Plan
+    copy: int = 0
+    """Tells two builds of one setting apart: what differs between their speeds is noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class Rung:
     name: str
     """What `--rungs` and `--skip` call it; the part before the first dash is its group."""
     place: int
-    """Where it stands on the ladder; rungs are climbed in rising order."""
+    """Where it stands on the ladder: of rungs that gain, the path climbs the lowest first."""
     title: str
     """A few words, for tables and figures."""
     why: str
@@ -65,8 +68,11 @@ class Rung:
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
     """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
     Plans say is not repeated here."""
-    changes_numerics: bool = False
-    """Whether results differ beyond the order of summation."""
+    results: Results = "same"
+    """What becomes of results. The search takes what keeps them, and measures whether `rounding` does; what changes
+    them (`other`) is tried apart, on top of the best."""
+    choice: str = ""
+    """Rungs of one choice exclude each other; by default those of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
     """What is compared per second: samples, or the model's FLOPs where a sample itself grows."""
     carried: bool = True
@@ -74,6 +80,16 @@ class Rung:
     twin: bool = False
     """Whether its results must equal those of one process that takes the same samples in the same order. That is then
     checked, in place of comparing its loss with the baseline's."""
+
+    @property
+    def alternatives(self) -> str:
+        """The name of the choice that it is an answer to."""
+        return self.choice or _group(self)
+
+    @property
+    def searched(self) -> bool:
+        """Whether the search combines it with others."""
+        return self.results != "other" and self.carried and not self.twin
 
     def refusal(self, setting: Setting, situation: Situation) -> str | None:
         """Why the rung cannot be applied to a setting, by itself or by the rules of Plans, or None."""

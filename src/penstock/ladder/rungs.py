@@ -21,9 +21,10 @@ def _autocast(dtype: HalfDtype, place: int) -> Rung:
         place=place,
         title=f"autocast {dtype}",
         why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
-        apply=plan(precision="O1", dtype=dtype),
+        apply=plan(precision="O1", dtype=dtype, master="copy"),
         obstacle=superfluous,
-        changes_numerics=True,
+        results="rounding",
+        choice="precision",
     )
 
 
@@ -86,7 +87,7 @@ def _batch(factor: int, place: int) -> Rung:
         "The global batch grows with it, which a recipe must allow for.",
         apply=plan(micro_batch=lambda situation: situation.micro_batch * factor),
         obstacle=obstacle,
-        changes_numerics=True,
+        results="other",
     )
 
 
@@ -113,7 +114,8 @@ def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
 
     apply = plan(dp=lambda situation: situation.procs, sharding=sharding, shard=shard)
     return Rung(
-        name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle, twin=True
+        name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle,
+        results="other", twin=True,
     )  # fmt: skip
 
 
@@ -142,7 +144,7 @@ for _rung in (
         why="Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction, and "
         "the alternative kernel library on a CPU.",
         apply=plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
-        changes_numerics=True,
+        results="rounding",
     ),
     Rung(
         name="memory",
@@ -178,16 +180,18 @@ for _rung in (
         title="fp32 master weights",
         why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
         "updates are made on fp32 copies in the optimizer.",
-        apply=plan(precision="O2", dtype=lambda situation: situation.half),
-        changes_numerics=True,
+        apply=plan(precision="O2", dtype=lambda situation: situation.half, master="copy"),
+        results="rounding",
+        choice="precision",
     ),
     Rung(
         name="masters-remainder",
         place=352,
         title="masters in 16 bits",
         why="The fp32 weight is the bf16 one and 16 bits beside it: no copy, 2 bytes a weight less, one pass less.",
-        apply=plan(master="remainder"),
-        changes_numerics=True,
+        apply=plan(precision="O2", dtype="bf16", master="remainder"),
+        results="rounding",
+        choice="precision",
     ),
     Rung(
         name="classifier",
@@ -196,7 +200,7 @@ for _rung in (
         why="The mean over patches is classified instead of a class token: one token less, and a rounder length.",
         apply=_pooled,
         obstacle=_has_class_token,
-        changes_numerics=True,
+        results="other",
     ),
     Rung(
         name="token-order",
@@ -231,7 +235,7 @@ for _rung in (
         title="fp8 products",
         why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
         apply=plan(fp8=True),
-        changes_numerics=True,
+        results="other",
     ),
     _batch(2, 800),
     _batch(4, 810),
@@ -264,7 +268,7 @@ for _rung in (
         "work, so this is compared in model FLOP/s, and is reported rather than carried.",
         apply=_larger_image,
         obstacle=lambda setting, situation: vision_only(setting),
-        changes_numerics=True,
+        results="other",
         compared_by="flops",
         carried=False,
     ),
@@ -276,7 +280,7 @@ for _rung in (
         "Small updates can be lost in rounding, so look at the loss.",
         # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
         apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", fp8=False),
-        changes_numerics=True,
+        results="other",
     ),
 ):
     register(_rung)

@@ -12,11 +12,13 @@ from penstock.config.run import DataConfig
 
 QUICK_ROUNDS = 3
 QUICK_LOSS_STEPS = 8
+BUDGET, QUICK_BUDGET = 360.0, 150.0
+"""Seconds of a climb where nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderConfig(Checked):
-    """One climb of the ladder."""
+    """One search and climb of the ladder."""
 
     model: ModelConfig = PRESETS["vit-s16"]
     """Name of a preset (`vit-s16`), or `package.module:factory`: a function that returns (model, batch, loss)."""
@@ -35,7 +37,7 @@ class LadderConfig(Checked):
     quick: bool = False
     """Few rounds and short loss runs: a first impression."""
     rounds: Annotated[int, Range(2)] = 7
-    """Rounds of timing per rung, in which the settings take turns."""
+    """The least rounds, in which settings take turns, before a difference under 5 % is believed."""
     round_seconds: Positive = 0.3
     """Least time that one contender is timed in each round; a slower step is timed by itself."""
     loss_steps: Natural = 24
@@ -45,7 +47,8 @@ class LadderConfig(Checked):
     lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
     budget: Positive | None = None
-    """Seconds for the whole climb: loss runs and rounds are shortened to fit, and rungs that do not fit are not run."""
+    """Seconds for the whole climb, compiling included; none is 360, with quick 150. More finds what is close to the
+    best, and tells smaller gains."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: str | None = None
@@ -54,6 +57,11 @@ class LadderConfig(Checked):
     """Decides weights and sample order."""
     output: str = "runs/ladder"
     """Folder of the report: ladder.html and ladder.json."""
+
+    @property
+    def seconds(self) -> float:
+        """What the climb may take."""
+        return self.budget or (QUICK_BUDGET if self.quick else BUDGET)
 
     def _problems(self) -> Iterator[str]:
         if self.procs > 1 and self.device.startswith("cuda:"):

@@ -22,6 +22,7 @@ from penstock.config.run import DataConfig, Recipe
 from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.errors import ConfigError
+from penstock.kernels.sdpa import CallsOfSdpa
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
@@ -182,7 +183,7 @@ class Own(Subject):
         self._samples = samples_of(self._batch)
         self.splittable = self._samples is not None
         self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
-        self.attention = tuple(name for name in self.attention if _accepts(set_attention, model, name))
+        self.attention = self._attention_of(model)
         self.token_orders = tuple(
             name for name in self.token_orders if _accepts(set_token_order, model, name)
         )
@@ -217,6 +218,15 @@ class Own(Subject):
 
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
         return made_by(self._factory, self.title, seed)
+
+    def _attention_of(self, model: nn.Module) -> tuple[str, ...]:
+        """The backends that the model can be switched to: none where it never calls torch's attention."""
+        calls = CallsOfSdpa()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), calls:
+            self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
+        if not calls.count:
+            return ()
+        return tuple(name for name in self.attention if _accepts(set_attention, model, name))
 
     def _enlarged(self, size: int) -> Any:
         """The example batch on the device, repeated to `size` samples."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
+from penstock.kernels.sdpa import set_sdpa
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
@@ -147,17 +148,23 @@ def set_token_order(model: nn.Module, token_order: TokenOrder) -> None:
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """Choose the attention kernel in every block. Raises ConfigError where the family cannot take it."""
+    """Choose the attention kernel in every block. Raises ConfigError where the family cannot take it.
+
+    Of a family that does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are
+    switched; a module that makes none is not changed by it.
+    """
     model = uncompiled(model)
     family = _family_of(model)
     if family is not None and family.set_attention is not None:
         family.set_attention(model, backend)
-    elif backend != "sdpa":
-        path = _path(type(model))
-        raise ConfigError(
-            f"Penstock does not know how {path} computes attention, so plan.attention {backend!r} cannot be applied to "
-            f"it; leave plan.attention at sdpa, which changes nothing. {_how_to_enrol(path, 'set_attention=…')}"
-        )
+        return
+    # Each block too: compiled by itself, it does not see what stands around it.
+    try:
+        blocks = anatomy_of(model).block_modules(model)
+    except ConfigError:
+        blocks = []
+    for module in (model, *blocks):
+        set_sdpa(module, backend)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -1,0 +1,174 @@
+"""What was forecast and measured, as results: every figure of a report is made here, of the one joint estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig
+from penstock.ladder.arena import Arena
+from penstock.ladder.forecast import rank_machine
+from penstock.ladder.losses import Losses, tail_mean
+from penstock.ladder.result import Chosen, Estimate, Forecast, RungResult, Tried
+from penstock.ladder.rung import Rung, Setting
+from penstock.ladder.search import Search
+from penstock.ladder.subject import Subject
+from penstock.planner.prediction import Prediction, predict_workload
+
+
+class Account:
+    """Forecasts and figures of the settings of one climb."""
+
+    def __init__(self, subject: Subject, machine: Machine, arena: Arena, losses: Losses) -> None:
+        self.subject, self.machine = subject, machine
+        self.arena, self.losses = arena, losses
+        self.first = subject.first
+        self._memory: dict[Setting, list[int]] = {}
+
+    def predict(self, setting: Setting) -> Prediction:
+        """What the planner says of a setting."""
+        work, machine = self.subject.workload(setting), self.machine
+        if setting.plan.gpus > 1:
+            machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
+        return predict_workload(work, machine, setting.plan)
+
+    def forecast(
+        self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
+    ) -> Forecast:
+        """What the planner says of a setting, against two others; `corrected` is the better ratio to the baseline."""
+        predicted, previous, first = (self.predict(s) for s in (setting, before, self.first))
+
+        def rate(prediction: Prediction) -> float:
+            flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
+            return flops if by == "flops" else prediction.samples_per_second
+
+        to_baseline = rate(predicted) / rate(first)
+        return Forecast(
+            samples_per_second=predicted.samples_per_second,
+            to_previous=rate(predicted) / rate(previous),
+            to_baseline=to_baseline,
+            corrected=to_baseline if corrected is None else corrected,
+            memory_bytes=predicted.memory_bytes,
+            mfu=predicted.mfu,
+            seconds=predicted.seconds,
+        )
+
+    def weigh(self, setting: Setting) -> None:
+        """Measure the memory of a setting, if that was not done."""
+        if setting not in self._memory:
+            self._memory[setting] = self.arena.memory(setting)
+
+    def ratio(self, setting: Setting, over: Setting, by: str = "samples") -> Estimate | None:
+        """Speed of a setting over another's, in samples or in model FLOPs per second."""
+        found = self.arena.ratio(setting, over)
+        return found and found.times(self._work(setting, over, by))
+
+    def _work(self, setting: Setting, over: Setting, by: str) -> float:
+        """Work of a sample of one setting, in samples of another."""
+        if by == "samples":
+            return 1.0
+        subject = self.subject
+        each = [subject.model_flops(s) / subject.samples(s) for s in (setting, over)]
+        return each[0] / each[1]
+
+    def processor_ratio(self, setting: Setting, over: Setting) -> Estimate | None:
+        """`ratio` in processor time; on a CPU only."""
+        if self.subject.device.type != "cpu":
+            return None
+        found = self.arena.processor.joint().ratio(setting, over, self.arena.floor)
+        return found and found.times(self.subject.samples(setting) / self.subject.samples(over))
+
+    def rate(self, setting: Setting) -> Estimate | None:
+        """Samples per second: the baseline's at the machine's usual pace, times the ratio to it."""
+        found = self.ratio(setting, self.first)
+        usual = self.subject.samples(self.first) / self.arena.wall.joint().seconds(self.first)
+        return found and found.times(usual)
+
+    def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
+        """A result with all that was measured of a setting."""
+        by, rate = result.compared_by, self.rate(setting)
+        each = self.subject.model_flops(setting) / self.subject.samples(setting)
+        memory = self._memory.get(setting, [])
+        curve = self.losses.known(setting)
+        return replace(
+            result,
+            samples_per_second=rate,
+            model_flops_per_second=rate and rate.times(each),
+            to_previous=self.ratio(setting, before, by),
+            to_baseline=self.ratio(setting, self.first, by),
+            processor_to_baseline=self.processor_ratio(setting, self.first),
+            interleaved=setting not in self.arena.apart,
+            memory_bytes=max(memory, default=None),
+            memory_by_rank=tuple(memory) if len(memory) > 1 else (),
+            compile_seconds=self.arena.compile_seconds.get(setting),
+            losses=curve,
+            loss=tail_mean(curve) if curve else None,
+            loss_difference=self.losses.difference(setting),
+        )
+
+    def result(self, rung: Rung, setting: Setting | None = None) -> RungResult:
+        """A rung without figures, under a setting if there is one."""
+        return RungResult(
+            name=rung.name,
+            title=rung.title,
+            why=rung.why,
+            status="unsupported",
+            plan=setting.plan.line() if setting else "",
+            model=model_changes(self.first.model, setting.model) if setting else {},
+            results=rung.results,
+            compared_by=rung.compared_by,
+        )
+
+    def chosen(self, setting: Setting, rungs: Sequence[str]) -> Chosen:
+        """A Plan that the ladder ends with."""
+        speedup, rate = self.ratio(setting, self.first), self.rate(setting)
+        assert speedup is not None
+        assert rate is not None
+        memory = self._memory.get(setting)
+        return Chosen(
+            plan=setting.plan.line(),
+            model=model_changes(self.first.model, setting.model),
+            rungs=tuple(rungs),
+            train_command=self.subject.train_command(setting),
+            speedup=speedup,
+            samples_per_second=rate,
+            predicted=self.predict(setting).samples_per_second / self.predict(self.first).samples_per_second,
+            memory_bytes=max(memory) if memory else None,
+            loss_difference=self.losses.difference(setting),
+            within_noise=self.losses.within_noise(setting),
+        )
+
+    def tried(self, search: Search) -> tuple[Tried, ...]:
+        """Every candidate that was measured, the fastest first."""
+        found = []
+        for candidate in sorted(search.measured.values(), key=search.speed, reverse=True):
+            setting = candidate.setting
+            ratio = self.ratio(setting, self.first)
+            if ratio is None:
+                continue
+            predicted = self.forecast(setting, self.first).to_baseline
+            found.append(
+                Tried(
+                    plan=setting.plan.line(),
+                    model=model_changes(self.first.model, setting.model),
+                    predicted=predicted,
+                    corrected=search.before.get(setting, predicted),
+                    to_baseline=ratio,
+                    compile_seconds=self.arena.compile_seconds.get(setting),
+                    build_seconds=self.arena.build_seconds.get(setting, 0.0),
+                )
+            )
+        return tuple(found)
+
+
+def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
+    """Fields of the model that a setting changes."""
+    if first is None or model is None:
+        return {}
+    return {
+        f.name: getattr(model, f.name)
+        for f in fields(model)
+        if getattr(model, f.name) != getattr(first, f.name)
+    }

@@ -1,0 +1,115 @@
+"""What changes results: a larger batch, another classifier, several processes. Each is tried on top of the best."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.ladder.account import Account
+from penstock.ladder.arena import failure
+from penstock.ladder.judge import equality, offered
+from penstock.ladder.result import RungResult
+from penstock.ladder.rung import Rung, Setting, Situation
+from penstock.ladder.search import Search
+from penstock.ladder.statistics import verdict
+
+log = logging.getLogger(__name__)
+
+EQUAL_STEPS = 6
+"""Steps for which several processes are held to one."""
+
+
+class Apart:
+    """Climbs on from the best Plan with rungs that change results. Those that pay make the fastest Plan."""
+
+    def __init__(self, account: Account, search: Search, situation: Situation, best: Setting) -> None:
+        self.account, self.search, self.situation = account, search, situation
+        self.best = best
+        self._results: list[tuple[RungResult, Setting, Setting]] = []
+        self._taken: dict[str, str] = {}
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Names of the rungs that pay, without those that a later one of the same choice took the place of."""
+        return tuple(self._taken.values())
+
+    def climb(self, rungs: Sequence[Rung], end: float) -> None:
+        """Try each, with a fair part of the time until `end`."""
+        for index, rung in enumerate(rungs):
+            seconds = (end - time.perf_counter()) / (len(rungs) - index)
+            result = self._rung(rung, seconds, end)
+            setting = rung.apply(self.best, self.situation) if result.measured else self.best
+            self._results.append((result, setting, self.best))
+            if result.status == "offered":
+                self.best = setting
+                self._taken.pop(rung.alternatives, None)
+                self._taken[rung.alternatives] = rung.name
+
+    def results(self) -> list[RungResult]:
+        """The results, with figures of all rounds that were measured by now."""
+        found = []
+        for result, setting, before in self._results:
+            if result.measured:
+                change = result.loss_difference
+                result = replace(self.account.with_figures(result, setting, before), loss_difference=change)
+            found.append(result)
+        return found
+
+    def _rung(self, rung: Rung, seconds: float, end: float) -> RungResult:
+        """The result of one rung, also where it cannot be applied or fails."""
+        refusal = rung.refusal(self.best, self.situation)
+        if refusal is not None:
+            return replace(self.account.result(rung), reason=refusal)
+        setting = rung.apply(self.best, self.situation)
+        result = self.account.result(rung, setting)
+        try:
+            forecast = self.account.forecast(setting, self.best, rung.compared_by)
+            result = replace(result, forecast=forecast)
+            if self._least_seconds(rung, setting, result) > end - time.perf_counter():
+                return replace(result, status="not run", reason="too little of the budget was left")
+            return self._measured(rung, result, setting, time.perf_counter() + seconds)
+        except Exception as error:  # a rung is an experiment: any way of failing is its result
+            status, reason = failure(error)
+            log.info("%s: %s: %s", rung.name, status, reason, exc_info=error if status == "failed" else None)
+            return replace(result, status=status, reason=reason)
+        finally:
+            self.search.arena.clear()
+
+    def _least_seconds(self, rung: Rung, setting: Setting, result: RungResult) -> float:
+        """The least time that measuring a setting takes, if its speed is as predicted; noted as that."""
+        arena, account = self.search.arena, self.account
+        before = account.predict(self.best).iteration_seconds
+        slower = account.predict(setting).iteration_seconds / before
+        step = arena.step_seconds.setdefault(setting, arena.step_seconds[self.best] * slower)
+        trained = 2 * EQUAL_STEPS * step if rung.twin else account.losses.seconds(setting)
+        turns = arena.turn_seconds(setting) + arena.turn_seconds(self.best)
+        return arena.building(setting) + arena.building(self.best) + 3 * turns + trained
+
+    def _measured(self, rung: Rung, result: RungResult, setting: Setting, end: float) -> RungResult:
+        """Measure, train and judge a rung. Raises whatever the rung raises."""
+        arena, account = self.search.arena, self.account
+        arena.keep = {arena.baseline, self.best}
+        arena.play([self.best, setting], 1)
+        self.search.race([self.best, setting], [(setting, self.best)], end - account.losses.seconds(setting))
+        account.weigh(setting)
+        equal = change = None
+        if rung.twin:
+            plan, seed = setting.plan, arena.seed
+            single = replace(
+                plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp
+            )
+            ranks = arena.trained(setting, seed, EQUAL_STEPS)
+            one = arena.trained(replace(setting, plan=single), seed, EQUAL_STEPS)
+            equal = equality(plan, ranks.losses, one.losses, ranks.norms, one.norms)
+            change = ranks.losses[-1] - one.losses[-1]
+        else:
+            account.losses.curve(setting)
+        result = account.with_figures(result, setting, self.best)
+        if rung.twin:
+            result = replace(result, equality=equal, loss_difference=change)
+        assert result.to_previous is not None
+        said = verdict(result.to_previous, result.to_previous.rounds, self.search.rounds)
+        status, reason = offered(result, said, carried=rung.carried)
+        return replace(result, status=status, reason=reason)

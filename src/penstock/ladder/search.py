@@ -1,0 +1,275 @@
+"""Finds the fastest setting with the same results: first a look at the promising ones, then races of fewer and fewer.
+
+`scout` builds one candidate after the other: that whose expected gain per second of building and timing is the largest,
+by the planner's forecast as corrected so far. `halve` races the best of them, and drops the slower half again and
+again. `top` answers each choice of the best otherwise, and moves on where that is faster. Free of torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.ladder.arena import Arena, failure
+from penstock.ladder.forecast import Corrected, expected_gain
+from penstock.ladder.result import Status
+from penstock.ladder.rung import Setting
+from penstock.ladder.space import Candidate, Space
+
+log = logging.getLogger(__name__)
+
+PROMISING = 0.002
+"""Expected gain, as a ratio less one, below which a candidate is not worth a look."""
+LOOK_SECONDS = 3.0
+"""What a look at a candidate takes, where its steps are short: up to `LOOKS` rounds."""
+LOOKS = 3
+FINALISTS, WITHIN = 8, 0.15
+"""How many settings race at the most, and how far behind the fastest they may be, in logarithms."""
+MOST_ROUNDS = 30
+"""A race ends after so many rounds, whether decided or not."""
+DEVIATIONS_FOR = 80
+"""Candidates whose uncertainty is worked out: those that are forecast to be the fastest."""
+MOVES = 6
+"""Times that the best may change at the top."""
+IDLE = 0.002
+"""A rung that gains less than this, and not surely that, is left out: a Plan has no more than it needs."""
+
+
+class Search:
+    """What is known of the candidates, and the races between them."""
+
+    def __init__(
+        self, arena: Arena, space: Space, predicted: Callable[[Setting], float], rounds: int
+    ) -> None:
+        """`predicted` gives samples per second; `rounds` are the least before a small difference is believed.
+
+        The `end` of each phase is when, by `time.perf_counter`, nothing new may begin.
+        """
+        self.arena, self.space, self.rounds = arena, space, rounds
+        first = math.log(predicted(space.first.setting))
+        self.forecast = {c.key: math.log(predicted(c.setting)) - first for c in space.candidates}
+        self.corrected = Corrected()
+        self.before: dict[Setting, float] = {}
+        """The corrected forecast of each setting, at the time when it was built."""
+        self.measured: dict[tuple[str, ...], Candidate] = {}
+        self.failures: dict[Candidate, tuple[Status, str]] = {}
+        self.refused: list[frozenset[str]] = []
+        """Rungs that must not come together: a setting with them failed, or its results were not the same."""
+        self.took(space.first)
+
+    # What is known
+
+    def took(self, candidate: Candidate) -> None:
+        """Note that a candidate was measured, and correct the forecasts by it."""
+        self.measured[candidate.key] = candidate
+        errors = {}
+        for key, one in self.measured.items():
+            found = self.arena.speed(one.setting)
+            if found is not None:
+                errors[key] = math.log(found) - self.forecast[key]
+        self.corrected.learn(errors)
+
+    def speed(self, candidate: Candidate) -> float:
+        """Speed to the baseline's: as measured, or as forecast and corrected."""
+        found = self.arena.speed(candidate.setting) if candidate.key in self.measured else None
+        if found is not None:
+            return found
+        return math.exp(self.forecast[candidate.key] + self.corrected.mean(candidate.key))
+
+    def allowed(self, candidate: Candidate) -> bool:
+        """Whether nothing is known that keeps a candidate from being taken."""
+        return not any(rungs <= candidate.rungs for rungs in self.refused)
+
+    def ranked(self) -> list[Candidate]:
+        """Measured candidates that may be taken, the fastest first."""
+        return sorted(filter(self.allowed, self.measured.values()), key=self.speed, reverse=True)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest of them."""
+        return self.ranked()[0]
+
+    # Races
+
+    def try_out(self, candidate: Candidate, others: Sequence[Candidate], rounds: int) -> bool:
+        """Some rounds of a candidate beside others. False where it fails, which is noted."""
+        self.before.setdefault(candidate.setting, self.speed(candidate))
+        try:
+            self.arena.play([*(other.setting for other in others), candidate.setting], rounds)
+        except Exception as error:  # a setting is an experiment: any way of failing is its result
+            status, reason = failure(error)
+            log.info("%s: %s: %s", candidate.setting.plan, status, reason, exc_info=status == "failed")
+            self.failures[candidate] = (status, reason)
+            self._blame(candidate)
+            return False
+        self.took(candidate)
+        return True
+
+    def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
+        """Let settings take turns until each pair is decided, or the time is up. Those that are decided step out."""
+        for _ in range(MOST_ROUNDS):
+            undecided = [pair for pair in pairs if self.arena.says(*pair, self.rounds) == "open"]
+            running = [s for s in settings if any(s in pair for pair in undecided)]
+            left = end - time.perf_counter()
+            if not running or left < sum(
+                self.arena.turn_seconds(s) + self.arena.building(s) for s in running
+            ):
+                return
+            self.arena.play(running, 1)
+
+    def _blame(self, candidate: Candidate) -> None:
+        """Keep others from failing alike: of its rungs, those that never worked are under suspicion together."""
+        self.refused.append(candidate.rungs)
+        worked = frozenset[str]().union(*(one.rungs for one in self.measured.values()))
+        self.refused = [rungs - worked or rungs for rungs in self.refused]
+
+    # The search
+
+    def scout(self, end: float) -> None:
+        """Look at candidates while one promises to be faster than the best, and there is time."""
+        while (candidate := self._next(end)) is not None:
+            best = self.best
+            self.arena.keep = {self.arena.baseline, best.setting}
+            self.try_out(candidate, [best], self._looks(candidate))
+        # A cast may pay only once it is compiled, which its eager form does not tell.
+        for precision in self._precisions():
+            compiled = [c for c in self._unseen() if c.setting.plan.compile != "none" and precision(c)]
+            if not compiled or any(
+                precision(c) and c.setting.plan.compile != "none" for c in self.measured.values()
+            ):
+                continue
+            likely = max(compiled, key=self.speed)
+            gain = math.log(self.speed(likely) / self.speed(self.best))
+            if (
+                gain + self.corrected.deviation(likely.key) > 0
+                and self._cost(likely) < end - time.perf_counter()
+            ):
+                self.try_out(likely, [self.best], self._looks(likely))
+
+    def _unseen(self) -> list[Candidate]:
+        return [
+            c
+            for c in self.space.candidates
+            if c.key not in self.measured and c not in self.failures and self.allowed(c)
+        ]
+
+    def _precisions(self) -> list[Callable[[Candidate], bool]]:
+        levels = dict.fromkeys(c.setting.plan.precision for c in self.space.candidates)
+        return [lambda c, level=level: c.setting.plan.precision == level for level in levels]  # type: ignore[misc]
+
+    def _next(self, end: float) -> Candidate | None:
+        """The candidate with the largest expected gain per second; none where none is worth its time."""
+        left = end - time.perf_counter()
+        fastest = math.log(self.speed(self.best))
+        found, most = None, 0.0
+        likely = heapq.nlargest(DEVIATIONS_FOR, self._unseen(), key=self.speed)
+        eager = [c for c in self._unseen() if c.setting.plan.compile == "none"]
+        for candidate in {*likely, *heapq.nlargest(DEVIATIONS_FOR // 2, eager, key=self.speed)}:
+            ahead = math.log(self.speed(candidate)) - fastest
+            gain = expected_gain(ahead, self.corrected.deviation(candidate.key))
+            cost = self._cost(candidate)
+            if gain > PROMISING and cost < left and (gain / cost, candidate.key) > (most, ()):
+                found, most = candidate, gain / cost
+        return found
+
+    def _looks(self, candidate: Candidate) -> int:
+        step = self.arena.turn_seconds(candidate.setting)
+        return max(1, min(LOOKS, round(LOOK_SECONDS / (2 * step))))
+
+    def _cost(self, candidate: Candidate) -> float:
+        """Seconds that a look at a candidate takes."""
+        turns = self.arena.turn_seconds(self.arena.baseline) / self.speed(candidate)
+        return self.arena.building(candidate.setting) + (3 + 2 * self._looks(candidate)) * turns
+
+    def halve(self, end: float) -> Candidate:
+        """Race the fastest; after some rounds the slower half is dropped, until two are left, and then one."""
+        fastest = math.log(self.speed(self.best))
+        pool = [c for c in self.ranked() if math.log(self.speed(c)) > fastest - WITHIN][:FINALISTS]
+        while len(pool) > 2:
+            cost = sum(self.arena.building(c.setting) for c in pool)
+            each = sum(self.arena.turn_seconds(c.setting) for c in pool)
+            rounds = min(LOOKS, int((end - time.perf_counter() - cost) / each))
+            if rounds < 1:
+                break
+            self.arena.keep = {self.arena.baseline, *(c.setting for c in pool)}
+            self.arena.play([c.setting for c in pool], rounds)
+            self.took(pool[0])
+            pool = sorted(pool, key=self.speed, reverse=True)[: max(2, len(pool) // 2)]
+            self.arena.keep = {self.arena.baseline, *(c.setting for c in pool)}
+            self.arena.clear()
+        two = [c.setting for c in pool[:2]]
+        if len(two) == 2:
+            self.race(two, [(two[0], two[1])], end)
+            self.took(pool[0])
+        return self.best
+
+    def top(self, best: Candidate, end: float) -> Candidate:
+        """Take each rung of the best away, and put on each that it lacks; move where that is faster.
+
+        Each is looked at once, then those that are near race together. A rung without which nothing is slower goes.
+        """
+        for _ in range(MOVES):
+            self.arena.keep = {self.arena.baseline, best.setting}
+            near = [c for c in self.space.neighbours(best) if self.allowed(c) and c not in self.failures]
+            away = [c for c in near if c.rungs < best.rungs]
+            near = sorted(away, key=self._cost) + sorted(
+                (c for c in near if c not in away), key=self.speed, reverse=True
+            )
+            there = []
+            for candidate in near:
+                if self.arena.says(candidate.setting, best.setting, self.rounds) != "open":
+                    continue
+                if self._cost(candidate) > end - time.perf_counter():
+                    continue
+                if self.try_out(candidate, [best], self._looks(candidate)):
+                    there.append(candidate)
+            pairs = [(c.setting, best.setting) for c in there]
+            self.arena.keep |= {c.setting for c in there}
+            self.race([best.setting, *(c.setting for c in there)], pairs, end)
+            self.took(best)
+            better = self._better(best, near, away)
+            if better is None:
+                break
+            best = better
+        return best
+
+    def _better(
+        self, best: Candidate, near: Sequence[Candidate], away: Sequence[Candidate]
+    ) -> Candidate | None:
+        """The neighbour to move to: the fastest that is surely faster, or one without a rung that gains nothing."""
+
+        def said(candidate: Candidate) -> str:
+            return self.arena.says(candidate.setting, best.setting, self.rounds)
+
+        near = [c for c in near if c.key in self.measured and self.allowed(c)]
+        faster = [c for c in near if said(c) == "faster"]
+        idle = [
+            c
+            for c in away
+            if c in near and said(c) != "slower" and self.speed(c) > (1 - IDLE) * self.speed(best)
+        ]
+        return max(faster or idle, key=self.speed, default=None)
+
+    def path(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
+        """The rungs from the baseline to the best, all settings on the way measured in turn. What cannot be built on
+        the way is left out."""
+        path = self.space.path(best, self.speed)
+        for _ in range(3 * len(path)):
+            unseen = [s for _, s in path if s.key not in self.measured and s not in self.failures]
+            if not unseen:
+                break
+            self.try_out(unseen[0], [self.space.first], 1)
+            path = self.space.path(best, self.speed)  # what was measured may put another first
+        path = [(name, step) for name, step in path if step.key in self.measured]
+        settings = [self.arena.baseline, *(step.setting for _, step in path)]
+        pairs = list(zip(settings[1:], settings[:-1], strict=True))
+        self.arena.keep = set(settings)
+        self.arena.clear()
+        if path:
+            self.arena.play(settings, 1)
+        self.race(settings, pairs, end)
+        self.took(best)
+        return path

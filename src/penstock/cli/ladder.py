@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,9 +14,6 @@ from penstock.cli._app import configured
 from penstock.config.load import load
 from penstock.errors import ExitCode
 from penstock.ladder.settings import LadderConfig
-
-if TYPE_CHECKING:
-    from penstock.ladder.result import RungResult
 
 
 def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
@@ -31,7 +28,7 @@ def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str
 def ladder(
     config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
 ) -> int:  # fmt: skip
-    """Measure what each optimisation gains here, in speed, memory and loss, one rung at a time.
+    """Find the fastest Plan on this machine, and what each optimisation on the way to it gains in speed and memory.
 
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
@@ -44,15 +41,15 @@ def ladder(
     # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from penstock.ladder.climb import ladder as climb
+    from penstock.ladder.display import display_for
     from penstock.ladder.show import ending, remarks, table, write
     from penstock.report.page import plain_console
 
-    def show(result: RungResult) -> None:
-        ratio = f"{result.to_previous.value:.2f}×" if result.to_previous else ""
-        reason = f" ({result.reason})" if result.reason else ""
-        print(f"{result.title:<24} {ratio:>7}  {result.status}{reason}", file=sys.stderr)
-
-    report = climb(config=config, on_result=show)
+    display = display_for(sys.stderr)
+    try:
+        report = climb(config=config, on_progress=display.told)
+    finally:
+        display.end()
     html, data = write(report, config.output)
     console = plain_console()
     console.print(table(report, console.width, every=all_))

@@ -185,3 +185,13 @@ def test_a_script_that_ends_does_not_wait_for_its_workers() -> None:
     """)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
     assert time.monotonic() - start < 15  # what is in flight would take a minute
+
+
+def test_workers_serve_on_when_all_processes_of_a_job_are_asked_to_stop() -> None:
+    with digits_in(workers=2) as batches:
+        next(batches)
+        for pid in pids(pool_of(batches)):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGUSR1)
+        for _ in range(4):
+            next(batches)

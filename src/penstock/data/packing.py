@@ -6,7 +6,6 @@ import io
 import itertools
 import logging
 import os
-import shutil
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from penstock.data.source import BadSample, Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder, write_file
 from penstock.errors import DataError
+from penstock.leftovers import make_public, temporary
 
 log = logging.getLogger(__name__)
 
@@ -81,20 +81,17 @@ def pack_source(
     if target.exists():
         raise DataError(f"{target} exists already. Remove it, or choose another name for the pack.")
     streams = _streams(source)
-    part = target.parent / f".{target.name}.part-{os.getpid()}"
-    part.mkdir(parents=True)
-    try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with temporary(target.parent, f".{target.name}.part-") as part:
         manifests: dict[str, Manifest] = {}
         classes: tuple[str, ...] | None = None
         for split, (known, samples) in streams.items():
             writer = _Writer(part / split, packing, known or classes)
             manifests[split] = writer.write(samples, progress)
             classes = manifests[split].classes
-        os.rename(part, target)
+        make_public(part)
+        part.rename(target)
         sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     total = sum(file.bytes for manifest in manifests.values() for file in manifest.files)
     return Packed(manifests, total)
 

@@ -175,14 +175,20 @@ class _Worker:
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
         self.pipe, theirs = Pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(shared)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), shared),
-                # The worker must find the caller's modules too, because one may define the source.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            )
+        # Schedulers ask every process of a job to stop. Workers serve on until the one that reads from them has saved:
+        # a signal that is blocked here stays so in them.
+        mine = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(shared)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), shared),
+                    # The worker must find the caller's modules too, because one may define the source.
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mine)
 
     def __str__(self) -> str:
         return f"The data worker {self.number} (process {self.process.pid})"

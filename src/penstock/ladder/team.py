@@ -10,7 +10,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from penstock.errors import ConfigError, EnvironmentProblem, PenstockError, ran_
 from penstock.ladder.forecast import Link
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Own, Subject
+from penstock.leftovers import temporary
 
 ANSWER_SECONDS = 1200.0
 """How long the climb waits for an answer: compiling may take minutes on every rank."""
@@ -74,7 +74,8 @@ class Team:
     def __init__(self, subject: Subject, config: LadderConfig) -> None:
         self._subject, self._config = subject, config
         self._members: list[_Member] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch = contextlib.ExitStack()
+        """The folder of the ranks' logs."""
         self._store: Any = None
         self._link: Link | None = None
         self.life = 0
@@ -100,9 +101,7 @@ class Team:
             self.life += 1
         self._members = []
         self._store = None
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
+        self._scratch.close()
 
     def _start(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -115,7 +114,7 @@ class Team:
         procs = self._config.procs
         # The store is the climb's: ranks that end never take it along, and no port has to be guessed.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._scratch = tempfile.TemporaryDirectory(prefix="penstock-ladder-")
+        scratch = self._scratch.enter_context(temporary(None, "penstock-ladder-"))
         hello = Hello(
             config=replace(self._config, factory=self._subject.path),
             device=self._subject.device.type,
@@ -123,7 +122,7 @@ class Team:
             path=[entry or os.getcwd() for entry in sys.path],
         )
         for rank in range(procs):
-            log = Path(self._scratch.name) / f"{rank}.log"
+            log = scratch / f"{rank}.log"
             self._members.append(_Member(rank, procs, self._store.port, hello.threads, log))
         self._exchange([hello] * procs)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.errors import ExitCode
 from penstock.launch.life import Life
@@ -16,6 +14,7 @@ from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import STOPS, Asked, Requests
 from penstock.launch.verdict import Outcome
 from penstock.launch.verdict import tell as lines_of
+from penstock.leftovers import temporary
 
 
 def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None]) -> int:
@@ -29,7 +28,7 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
         EnvironmentProblem: the other nodes did not come, or the node that serves the rendezvous was lost.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
+        temporary(None, "penstock-launch-") as folder,
         Requests((*STOPS, signal.SIGINT)) as requests,
         _nodes(settings) as nodes,
     ):
@@ -44,7 +43,7 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
                 return outcome.code
             restarts = assignment.restarts
             with Life(
-                program, assignment, settings, Path(folder), requests=requests, nodes=nodes, tell=tell
+                program, assignment, settings, folder, requests=requests, nodes=nodes, tell=tell
             ) as life:
                 outcome = life.wait()
             spent = restarts >= settings.max_restarts

@@ -17,8 +17,23 @@ class Asked(BaseException):
     """A signal came while the agent waited for other agents, when it has no rank to forward it to."""
 
 
+@contextlib.contextmanager
+def throughout() -> Iterator[None]:
+    """For a command that has the process for itself: inside, a request to stop is recorded, also where no `Requests`
+    is entered yet or any more; behind it, requests are ignored for good, for the process has only to end. Without
+    that Python gives the signals their deadly meaning back before the last libraries are closed.
+    """
+    Requests().__enter__()  # never left
+    try:
+        yield
+    finally:
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 class Requests:
-    """While entered, records `numbers` instead of dying of them, a second one too.
+    """While entered, records `numbers` instead of dying of them, a second one too. One inside of another begins with
+    what that has heard.
 
     Only the main thread can handle signals; elsewhere nothing is installed.
     """
@@ -34,7 +49,10 @@ class Requests:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = before = signal.signal(number, self._note)
+                outer = getattr(before, "__self__", None)
+                if isinstance(outer, Requests) and outer.signal is not None:
+                    self.signal, self._pending = self.signal or outer.signal, self._pending or outer.take()
         return self
 
     def __exit__(self, *_: object) -> None:

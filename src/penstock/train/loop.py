@@ -46,7 +46,7 @@ from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
 from penstock.train.random_state import own_random, seed_random
-from penstock.train.resume import find_checkpoint, locked
+from penstock.train.resume import find_checkpoint, locked, require_wanted
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
 from penstock.train.speed import MemoryMeter, Speedometer, peak_memory
@@ -86,7 +86,7 @@ def train(
         CheckpointError: there are checkpoints and none can be trusted.
         NumericError: a loss or weight is not finite.
         OutOfMemory: the device's memory did not suffice.
-        SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved.
+        SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved, if a step was done.
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
@@ -95,15 +95,17 @@ def train(
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
+        Requests() as stop,
         joined(config.plan, device) as dims,
         locked(output, dims) as lock,
-        Requests() as stop,
         memory_advice(config.plan, task),
         own_random(device),
     ):
+        require_wanted(stop, dims)
         records = Records(output, display, main=dims.main)
         run = _Run(config, device, dims, records, resume=resume, tensorboard=tensorboard)
         try:
+            require_wanted(stop, dims)
             return run.go(lock, stop)
         finally:
             run.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import main_first
 from penstock.config.load import from_dict, to_dict
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SavedRequeue
+from penstock.launch.signals import Requests
 from penstock.parallel import ParallelDims
+from penstock.parallel.agree import slowest
 from penstock.train.lock import RunLock
 
 _log = logging.getLogger(__name__)
@@ -49,6 +52,18 @@ _CHANGES_ROUNDING = (
     "plan.sharding",
     "plan.shard",
 )
+
+
+def require_wanted(stop: Requests, dims: ParallelDims) -> None:
+    """Before the first step, when there is nothing to save yet. All ranks must call this, and all raise alike.
+
+    Raises:
+        SavedRequeue: one of them has been asked to stop.
+    """
+    if heard := int(slowest(float(stop.signal or 0), dims)):
+        raise SavedRequeue(
+            f"Stopped by {signal.Signals(heard).name} before a step was done. The same command begins there again."
+        )
 
 
 @contextmanager

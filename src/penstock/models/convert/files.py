@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.leftovers import make_public, temporary
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,14 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `target`, then move it there in one step."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
-        write(Path(name))
-        # mkstemp makes files private; a model is as public as its folder.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with temporary(target.parent, f".{target.name}.", folder=False) as partial:
+        write(partial)
+        make_public(partial)
+        partial.replace(target)

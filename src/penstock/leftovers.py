@@ -1,0 +1,87 @@
+"""Temporary files and folders that no kill can leave for ever: whoever makes the next one sweeps those of the dead.
+
+The maker of one holds a lock on it (`flock`), which the kernel lets go however the process ends. So what can be locked
+has no maker any more. Where a file system carries no such locks, nothing is swept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Iterator[Path]:
+    """A new folder, or an empty file, in `parent` (none: where the system keeps such) that is gone afterwards, unless
+    it was renamed. Those of the same prefix that killed processes of this user left are removed first.
+
+    Raises:
+        OSError: none can be made.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    _sweep(parent, prefix)
+    path, handle = _make(parent, prefix, folder)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        if handle is not None:
+            os.close(handle)
+
+
+def make_public(path: Path) -> None:
+    """Give a temporary file or folder, which is its maker's alone, the permissions that new ones have."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def _make(parent: Path, prefix: str, folder: bool) -> tuple[Path, int | None]:
+    while True:
+        if folder:
+            path = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+        else:
+            opened, name = tempfile.mkstemp(dir=parent, prefix=prefix)
+            os.close(opened)
+            path = Path(name)
+        handle = _lock(path, wait=True)
+        if path.exists():  # or another process took it for a leftover, before it was locked
+            return path, handle
+        if handle is not None:
+            os.close(handle)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for path in parent.iterdir() if parent.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if path.name.startswith(prefix) and path.lstat().st_uid == os.getuid() and not path.is_symlink():
+                handle = _lock(path)
+                if handle is not None:
+                    _remove(path)
+                    os.close(handle)
+
+
+def _lock(path: Path, *, wait: bool = False) -> int | None:
+    """A handle that holds the lock; None where somebody else does, or the file system cannot."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -317,7 +317,7 @@ def test_the_command_makes_the_report_again() -> None:
         batch=4,
         rungs=("matmul", "half"),
         quick=True,
-        rounds=3,
+        loss_steps=3,
     )
     line = command_of(config)
     assert line.startswith("penstock ladder vit-digits --model.width 32 ")

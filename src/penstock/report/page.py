@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from penstock.report.chart import NARROW, WIDE, style
@@ -71,7 +70,9 @@ def page(
 
     All words are escaped here; only figures are taken as they are.
     """
-    # Imported here, because it takes a tenth of a second.
+    # Imported here, because they take a tenth of a second.
+    from importlib.resources import files
+
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("penstock", "report")

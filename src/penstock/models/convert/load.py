@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
+from penstock.models.convert.names import shares_head
+from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
+from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,8 @@ def load_weights(
 
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
-    size: for fine-tuning. Any other model takes its own names only.
+    size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
+    takes its own names only.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -57,6 +61,8 @@ def load_weights(
             "model.init_weights() first."
         )
     state = read_state_dict(source) if isinstance(source, str | Path) else dict(source)
+    if isinstance(model, TextModel):
+        return _load_text(model, state, new_head=new_head)
     if not isinstance(model, ViT):
         _check(model.state_dict(), state, ())
         model.load_state_dict(state)
@@ -80,6 +86,28 @@ def load_weights(
     with torch.no_grad():
         model.load_state_dict(state)
     return Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
+
+
+def _load_text(model: TextModel, state: dict[str, Tensor], *, new_head: bool) -> Loaded:
+    expected, names, ignored = model.state_dict(), "penstock", tuple[str, ...]()
+    if "tokens.weight" not in state:
+        names = "hf"
+        state, left_out, unknown = text_from_hf(state, model)
+        ignored = tuple(left_out)
+        state |= dict.fromkeys(unknown, torch.empty(0))
+        if ignored:
+            log.info("Left out, because the model does not need them: %s.", ", ".join(ignored))
+    elif shares_head(model.config):
+        state["head.weight"] = state["tokens.weight"]
+    # What turns features into outputs, and may be learned anew.
+    head = tuple(name for name in expected if name.startswith(("head.", "pooler.", "transform.")))
+    drawn: tuple[str, ...] = ()
+    if new_head and not shares_head(model.config):
+        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
+        state |= {name: expected[name] for name in drawn}
+    _check(expected, state, head)
+    model.load_state_dict(state)
+    return Loaded(names=names, drawn=drawn, ignored=ignored)  # type: ignore[arg-type]
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:

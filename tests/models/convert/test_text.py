@@ -186,6 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
     ("bert", {"is_decoder": True}, "is_decoder"),
+    ("bert", {"classifier_dropout": 0.3}, "classifier_dropout 0.3"),
     ("bert", {"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering"),
     ("t5", {"feed_forward_proj": "gated-tanh"}, "gated-tanh"),
     ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop"),

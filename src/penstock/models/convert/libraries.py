@@ -207,7 +207,7 @@ LIBRARIES: tuple[Library, ...] = (
         },
         must={
             "is_encoder_decoder": (False,), "is_decoder": (False,), "add_cross_attention": (False,),
-            "position_embedding_type": ("absolute",),
+            "position_embedding_type": ("absolute",), "classifier_dropout": (None,),
         },
         activation=("hidden_act", ACTIVATIONS), default="gelu",
         names=tables.bert_names, prefix="bert.", heads=("cls.", "classifier."),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from penstock import checkpoint, disk
+from penstock.boundary.manifests import sealed
 from penstock.checkpoint import Snapshot, commit, index, manifest, storage
-from penstock.checkpoint.manifest import sealed
 from penstock.errors import CheckpointError, EnvironmentProblem
 
 

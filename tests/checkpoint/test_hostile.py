@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import torch
 from helpers.checkpoints import Trainee, numbered
 from helpers.spawn import spawn
 from penstock import checkpoint
+from penstock.boundary.manifests import sealed
+from penstock.checkpoint.index import Chunk, _overlap
 from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
+from penstock.cli import main
 from penstock.disk import Written
 from penstock.errors import CheckpointError
 
@@ -58,9 +62,9 @@ def test_the_payload_would_harm(tmp_path: Path) -> None:
     assert (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("resealed", [False, True])
 @pytest.mark.parametrize("form", ["pickle", "torch.save", "safetensors"])
-def test_pickles_in_place_of_any_file_never_run(path: Path, form: str, sealed: bool) -> None:
+def test_pickles_in_place_of_any_file_never_run(path: Path, form: str, resealed: bool) -> None:
     marker = path.parent / "harm"
     payload = pickle.dumps(Payload(marker))
     if form == "torch.save":
@@ -73,7 +77,7 @@ def test_pickles_in_place_of_any_file_never_run(path: Path, form: str, sealed: b
         original = file.read_bytes()
         manifest = (path / MANIFEST).read_bytes()
         file.write_bytes(payload)
-        if sealed and file.name != MANIFEST:
+        if resealed and file.name != MANIFEST:
             seal(path)
         refused(path, "refused")
         file.write_bytes(original)
@@ -175,6 +179,86 @@ def test_json_nested_without_end_is_refused(path: Path, name: str) -> None:
     refused(path, "refused")
 
 
+def _lie(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    body = json.loads((path / MANIFEST).read_text())
+    change(body)
+    (path / MANIFEST).write_bytes(sealed(body))
+
+
+LIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "infinite bytes": lambda body: body["files"]["weights.safetensors"].update(bytes=math.inf),
+    "negative bytes": lambda body: body["files"]["weights.safetensors"].update(bytes=-1),
+    "no checksum": lambda body: body["files"]["state.json"].pop("sha256"),
+    "a missing part": lambda body: body["files"].pop("weights.safetensors"),
+    "a missing state": lambda body: body["files"].pop("state.json"),
+    "a missing index": lambda body: body["files"].pop("tensors.json"),
+    "a part elsewhere": lambda body: body["files"].update({"../latest": body["files"]["state.json"]}),
+    "files in a list": lambda body: body.update(files=[1]),
+    "a world of nobody": lambda body: body.update(world=0),
+    "a fractional world": lambda body: body.update(world=1.5),
+    "another step": lambda body: body.update(step=1),
+    "a step below 0": lambda body: body.update(step=-2),
+    "a Plan with a terminal escape": lambda body: body.update(plan="\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_under_a_right_seal_are_refused_in_every_verb_and_the_step_before_is_used(
+    tmp_path: Path, lie: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        checkpoint.save(folder, numbered(step))
+    _lie(folder / "step-2", LIES[lie])
+    run = str(tmp_path / "run")
+    assert main(["checkpoint", "verify", run]) == 5
+    assert "step-2 is refused" in capsys.readouterr().err
+    assert main(["checkpoint", "list", run]) == 5
+    assert main(["checkpoint", "convert", run, str(tmp_path / "converted")]) == 0
+    assert (tmp_path / "converted" / "step-1").is_dir()
+    assert main(["checkpoint", "export", run, str(tmp_path / "plain"), "--names", "plain"]) == 0
+    assert main(["checkpoint", "export", run, str(tmp_path / "two"), "--names", "plain", "--step", "2"]) == 5
+    assert (folder / "step-2").is_dir(), "looking moves nothing"
+    stored = checkpoint.find(folder)
+    assert stored is not None
+    assert stored.step == 1
+
+
+def test_what_cannot_be_loaded_is_not_called_whole(path: Path) -> None:
+    """Sizes and checksums are right, and a tensor of the state is none of the files'."""
+    document = json.loads((path / "state.json").read_text())
+    document["state"]["optimizer"]["state"]["a"]["exp_avg"] = {"$tensor": "nowhere"}
+    (path / "state.json").write_text(json.dumps(document))
+    seal(path)
+    assert main(["checkpoint", "verify", str(path)]) == 5
+    assert main(["checkpoint", "list", str(path.parent)]) == 5
+
+
+@pytest.mark.parametrize("ranks", [16, 1024])
+def test_a_tensor_in_the_boxes_of_a_grid_is_checked_quickly(ranks: int) -> None:
+    side = math.isqrt(ranks) * 4
+    boxes = tuple(Chunk(0, (r, c), (4, 4)) for r in range(0, side, 4) for c in range(0, side, 4))
+    assert not _overlap(boxes)
+    assert _overlap((*boxes[:-1], Chunk(0, (side - 5, side - 5), (4, 4))))
+
+
+@pytest.mark.parametrize("name", ["step-041", "step-x", "step-", "step-4.5", "step-٣", "step--1", "step-1e3"])
+def test_a_stray_folder_beside_the_steps_is_left_alone(tmp_path: Path, name: str) -> None:
+    for stray in (name, f"{name}.tmp", "mine.tmp"):
+        (tmp_path / stray).mkdir()
+    (tmp_path / "step-7").write_text("a file")
+    checkpoint.save(tmp_path, numbered(1))
+    checkpoint.clean(tmp_path)
+    found = checkpoint.find(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert checkpoint.steps(tmp_path) == [1]
+    for step in (2, 3, 4):
+        checkpoint.save(tmp_path, numbered(step))
+    assert {name, f"{name}.tmp", "mine.tmp", "step-7"} <= {entry.name for entry in tmp_path.iterdir()}
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+
+
 def find_nothing(folder: Path) -> str:
     try:
         Trainee("fsdp").resume(folder)
@@ -191,5 +275,5 @@ def test_several_ranks_refuse_alike_and_run_nothing(path: Path) -> None:
     seal(path)
     first, second = spawn(find_nothing, 2, path.parent)
     assert first == second
-    assert "tensors.json is refused: it is not JSON" in first
+    assert "tensors.json is refused: it is not valid JSON" in first
     assert not marker.exists()

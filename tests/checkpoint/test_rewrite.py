@@ -100,15 +100,15 @@ def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
     for step in (3, 12):
         checkpoint.save(tmp_path / "checkpoints", numbered(step))
     folder = tmp_path / "checkpoints"
-    assert rewrite.checkpoint_path(tmp_path) == rewrite.checkpoint_path(folder) == folder / "step-12"
+    assert rewrite.candidates(tmp_path)[0] == rewrite.candidates(folder)[0] == folder / "step-12"
     assert (
-        rewrite.checkpoint_path(folder / "step-3")
-        == rewrite.checkpoint_path(tmp_path, step=3)
+        rewrite.candidates(folder / "step-3")[0]
+        == rewrite.candidates(tmp_path, step=3)[0]
         == folder / "step-3"
     )
     for path, step in ((tmp_path, 4), (tmp_path / "none", None)):
         with pytest.raises(ConfigError, match="There is no"):
-            rewrite.checkpoint_path(path, step=step)
+            rewrite.candidates(path, step=step)[0]
 
 
 def vit_checkpoint(folder: Path) -> tuple[Path, torch.nn.Module]:

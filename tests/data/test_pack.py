@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 from helpers.images import write_folder
+from penstock.boundary.manifests import sealed
 from penstock.config.run import DataConfig
 from penstock.data import Source, open_source
-from penstock.data.pack import INDEX, Pack, verify
+from penstock.data.pack import INDEX, Pack, read_manifest, verify
 from penstock.data.packing import Packing, pack_source
 from penstock.disk import digest_file
 from penstock.errors import DataError
@@ -35,7 +38,7 @@ def opened(path: Path, split: str = "train", channels: int = 3, **config: object
 def change_manifest(path: Path, change: Callable[[dict], None]) -> None:
     table = json.loads((path / "manifest.json").read_text())
     change(table)
-    (path / "manifest.json").write_text(json.dumps(table))
+    (path / "manifest.json").write_bytes(sealed(table))
 
 
 def change_index(path: Path, change: Callable[[np.ndarray], None]) -> None:
@@ -167,12 +170,12 @@ def test_a_pickled_index_is_never_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda table: table.update(version=2), "format version 2, but this release reads 1"),
+        (lambda table: table.update(version=3), "format version 3, but this release reads 1 and 2"),
         (lambda table: table.update(layout="other"), "does not describe a packed set"),
         (lambda table: table.update(records="zip"), "records is 'zip', but must be"),
         (lambda table: table.update(size=0), "size is 0, but must be between 1 and 16384"),
         (lambda table: table["shards"][0].update(name="../x"), "impossible"),
-        (lambda table: table["shards"][0].update(name="shard-00001.bin"), "is missing"),
+        (lambda table: table["shards"][0].update(name="shard-00001.bin"), "impossible"),
         (lambda table: table.pop("classes"), r"manifest\.json.*classes"),
         (lambda table: table.update(shards=7), "shards is 7, but must be a list"),
         (lambda table: table.update(count="many"), "count is 'many', but must be a whole number"),
@@ -186,11 +189,55 @@ def test_a_manifest_that_lies_is_refused(folder: Path, change: Callable[[dict], 
         opened(path)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"count": math.inf},
+        {"count": -20},
+        {"shards": [{"name": "shard-00000.bin", "bytes": math.inf, "sha256": ""}]},
+        {"shards": [{"name": "shard-00000.bin"}]},
+        {"index": {"name": "../index.npy", "bytes": 1, "sha256": ""}},
+        {"index": [1] * 1000},
+        {"classes": [[]] * 2},
+        {"made_by": [[[]]]},
+    ],
+)
+def test_lies_under_a_right_seal_are_refused_by_name(folder: Path, lie: dict) -> None:
+    path = packed(folder)
+    change_manifest(path, lambda table: table.update(lie))
+    for read in (opened, verify):
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            read(path)
+
+
+def test_no_bit_of_a_manifest_can_change(folder: Path) -> None:
+    path = packed(folder)
+    file = path / "manifest.json"
+    whole = file.read_bytes()
+    for bit in range(0, len(whole) * 8, 7):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            read_manifest(path)
+
+
+def test_packs_of_before_are_read_and_say_once_that_they_carry_no_seal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Path(shutil.copytree(Path(__file__).parent / "pack-1" / "raw", tmp_path / "raw"))
+    opened(old)
+    opened(old, "val")
+    assert verify(old)
+    (told,) = caplog.messages
+    assert told.startswith(f"{old / 'manifest.json'} was made before manifests carried a seal")
+
+
 def test_no_pack_no_reading(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is no packed set.*penstock pack"):
         opened(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match="is broken"):
+    with pytest.raises(DataError, match="is damaged: it is not valid JSON"):
         opened(tmp_path)
 
 
@@ -201,7 +248,7 @@ def test_the_layout_is_pinned(folder: Path) -> None:
     table = json.loads((path / "manifest.json").read_text())
     assert {name: table[name] for name in ("layout", "version", "records", "size", "count", "classes")} == {
         "layout": "penstock-pack",
-        "version": 1,
+        "version": 2,
         "records": "raw",
         "size": 32,
         "count": 20,

@@ -24,6 +24,7 @@ from helpers.checkpoints import numbered
 from helpers.images import encoded, smooth, write_folder
 from helpers.rows import record
 from penstock import checkpoint
+from penstock.boundary.manifests import sealed
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from penstock.config.run import DataConfig
 from penstock.data import open_source
@@ -100,7 +101,7 @@ def pack_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:
         (root / "index.npy").write_bytes(content)
         manifest = json.loads((root / "manifest.json").read_text())
         manifest["index"].update(bytes=len(content), sha256=digest_file(root / "index.npy"))
-        (root / "manifest.json").write_text(json.dumps(manifest))
+        (root / "manifest.json").write_bytes(sealed(manifest))
         config = DataConfig(source=f"pack:{pack}")
         cases.append(("pickle in a pack", lambda c=config: open_source(c, split="train"), DataError))  # type: ignore[misc]
     return cases

@@ -6,7 +6,7 @@ import importlib
 
 from fuzz.door import Door
 
-DOORS = ("files", "tar", "images", "image_folder")
+DOORS = ("files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack")
 
 
 def load(name: str) -> Door:

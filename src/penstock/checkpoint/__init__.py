@@ -35,5 +35,7 @@ from penstock.checkpoint.reader import find as find
 from penstock.checkpoint.reader import load as load
 from penstock.checkpoint.reader import newest as newest
 from penstock.checkpoint.reader import open_verified as open_verified
+from penstock.checkpoint.reader import settle as settle
+from penstock.checkpoint.reader import trusted as trusted
 from penstock.checkpoint.rewrite import convert as convert
 from penstock.checkpoint.snapshot import Snapshot as Snapshot

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import file_name, held, share_out, to_json
-from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, verify
+from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
-from penstock.checkpoint.storage import INDEX, write_chunks, write_json
+from penstock.checkpoint.storage import write_chunks, write_json
 from penstock.disk import Written, sync_folder, write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 from penstock.report.record import versions
@@ -35,7 +35,9 @@ from penstock.report.record import versions
 _log = logging.getLogger(__name__)
 
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,9})")
+"""As saves name them. Anything else beside them, such as `step-041`, is none of ours."""
+_LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> Path:
@@ -192,7 +194,7 @@ def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Remove what a killed save left behind. Rank 0 does it before any rank goes on."""
 
     def leftovers() -> None:
-        for entry in folder.glob("*.tmp"):
+        for entry in filter(lambda entry: _LEFT.fullmatch(entry.name), folder.iterdir()):
             _log.info("Removing %s, which an interrupted save left.", entry)
             remove(entry)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from penstock.boundary.files import quoted
+from penstock.boundary.weights import TensorInfo, read_header
 from penstock.checkpoint.snapshot import Piece
-from penstock.checkpoint.tensorfile import DTYPES, TensorInfo, dtype_name, read_header
+from penstock.checkpoint.tensorfile import DTYPES, dtype_name
 from penstock.errors import CheckpointError
 
 
@@ -38,6 +40,9 @@ class Entry:
         """The dtype itself."""
         return DTYPES[self.dtype]
 
+
+_PAIRED = 1000
+"""Boxes that are compared in pairs."""
 
 Index = Mapping[str, Entry]
 """Entries by `set/name`."""
@@ -121,7 +126,7 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def read_index(path: Path, document: Any, files: Iterable[str], world: int) -> dict[str, Entry]:
+def read_index(path: Path, document: Mapping[str, Any], files: Iterable[str], world: int) -> dict[str, Entry]:
     """The index of the checkpoint directory `path`, checked against the headers of its tensor files.
 
     Every chunk must be in a file that the manifest lists, with the dtype and shape that the index gives. Every tensor
@@ -131,19 +136,19 @@ def read_index(path: Path, document: Any, files: Iterable[str], world: int) -> d
     Raises:
         CheckpointError: one of these does not hold.
     """
-    headers = {name: read_header(path / name) for name in files if name.endswith(".safetensors")}
-    if not isinstance(document, dict):
-        raise CheckpointError(f"Checkpoint {path} is refused: its index is not a table of tensors.")
+    headers = {name: read_header(path / name, remedy="") for name in files if name.endswith(".safetensors")}
     unlisted = {(file, key) for file, header in headers.items() for key in header}
     index = {}
     for name, value in document.items():
         try:
             entry = _entry(value)
             problem = _problem(name, entry, world, headers, unlisted)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             problem = "is malformed"
         if problem:
-            raise CheckpointError(f"Checkpoint {path} is refused: the index's entry for '{name}' {problem}.")
+            raise CheckpointError(
+                f"Checkpoint {path} is refused: the index's entry for {quoted(name)} {problem}."
+            )
         index[name] = entry
     if unlisted:
         file, key = min(unlisted)
@@ -161,13 +166,13 @@ def index_of_whole_files(path: Path, files: Iterable[str]) -> dict[str, Entry]:
         )
         for file in files
         if file.endswith(".safetensors")
-        for name, info in read_header(path / file).items()
+        for name, info in read_header(path / file, remedy="").items()
     }
 
 
 def _entry(value: Any) -> Entry:
     def whole(numbers: Any) -> tuple[int, ...]:
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        if len(numbers) > 64 or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError
         return tuple(numbers)
 
@@ -195,7 +200,7 @@ def _problem(
         file, key = file_name(name.partition("/")[0], chunk.rank, world), key_of(name, entry, chunk)
         info = headers.get(file, {}).get(key)
         if info is None or (file, key) not in unlisted:
-            return f"names a chunk '{key}' that {file} does not hold"
+            return f"names a chunk {quoted(key)} that {quoted(file)} does not hold"
         unlisted.discard((file, key))
         if (info.dtype, info.shape) != (entry.dtype, chunk.sizes):
             return f"says {entry.dtype} {chunk.sizes} where {file} holds {info.dtype} {info.shape}"
@@ -207,15 +212,29 @@ def _problem(
     return None
 
 
-def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Whether two boxes share an element. Usually there are thousands of slices of rows, so they are sorted first."""
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two boxes share an element. Layouts cut tensors by a grid, so boxes that are apart in one dimension are
+    told from each other first; pairs are left only where no dimension does.
+    """
     for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
-        ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dimension])
-        if all(
-            a.offsets[dimension] + a.sizes[dimension] <= b.offsets[dimension] for a, b in pairwise(ordered)
-        ):
-            return False
+        groups = _apart(chunks, dimension)
+        if len(groups) > 1:
+            return any(map(_overlap, groups))
+    if len(chunks) > _PAIRED:
+        return True  # or so entangled as no layout cuts a tensor
     return any(
         all(max(p, q) < min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes))
         for a, b in combinations(chunks, 2)
     )
+
+
+def _apart(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
+    """Boxes in groups whose intervals of a dimension do not touch those of other groups."""
+    groups: list[list[Chunk]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
+        if not groups or chunk.offsets[dimension] >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, chunk.offsets[dimension] + chunk.sizes[dimension])
+    return groups

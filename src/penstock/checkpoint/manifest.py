@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from penstock.config.convert import Count, plain
+from penstock.boundary import manifests
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.manifests import sealed
+from penstock.config.convert import Count, Natural, plain
 from penstock.config.load import from_dict
 from penstock.disk import Written, digest_file
 from penstock.errors import CheckpointError, ConfigError
@@ -17,8 +17,8 @@ from penstock.errors import CheckpointError, ConfigError
 FORMAT = 2
 """1: one process, no index of tensors. 2: any number of ranks. Both are read; 2 is written."""
 MANIFEST = "manifest.json"
-_LIMIT = 64_000_000
-_SUFFIXES = (".safetensors", ".json")
+INDEX = "tensors.json"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,200}\.(safetensors|json)")
 _PICKLES = {".metadata", ".distcp", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz"}
 
 
@@ -26,7 +26,7 @@ _PICKLES = {".metadata", ".distcp", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pi
 class Manifest:
     """The step, the Plan's line, the versions that wrote it, and every file with its size and checksum."""
 
-    step: int
+    step: Natural
     plan: str
     versions: dict[str, str]
     files: dict[str, Written] = field(default_factory=dict)
@@ -44,13 +44,6 @@ def manifest_text(manifest: Manifest) -> bytes:
     return sealed(plain(manifest))
 
 
-def sealed(body: Mapping[str, Any]) -> bytes:
-    """`body` as the only text that `read_manifest` accepts: canonical JSON with its own sha256."""
-    unsealed = {key: value for key, value in body.items() if key != "sha256"}
-    seal = hashlib.sha256(json.dumps(unsealed, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**unsealed, "sha256": seal}, indent=1, sort_keys=True).encode()
-
-
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`.
 
@@ -64,33 +57,29 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if file.is_symlink() or not file.is_file():
         raise refuse(f"{MANIFEST} is missing.{_foreign(path)}")
-    if file.stat().st_size > _LIMIT:
-        raise refuse(f"{MANIFEST} is too large to be a manifest.")
-    raw = file.read_bytes()
-    try:
-        body = json.loads(raw)
-        intact = isinstance(body, dict) and sealed(body) == raw
-    except (ValueError, RecursionError):
-        intact = False
-    if not intact:
-        raise refuse(f"{MANIFEST} is damaged (it does not match its own checksum).")
+    where = f"Checkpoint {path} is refused: {MANIFEST}"
+    body, has_seal = manifests.read_manifest(file, where, error=CheckpointError)
+    if not has_seal:
+        raise refuse(f"{MANIFEST} is damaged (it has no checksum of its own).")
     if body.get("format") not in (1, FORMAT):
         versions = body.get("versions")
         by = versions.get("penstock", "unknown") if isinstance(versions, dict) else "unknown"
         raise refuse(
-            f"its format is {body.get('format')}; this Penstock reads 1 to {FORMAT}. "
-            f"Use the version that wrote it: {by}."
+            f"its format is {shown(str(body.get('format')))}; this Penstock reads 1 to {FORMAT}. "
+            f"Use the version that wrote it: {shown(str(by))}."
         )
     try:
-        manifest = from_dict(Manifest, {name: value for name, value in body.items() if name != "sha256"})
+        manifest = from_dict(Manifest, body)
     except ConfigError as problem:
         raise refuse(f"{MANIFEST} has other entries than a manifest: {problem}") from None
     if path.name != f"step-{manifest.step}":
         raise refuse(f"its manifest is of step {manifest.step}.")
     for name in manifest.files:
-        stem = name.removesuffix(".safetensors").removesuffix(".json")
-        if not name.endswith(_SUFFIXES) or not stem.replace("_", "").replace("-", "").isalnum():
-            raise refuse(f"'{name}' is not the name of a checkpoint file.")
+        if not _NAME.fullmatch(name):
+            raise refuse(f"{quoted(name)} is not the name of a checkpoint file.")
+    for name in ("state.json", "config.json", INDEX)[: 1 + manifest.format]:
+        if name not in manifest.files:
+            raise refuse(f"{MANIFEST} lacks {name}.")
     return manifest
 
 

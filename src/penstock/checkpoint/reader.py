@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.boundary.files import quoted, read_bytes
+from penstock.boundary.trees import Bounds, parse_json
 from penstock.checkpoint.commit import check, repair_latest, set_aside, steps
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
-from penstock.checkpoint.manifest import Manifest, verify
+from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, piece_of
-from penstock.checkpoint.storage import INDEX, read_pieces
+from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ran_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -65,44 +66,92 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        try:
-            return self._load(like or {}, rank, world)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
-            raise CheckpointError(
-                f"Checkpoint {self.path} is refused: its state is malformed ({problem})."
-            ) from problem
+        with trusted(self.path):
+            local = self._local(rank) if world in (None, self.world) else {}
+            weights, state = self._put_together(
+                self.document["weights"], {**self.document["state"], LOCAL: local}, like or {}, self.read
+            )
+            local = state.pop(LOCAL)
+            return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
-    def _load(self, like: Mapping[str, Tensor], rank: int, world: int | None) -> Snapshot:
-        trees = {**self.document["state"], LOCAL: {}}
-        local_file = file_name(LOCAL, rank, self.world, "json")
-        if world in (None, self.world) and local_file in self.manifest.files:
-            trees[LOCAL] = _read_json(self.path / local_file)
-        sets = self.document["weights"]
+    def rehearse(self, *, part: tuple[int, int] = (0, 1)) -> None:
+        """All that `load` does but reading the tensors' values, so that nothing is called whole that cannot be loaded.
+
+        With `part` (i, n) only every n-th rank's own state is looked at, from the i-th on, so that n ranks share the
+        work. Raises CheckpointError as `load`.
+        """
+
+        def described(wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+            entries = {name: self._entry(name) for name in wanted}
+            return {n: torch.empty(e.shape, dtype=e.torch_dtype, device="meta") for n, e in entries.items()}
+
+        with trusted(self.path):
+            self._put_together(self.document["weights"], self.document["state"], {}, described)
+            for rank in range(part[0], self.world, part[1]):
+                self._put_together({}, {LOCAL: self._local(rank)}, {}, described)
+
+    def _local(self, rank: int) -> dict[str, Any]:
+        name = file_name(LOCAL, rank, self.world, "json")
+        return read_json(self.path / name) if name in self.manifest.files else {}
+
+    def _put_together(
+        self,
+        sets: Mapping[str, Iterable[str]],
+        trees: Mapping[str, Any],
+        like: Mapping[str, Tensor],
+        read: _Read,
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Sets of weights and trees of state, with the tensors that `read` gives in their places."""
         wanted = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
         for group, tree in trees.items():
-            found = _with_parameters(tree, like if group != LOCAL else {})
-            wanted |= {f"{group}/{path}": parameter for path, parameter in found}
-        read: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
-        for name, tensor in self.read(wanted).items():
+            for path, parameter in _with_parameters(tree, like if group != LOCAL else {}):
+                if (name := f"{group}/{path}") in wanted:
+                    raise ValueError(f"{quoted(name)} is named twice")
+                wanted[name] = parameter
+        found: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
+        for name, tensor in read(wanted).items():
             group, _, path = name.partition("/")
-            read[group][path] = tensor
-        state = {group: unpack(tree, read[group]) for group, tree in trees.items()}
-        local = state.pop(LOCAL)
-        weights = {group: read[group] for group in sets}
-        return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
+            found[group][path] = tensor
+        state = {group: unpack(tree, found[group]) for group, tree in trees.items()}
+        return {group: found[group] for group in sets}, state
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.index:
+            raise CheckpointError(
+                f"Checkpoint {self.path} is refused: its files have no tensor {quoted(name)}."
+            )
+        return self.index[name]
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Tensors by `set/name`, each on the device and with the placements of its model, if the shapes agree."""
-        missing = sorted(wanted.keys() - self.index.keys())
-        if missing:
-            raise CheckpointError(
-                f"Checkpoint {self.path} is refused: its files have no tensor '{missing[0]}'."
-            )
+        entries = {name: self._entry(name) for name in sorted(wanted)}  # the first by name is told
         pieces, tensors = {}, {}
         for name, like in wanted.items():
-            tensors[name], pieces[name] = _empty(self.index[name], like)
+            tensors[name], pieces[name] = _empty(entries[name], like)
         read_pieces(self.path, self.index, self.world, pieces)
         return tensors
+
+
+_Read = Callable[[Mapping[str, Tensor | None]], Mapping[str, Tensor]]
+
+
+@contextmanager
+def trusted(path: Path) -> Iterator[None]:
+    """Inside, what the checkpoint `path` holds is used as if it were what it should be. Where it is not, that becomes a
+    CheckpointError.
+    """
+    try:
+        yield
+    except _MALFORMED as problem:
+        if ran_out_of_memory(problem):
+            raise
+        what = " ".join(str(problem).split())
+        raise CheckpointError(
+            f"Checkpoint {path} is refused: its state is malformed ({quoted(what, 400)[1:-1]})."
+        ) from problem
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
@@ -165,42 +214,42 @@ def _readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
 
 
-def open_verified(path: Path) -> Checkpoint:
-    """The checkpoint directory `path`, every byte of it verified.
+def open_verified(path: Path, *, checksums: bool = True) -> Checkpoint:
+    """The checkpoint directory `path`, every byte of it verified; without `checksums`, all but their sums.
 
     Raises:
         CheckpointError: as `verify`, or a file's content is not what its name says.
     """
     with _readable(path):
-        return _opened(path, verify(path))
+        return _opened(path, verify(path) if checksums else check_sizes(path))
 
 
-def _opened(path: Path, manifest: Manifest) -> Checkpoint:
-    documents = {name: _read_json(path / f"{name}.json") for name in ("state", "config")}
+def _opened(path: Path, manifest: Manifest, *, part: tuple[int, int] = (0, 1)) -> Checkpoint:
+    state, config = (read_json(path / f"{name}.json") for name in ("state", "config"))
     if manifest.format == 1:
         index = index_of_whole_files(path, manifest.files)
     else:
-        index = read_index(path, _read_json(path / INDEX), manifest.files, manifest.world)
-    state = documents["state"]
-    if not (
-        isinstance(state, dict)
-        and isinstance(state.get("weights"), dict | list)
-        and isinstance(state.get("state"), dict)
-        and isinstance(documents["config"], dict)
-    ):
+        index = read_index(path, read_json(path / INDEX), manifest.files, manifest.world)
+    if not (isinstance(state.get("weights"), dict | list) and isinstance(state.get("state"), dict)):
         raise CheckpointError(f"Checkpoint {path} is refused: state.json is not a checkpoint's.")
-    if isinstance(state["weights"], list):  # format 1 named the sets alone
-        names = [name.partition("/") for name in index]
-        listed = {group: [n for g, _, n in names if g == group] for group in state["weights"]}
-        state = {**state, "weights": listed}
-    return Checkpoint(path, manifest, index, state, documents["config"])
+    with trusted(path):
+        if isinstance(state["weights"], list):  # format 1 named the sets alone
+            names = [name.partition("/") for name in index]
+            listed = {group: [n for g, _, n in names if g == group] for group in state["weights"]}
+            state = {**state, "weights": listed}
+        found = Checkpoint(path, manifest, index, state, config)
+        found.rehearse(part=part)
+    return found
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{path} is refused: it is not JSON.") from None
+_DOCUMENT = Bounds(bytes=1 << 28, values=1 << 25, infinite=True, control=True)
+"""Large enough for the index of a thousand ranks; its size and checksum are the manifest's."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A document of a checkpoint."""
+    raw = read_bytes(path, "The checkpoint's file", limit=_DOCUMENT.bytes, error=CheckpointError)
+    return parse_json(raw, f"{path} is refused: it", error=CheckpointError, bounds=_DOCUMENT)
 
 
 def load(path: Path) -> Snapshot:
@@ -212,8 +261,11 @@ def load(path: Path) -> Snapshot:
     return open_verified(path).load()
 
 
-def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that verifies, or None where there is none at all.
+def find(
+    folder: Path, *, below: int | None = None, group: dist.ProcessGroup | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint in `folder` that verifies, or None where there is none at all; with `below`, of those of
+    lower steps.
 
     Each one that is refused is logged. Once an older one has been accepted, it is renamed to `step-N.refused`, so that
     it is not tried again. Collective where torch.distributed runs: the ranks share the work and get the same result.
@@ -224,6 +276,8 @@ def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint 
     coordinator = current_coordinator(group)
     refused: list[tuple[Path, CheckpointError]] = []
     for step in reversed(coordinator.first(lambda: steps(folder))):
+        if below is not None and step >= below:
+            continue
         path = folder / f"step-{step}"
         try:
             stored = _accepted(path, coordinator)
@@ -231,7 +285,7 @@ def find(folder: Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint 
             _log.warning("%s The checkpoint before it is tried.", problem)
             refused.append((path, problem))
             continue
-        coordinator.first(lambda: _settle(folder, [bad for bad, _ in refused], stored.path.name))  # noqa: B023
+        coordinator.first(lambda: settle(folder, [bad for bad, _ in refused], stored.path.name))  # noqa: B023
         return stored
     if refused:
         listed = "\n".join(f"- {problem}" for _, problem in refused)
@@ -247,7 +301,7 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
 
     def opened() -> Checkpoint:
         with _readable(path):  # here, because it must be told to the other ranks
-            return _opened(path, manifest)
+            return _opened(path, manifest, part=(coordinator.rank, coordinator.world))
 
     mine: list[Checkpoint] = []
     try:
@@ -259,7 +313,8 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     return mine[0]
 
 
-def _settle(folder: Path, refused: Iterable[Path], name: str) -> None:
+def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
+    """Rename what was `refused` after another was accepted, so that it is not tried again; `latest` names that one."""
     for bad in refused:
         set_aside(bad)
     repair_latest(folder, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,39 +15,56 @@ from torch import Tensor
 
 from penstock.checkpoint.commit import make_empty, publish, remove, steps, write_manifest
 from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
-from penstock.checkpoint.manifest import MANIFEST, Manifest, verify
-from penstock.checkpoint.reader import Checkpoint, open_verified
+from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, verify
+from penstock.checkpoint.reader import Checkpoint, open_verified, read_json
 from penstock.checkpoint.snapshot import LOCAL, Piece
-from penstock.checkpoint.storage import INDEX, read_pieces, write_chunks, write_json
+from penstock.checkpoint.storage import read_pieces, write_chunks, write_json
 from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.report.record import versions
 
+_log = logging.getLogger(__name__)
+
 SHARD_BYTES = 5_000_000_000
 """Hugging Face splits a model's weights into files of this size."""
 
 
-def checkpoint_path(path: Path, *, step: int | None = None) -> Path:
-    """The checkpoint directory that `path` names: itself, the newest in a folder of them, or a run's newest.
+def candidates(path: Path, *, step: int | None = None) -> list[Path]:
+    """The checkpoint directories that `path` names, the newest first: itself, those in a folder of them, or a run's.
 
     Raises:
         ConfigError: there is none.
     """
     if path.name.startswith("step-") and step is None and (path / MANIFEST).exists():
-        return path
+        return [path]
     for folder in (path, path / "checkpoints"):
-        found = steps(folder)
-        if found and (step is None or step in found):
-            return folder / f"step-{found[-1] if step is None else step}"
+        found = [n for n in reversed(steps(folder)) if step in (None, n)]
+        if found:
+            return [folder / f"step-{n}" for n in found]
     what = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
         f"There is no {what} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."
     )
 
 
-def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
-    """Write the checkpoint directory `source` into the folder `target` as `ranks` ranks would save it now.
+def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
+    """The newest of the `candidates` that verifies. Each one that is refused is logged, and stays where it is.
+
+    Raises:
+        CheckpointError: none can be trusted. ConfigError: there is none.
+    """
+    *others, last = candidates(path, step=step)
+    for one in others:
+        try:
+            return open_verified(one)
+        except CheckpointError as problem:
+            _log.warning("%s The checkpoint before it is taken.", problem)
+    return open_verified(last)
+
+
+def convert(source: Path | Checkpoint, target: Path, *, ranks: int = 1) -> Path:
+    """Write the checkpoint (or its directory) `source` into the folder `target` as `ranks` ranks would save it now.
 
     One rank gives one file per set, each tensor whole; more ranks split every tensor along its first dimension, as FSDP
     does. Any number of ranks can read either, so this is for moving and sharing, and for speed where a rank should read
@@ -58,7 +77,8 @@ def convert(source: Path, target: Path, *, ranks: int = 1) -> Path:
     """
     if ranks < 1:
         raise ConfigError(f"A checkpoint cannot be written for {ranks} ranks; give 1 or more.")
-    checkpoint = open_verified(source)
+    checkpoint = source if isinstance(source, Checkpoint) else open_verified(source)
+    source = checkpoint.path
     final, temporary = target / source.name, target / f"{source.name}.tmp"
     if final.exists():
         raise ConfigError(f"{final} exists already; give another folder, or remove it.")
@@ -89,9 +109,7 @@ def _rewritten(checkpoint: Checkpoint, folder: Path, ranks: int) -> dict[str, Wr
     if same:
         local = (file_name(LOCAL, rank, ranks, "json") for rank in range(ranks))
         documents |= {
-            name: json.loads((checkpoint.path / name).read_bytes())
-            for name in local
-            if name in checkpoint.manifest.files
+            name: read_json(checkpoint.path / name) for name in local if name in checkpoint.manifest.files
         }
     return files | {name: write_json(folder / name, content) for name, content in documents.items()}
 
@@ -171,9 +189,12 @@ def export_model(checkpoint: Checkpoint, folder: Path, which: str) -> None:
     from penstock.config.load import from_dict
     from penstock.config.run import RunConfig
     from penstock.models import ViT, create
-    from penstock.models.convert import save_pretrained
+    from penstock.models.convert import require_as_large, save_pretrained
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
+    held = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
+    where, remedy = f"config.json of {checkpoint.path}", "Export them with --names plain."
+    require_as_large(config.model, held, where, error=CheckpointError, remedy=remedy)
     with torch.device("meta"):
         model = create(config.model)
     if not isinstance(model, ViT):

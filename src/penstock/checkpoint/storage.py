@@ -23,8 +23,6 @@ from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError
 
-INDEX = "tensors.json"
-
 
 def write_json(path: Path, document: Any) -> Written:
     """Write a document of a checkpoint."""

@@ -1,10 +1,8 @@
-"""Tensors to and from one safetensors file, hashed while they are written and checked before they are believed.
+"""Tensors to one safetensors file, hashed while they are written.
 
-The format is Hugging Face's (https://github.com/huggingface/safetensors): eight bytes that give the header's length,
-a JSON header with a dtype, a shape and two offsets per tensor, then the bytes. The library reads the files, and
-refuses a header that does not cover the file's bytes exactly once. Writing is ours: it streams, so that saving needs
-the memory of the largest tensor only; views into one flat buffer are written as what they are; and the checksum is of
-what was meant to be written, not of what the disk gave back.
+The format is Hugging Face's, and `penstock.boundary.weights` checks what a header says. The library reads the files.
+Writing is ours: it streams, so that saving needs the memory of the largest tensor only; views into one flat buffer are
+written as what they are; and the checksum is of what was meant to be written, not of what the disk gave back.
 """
 
 from __future__ import annotations
@@ -15,28 +13,16 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.boundary import weights
 from penstock.disk import Written, write_file
-from penstock.errors import CheckpointError
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, (word, _) in weights.DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: str, dtype: torch.dtype) -> str:
@@ -54,13 +40,6 @@ class Pending:
     dtype: torch.dtype
     shape: Sequence[int]
     fetch: Callable[[], Tensor]
-
-
-class TensorInfo(NamedTuple):
-    """What a file's header says of one tensor; the dtype by safetensors' name."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def write_tensors(
@@ -89,22 +68,3 @@ def write_tensors(
             yield fetched.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, chunks())
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file. The library refuses a header that is too large, is no such JSON, or does
-    not cover the file's bytes exactly once; it allocates nothing because the header says so.
-
-    Raises:
-        CheckpointError: it was refused, or a tensor is of a dtype that no checkpoint holds.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
-            found = {name: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except SafetensorError as problem:
-        raise CheckpointError(f"{path} is refused: {problem}.") from None
-    for name, info in found.items():
-        if info.dtype not in DTYPES:
-            raise CheckpointError(f"{path} is refused: tensor '{name}' is of dtype {info.dtype}.")
-    return found

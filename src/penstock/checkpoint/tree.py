@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.boundary.files import quoted
 from penstock.errors import CheckpointError
 
 
@@ -39,6 +40,8 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"$array": path, "dtype": value.dtype.name}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise TypeError(f"The state at '{path}' is a whole number of more than 64 bits; store it as text.")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple):
@@ -69,12 +72,14 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensor" in document:
         return _tensor(document["$tensor"], tensors)
     if "$array" in document:
-        dtype = np.dtype(document["dtype"])
-        if dtype.kind not in "biuf":
+        array, name = _tensor(document["$array"], tensors), document["dtype"]
+        # Of a tensor on the meta device only the type is asked for: nothing is read yet.
+        values = (array.new_empty(0, device="cpu") if array.is_meta else array).numpy()
+        if name != values.dtype.name and (name, values.dtype.name) != ("uint32", "int64"):
             raise CheckpointError(
-                f"The checkpoint's state is refused: an array of '{dtype}' does not hold numbers."
+                f"The checkpoint's state is refused: an array of {quoted(name)} is not what its file holds."
             )
-        return _tensor(document["$array"], tensors).numpy().astype(dtype)
+        return values.astype(name, copy=False)
     if "$tuple" in document:
         return tuple(unpack(item, tensors) for item in document["$tuple"])
     if "$items" in document:
@@ -85,6 +90,6 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _tensor(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if name not in tensors:
         raise CheckpointError(
-            f"The checkpoint's state names tensor '{name}', but its tensor files have none."
+            f"The checkpoint's state names tensor {quoted(name)}, but its tensor files have none."
         )
     return tensors[name]

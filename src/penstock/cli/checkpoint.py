@@ -24,9 +24,9 @@ def verify_(path: Path, *, step: int | None = None) -> None:
         Take this step instead of the newest.
     """
     from penstock.checkpoint.reader import open_verified
-    from penstock.checkpoint.rewrite import checkpoint_path
+    from penstock.checkpoint.rewrite import candidates
 
-    found = checkpoint_path(path, step=step)
+    found = candidates(path, step=step)[0]
     checkpoint = open_verified(found)
     ranks = "1 rank" if checkpoint.world == 1 else f"{checkpoint.world} ranks"
     print(
@@ -68,10 +68,10 @@ def list_(
 
 
 def _row(path: Path, thorough: bool) -> dict[str, str | int | None]:
-    from penstock.checkpoint.manifest import check_sizes, verify
+    from penstock.checkpoint.reader import open_verified
 
     try:
-        manifest = verify(path) if thorough else check_sizes(path)
+        manifest = open_verified(path, checksums=thorough).manifest
     except CheckpointError as problem:
         return {"path": str(path), "problem": str(problem)}
     return {
@@ -130,11 +130,10 @@ def export_(
         With `plain`, the size in GB above which the weights are split into several files with an index.
     """
     from penstock.checkpoint import rewrite
-    from penstock.checkpoint.reader import open_verified
 
-    if shard_gb <= 0:
+    if not 0 < shard_gb < 1e9:
         raise ConfigError(f"--shard-gb is {shard_gb}; give a size above 0.")
-    checkpoint = open_verified(rewrite.checkpoint_path(path, step=step))
+    checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
     which = weights or ("ema" if "ema" in sets else "weights")
     if names == "hf":
@@ -162,7 +161,7 @@ def convert_(path: Path, target: Path, *, step: int | None = None, ranks: int = 
     """
     from penstock.checkpoint import rewrite
 
-    source = rewrite.checkpoint_path(path, step=step)
+    source = rewrite.open_newest(path, step=step)
     print(
-        f"{rewrite.convert(source, target, ranks=ranks)}: {source} as {ranks} rank{'s' if ranks > 1 else ''}."
+        f"{rewrite.convert(source, target, ranks=ranks)}: {source.path} as {ranks} rank{'s' if ranks > 1 else ''}."
     )

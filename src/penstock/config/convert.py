@@ -235,7 +235,13 @@ def _convert_record(value: Any, kind: Any) -> Any:
         if name not in types_by_name:
             raise BadValue(value, f"has the unknown key {name!r}; known are {', '.join(types_by_name)}.")
     made = {name: _inside(f".{name}", entry, types_by_name[name]) for name, entry in entries.items()}
-    return value if finished else kind(**made)
+    if finished:
+        return value
+    none = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none]
+    if missing := [name for name in needed if name not in made]:
+        raise BadValue(value, f"lacks {', '.join(missing)}.")
+    return kind(**made)
 
 
 def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:

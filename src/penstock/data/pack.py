@@ -1,6 +1,6 @@
-"""Packed sets: resized images in a few large files, read by memory map. Format version 1.
+"""Packed sets: resized images in a few large files, read by memory map. Format version 2.
 
-    manifest.json     the format version, records (raw or jpeg), size, classes, and bytes and SHA-256 of every file
+    manifest.json     the format version, records (raw or jpeg), size, classes, SHA-256 and bytes of all files, its seal
     index.npy         one row per record (INDEX): where it is, its CRC-32 and its class
     shard-00000.bin   records one after the other: size × size × 3 bytes of RGB each, or one JPEG each
 
@@ -10,7 +10,8 @@ record's CRC-32 when a process first reads it, and the SHA-256 of the shards by 
 
 from __future__ import annotations
 
-import json
+import functools
+import logging
 import mmap
 import os
 import re
@@ -22,8 +23,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.boundary.files import Unreadable
-from penstock.config.convert import Range
+from penstock.boundary import manifests
+from penstock.boundary.files import Unreadable, open_regular, read_bytes, shown
+from penstock.boundary.manifests import sealed
+from penstock.config.convert import Natural, Range
 from penstock.config.load import from_dict
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
@@ -31,13 +34,19 @@ from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.disk import digest_file
 from penstock.errors import ConfigError, DataError
 
+_log = logging.getLogger(__name__)
+
 Records = Literal["raw", "jpeg"]
 
 KIND = "penstock-pack"
-VERSION = 1
+VERSION = 2
+"""1: no seal. Both are read; 2 is written."""
 MANIFEST = "manifest.json"
 INDEX_FILE = "index.npy"
 INDEX = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("shard", "<u4"), ("label", "<i4")])
+_COLUMNS = re.escape(f"{{'descr': {INDEX.descr}, 'fortran_order': False, 'shape': (").encode()
+_INDEX_HEAD = re.compile(rb"\x93NUMPY\x01\x00.." + _COLUMNS + rb"([1-9][0-9]{0,9}),\), \} *\n", re.DOTALL)
+"""How NumPy begins a file of such rows; the group is their number. Nothing of it is evaluated."""
 LUMA = np.array([299, 587, 114], np.uint32)
 
 
@@ -46,7 +55,7 @@ class File:
     """One file of a pack as the manifest has it."""
 
     name: str
-    bytes: int
+    bytes: Annotated[int, Range(0, 1 << 60)]
     sha256: str
 
 
@@ -56,11 +65,11 @@ class Manifest:
 
     records: Records
     size: Annotated[int, Range(1, 1 << 14)]
-    count: int
+    count: Natural
     classes: tuple[str, ...]
     index: File
     shards: tuple[File, ...]
-    skipped: int
+    skipped: Natural
     """Bad images that were left out when the pack was made."""
     made_by: dict[str, str | int]
     """Version and settings of the packer, for information."""
@@ -69,46 +78,53 @@ class Manifest:
     def files(self) -> tuple[File, ...]:
         return (self.index, *self.shards)
 
-    def to_json(self) -> str:
-        return json.dumps({"layout": KIND, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+    def to_json(self) -> bytes:
+        return sealed({"layout": KIND, "version": VERSION, **asdict(self)})
 
 
 def read_manifest(root: Path) -> Manifest:
     """Raises DataError where it is missing, broken, or of another version."""
     path = root / MANIFEST
-    try:
-        table = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"{root} is no packed set: {path} cannot be read ({error.strerror}). Make one with `penstock pack`."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is broken: {error}. Pack the set again.") from error
-    if not isinstance(table, dict) or table.pop("layout", None) != KIND:
+    if not path.is_file():
+        raise DataError(f"{root} is no packed set: {path} is missing. Make one with `penstock pack`.")
+    table, has_seal = manifests.read_manifest(path, str(path), error=DataError, remedy="Pack the set again.")
+    if table.pop("layout", None) != KIND:
         raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
     version = table.pop("version", None)
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise DataError(
-            f"{path} has format version {version!r}, but this release reads {VERSION}. "
+            f"{path} has format version {shown(str(version))}, but this release reads 1 and {VERSION}. "
             "Pack the set again, or use the release that made it."
         )
+    if has_seal is not (version == VERSION):
+        raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
+    if not has_seal:
+        _say_unsealed(path)
     try:
         manifest = from_dict(Manifest, table, origin=str(path))
     except ConfigError as error:
         raise DataError(f"{error} Pack the set again.") from error
-    if not all(re.fullmatch(r"index\.npy|shard-\d{5}\.bin", file.name) for file in manifest.files):
+    names = [file.name for file in manifest.files]
+    if not manifest.shards or names != [
+        INDEX_FILE,
+        *(f"shard-{n:05d}.bin" for n in range(len(manifest.shards))),
+    ]:
         raise DataError(f"{path} is broken: it names impossible files. Pack the set again.")
     return manifest
 
 
+@functools.cache  # once
+def _say_unsealed(path: Path) -> None:
+    _log.warning(
+        "%s was made before manifests carried a seal, so a change in it may go unnoticed. Pack the set again for one.",
+        path,
+    )
+
+
 def _check_sizes(root: Path, manifest: Manifest) -> None:
     for file in manifest.files:
-        try:
-            found = (root / file.name).stat().st_size
-        except OSError as error:
-            raise DataError(
-                f"The pack file {root / file.name} is missing ({error.strerror}). Copy the pack again."
-            ) from error
+        with open_regular(root / file.name, "The pack file", remedy="Copy the pack again.") as opened:
+            found = os.fstat(opened.fileno()).st_size
         if found != file.bytes:
             raise DataError(
                 f"The pack file {root / file.name} has {found:,} bytes, but was written with {file.bytes:,}. "
@@ -127,21 +143,19 @@ def _check_sum(root: Path, file: File) -> None:
 def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
     _check_sum(root, manifest.index)
     path = root / manifest.index.name
-    try:
-        index = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:
-        raise DataError(f"{path} is no index: {error}. Pack the set again.") from error
-    if not isinstance(index, np.ndarray):
-        index.close()
-        raise DataError(f"{path} is an archive and no index. Pack the set again.")
-    if index.dtype != INDEX or index.shape != (manifest.count,) or not manifest.count:
+    raw = read_bytes(path, "The index", limit=manifest.index.bytes, remedy="Copy the pack again.")
+    head = _INDEX_HEAD.match(raw)
+    if head is None:
+        raise DataError(f"{path} is no index: it does not begin like one. Pack the set again.")
+    if int(head[1]) != manifest.count or len(raw) - head.end() != manifest.count * INDEX.itemsize:
         raise DataError(
             f"{path} does not hold the {manifest.count:,} records of its manifest. Pack the set again."
         )
+    index = np.frombuffer(raw, INDEX, offset=head.end())
     sizes = np.array([shard.bytes for shard in manifest.shards], np.uint64)
     shard = index["shard"]
     known = shard < len(sizes)
-    inside = known & (index["offset"] <= sizes[np.where(known, shard, 0)])
+    inside = known & (index["length"] > 0) & (index["offset"] <= sizes[np.where(known, shard, 0)])
     inside &= index["length"] <= sizes[np.where(known, shard, 0)] - np.where(inside, index["offset"], 0)
     label = index["label"]
     if not inside.all() or label.min() < 0 or label.max() >= len(manifest.classes):
@@ -164,15 +178,22 @@ def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
 
 def verify(path: str | os.PathLike[str]) -> int:
     """Check every byte of a pack against its manifest. Returns the bytes checked; raises DataError."""
-    total = 0
+    total, classes = 0, set()
     for root in splits(path).values():
         manifest = read_manifest(root)
+        classes.add(manifest.classes)
         _check_sizes(root, manifest)
         _read_index(root, manifest)
         for shard in manifest.shards:
             _check_sum(root, shard)
         total += sum(file.bytes for file in manifest.files)
+    if len(classes) > 1:
+        raise _different_classes(path)
     return total
+
+
+def _different_classes(path: str | os.PathLike[str]) -> DataError:
+    return DataError(f"The train and val sets of {path} have different classes. Pack them together again.")
 
 
 class Pack(ImageSource):
@@ -187,9 +208,7 @@ class Pack(ImageSource):
         if "" in folders:
             index = index[is_val(index["label"]) == (split == "val")]
         elif self.manifest.classes != read_manifest(folders["train"]).classes:
-            raise DataError(
-                f"The train and val sets of {path} have different classes. Pack them together again."
-            )
+            raise _different_classes(path)
         self.name = f"pack:{path} ({split})"
         self.classes = self.manifest.classes
         self.labels = index["label"].astype(np.int64)
@@ -207,7 +226,7 @@ class Pack(ImageSource):
         row = self._index[index]
         shard, offset = int(row["shard"]), int(row["offset"])
         if shard not in self._maps:
-            with (self._root / self.manifest.shards[shard].name).open("rb") as file:
+            with open_regular(self._root / self.manifest.shards[shard].name, "The pack file") as file:
                 self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         record = self._maps[shard][offset : offset + int(row["length"])]
         if not self._checked[index]:

@@ -192,7 +192,7 @@ class _Writer:
             skipped=self._skipped,
             made_by={"penstock": __version__, "decoder": backend(), **settings},
         )
-        self._file(MANIFEST, [manifest.to_json().encode()])
+        self._file(MANIFEST, [manifest.to_json()])
         sync_folder(self._root)
         return manifest
 

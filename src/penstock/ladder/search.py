@@ -69,8 +69,7 @@ class Search:
         for key, one in self.measured.items():
             found = self.arena.speed(one.setting)
             if found is not None:
-                variance = self.arena.wall.joint().variance(one.setting, self.arena.baseline) or 0.0
-                errors[key] = math.log(found) - self.forecast[key], variance
+                errors[key] = math.log(found) - self.forecast[key]
         self.corrected.learn(errors)
 
     def speed(self, candidate: Candidate) -> float:

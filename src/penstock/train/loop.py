@@ -46,7 +46,7 @@ from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
 from penstock.train.random_state import own_random, seed_random
-from penstock.train.resume import find_checkpoint, locked, require_wanted
+from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
 from penstock.train.speed import MemoryMeter, Speedometer, peak_memory
@@ -168,7 +168,7 @@ class _Run:
         self.built.step.skips = self.monitor.skipper
         self.state = RunState(config, dims, self.built, self.loader, self.monitor)
         if stored:
-            self.state.restore(stored)
+            stored = restored(self.state, stored)
         elif config.init_from:
             self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step

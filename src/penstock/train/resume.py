@@ -6,19 +6,21 @@ import logging
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint
 from penstock.checkpoint import Checkpoint
-from penstock.checkpoint.coordinator import main_first
+from penstock.checkpoint.coordinator import collect, main_first
 from penstock.config.load import from_dict, to_dict
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, SavedRequeue
+from penstock.errors import CheckpointError, ConfigError, SavedRequeue
 from penstock.launch.signals import Requests
 from penstock.parallel import ParallelDims
 from penstock.parallel.agree import slowest
 from penstock.train.lock import RunLock
+from penstock.train.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,30 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
         if dims.main:
             _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
     return stored
+
+
+def restored(state: RunState, stored: Checkpoint) -> Checkpoint:
+    """Let `state` become what `stored` holds or, if that proves to be no state of this run, what the newest checkpoint
+    before it holds. Returns the one that was taken. All ranks must call this.
+
+    Raises:
+        CheckpointError: none can be taken.
+    """
+    folder, refused = stored.path.parent, list[Path]()
+    while True:
+        try:
+            collect(partial(state.restore, stored))
+        except CheckpointError as problem:
+            older = checkpoint.find(folder, below=stored.step)
+            if older is None:
+                raise
+            _log.warning("%s The checkpoint before it is tried.", problem)
+            refused.append(stored.path)
+            stored = older
+            continue
+        if refused:
+            main_first(partial(checkpoint.settle, folder, refused, stored.path.name))
+        return stored
 
 
 def set_aside(path: Path) -> None:

@@ -75,8 +75,15 @@ class RunState:
 
     def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
         """Become what `snapshot` saw, but for the stream of samples when `rewinding`. Each rank reads its own part,
-        whatever number of ranks saved it.
+        whatever number of ranks saved it. Not collective.
+
+        Raises:
+            CheckpointError: it holds the state of something else. Then a part of this state has changed.
         """
+        with checkpoint.trusted(stored.path):
+            self._restore(stored, rewinding=rewinding)
+
+    def _restore(self, stored: Checkpoint, *, rewinding: bool) -> None:
         built, dims = self.built, self.dims
         found = stored.load(dict(built.model.named_parameters()), rank=dims.rank, world=dims.size)
         built.model.load_state_dict(found.weights["weights"])

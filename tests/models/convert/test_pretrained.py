@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from penstock.config.model import ViTConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -89,7 +90,7 @@ def test_missing_and_broken_folders_are_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
         from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"holds list, not a JSON object"):
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON.* not list"):
         from_pretrained(tmp_path)
 
 
@@ -98,6 +99,98 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"outside.safetensors.*not in its folder"):
         read_state_dict(tmp_path)
+
+
+def _index(folder: Path, names: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("name", [".", "..", "", "model.safetensors.index.json", "folder.safetensors"])
+def test_an_index_that_names_itself_a_folder_or_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    _index(tmp_path, {"w": name})
+    with pytest.raises(CheckpointError, match=r"not in its folder|it is a folder"):
+        read_state_dict(tmp_path)
+
+
+def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors")
+    _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    assert read_state_dict(tmp_path).keys() == {"a", "b"}
+    _index(tmp_path, {"a": "two.safetensors", "b": "two.safetensors"})
+    with pytest.raises(CheckpointError, match=r"two.safetensors holds 'a', which is in no file"):
+        read_state_dict(tmp_path)
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "two.safetensors")
+    _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    with pytest.raises(CheckpointError, match=r"one.safetensors holds 'a', which is in"):
+        read_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.int64])
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_pretrained(ViT(TINY), tmp_path)
+    state = read_state_dict(tmp_path)
+    state["classifier.weight"] = state["classifier.weight"].to(dtype)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"head.weight is of {dtype}, but the model's is of torch.float32"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_float8_and_complex_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_pretrained(ViT(TINY), tmp_path)
+    state = read_state_dict(tmp_path)
+    state["classifier.weight"] = state["classifier.weight"].to(dtype)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'classifier.weight' is of dtype '(F8_E4M3|C64)'"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"hidden_size": 40_000, "num_attention_heads": 4},
+        {"num_hidden_layers": 1_000_000},
+        {"intermediate_size": 10**9},
+        {"image_size": 8 * 10**5},
+        {"num_channels": 10**9},
+    ],
+)
+def test_a_configuration_that_asks_for_more_than_the_weights_is_refused_before_a_model_is_made(
+    tmp_path: Path, lie: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_pretrained(ViT(TINY), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **lie}))
+    monkeypatch.setattr(ViT, "_build", lambda *_, **__: pytest.fail("a model was made"))
+    with pytest.raises(
+        ConfigError, match=r"config.json describes a model of .* but its weights are [\d,]+ numbers"
+    ):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("vit.embeddings.cls_token", (48,)),
+        ("vit.embeddings.position_embeddings", (17, 48)),
+        ("vit.embeddings.position_embeddings", (1, 0, 48)),
+        ("vit.embeddings.patch_embeddings.projection.weight", (48,)),
+        ("vit.encoder.layer.0.attention.attention.query.weight", ()),
+        ("vit.encoder.layer.0.attention.attention.key.weight", (47, 48)),
+        ("vit.encoder.layer.0.attention.attention.value.bias", (0,)),
+        ("vit.layernorm.weight", (2, 24)),
+    ],
+)
+def test_other_shapes_are_named_and_nothing_is_reshaped(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    save_pretrained(ViT(TINY), tmp_path)
+    state = {**read_state_dict(tmp_path), name: torch.zeros(shape)}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"shape|is \(|embeddings of 0 tokens"):
+        from_pretrained(tmp_path)
 
 
 def test_timms_folders_and_newer_ones_are_told_apart(tmp_path: Path) -> None:

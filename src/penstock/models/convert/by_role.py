@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy
 from penstock.models.roles import Attention, Embedding, Linear, Role, owned, walk
 
@@ -33,6 +34,7 @@ def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> 
             given = [part.name + kind for part in theirs.projections]
             if all(name in state for name in given):
                 rows = [_turned(state[name], part) for name, part in zip(given, theirs.projections)]
+                _require_alike(given, rows, parts=theirs.heads * (3 if len(rows) == 1 else 1))
                 for part, tensor in zip(ours.projections, _joined(ours, _separate(theirs, rows))):
                     found[part.name + kind] = _turned(tensor, part)
                 taken |= set(given)
@@ -44,6 +46,18 @@ def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> 
         elif name not in taken:
             found[name] = tensor
     return found
+
+
+def _require_alike(names: Sequence[str], rows: Sequence[Tensor], *, parts: int) -> None:
+    """Queries, keys and values are taken apart and joined only where their shapes let them."""
+    shapes = {tuple(tensor.shape) for tensor in rows}
+    (shape, *others) = shapes
+    if others or not 1 <= len(shape) <= 2 or not all(shape) or shape[0] % parts:
+        raise ConfigError(
+            f"The projections {', '.join(names)} have the shapes {', '.join(map(str, sorted(shapes)))}, which are no "
+            f"queries, keys and values of one attention. Build the model with the configuration that the weights were "
+            f"trained with."
+        )
 
 
 def _turned(tensor: Tensor, part: Role) -> Tensor:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from penstock.boundary.files import quoted, read_bytes
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_weight_map
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import make_public, temporary
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CONFIG = Bounds(bytes=1 << 24, values=1 << 20)
+"""Names of classes make up nearly all of a large one."""
+_BROKEN = "cannot be read as safetensors"
+_REMEDY = "Fetch or write it again."
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
@@ -23,50 +30,61 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises ConfigError when there is none, CheckpointError when one is broken.
     """
-    path = Path(path)
+    state: dict[str, Tensor] = {}
+    for file in _headers(Path(path)):
+        try:
+            state |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} {_BROKEN}: {error}. {_REMEDY}") from error
+    return state
+
+
+def described(path: str | Path) -> dict[str, Tensor]:
+    """What `read_state_dict` will give, on the meta device: names, types and shapes, and nothing read but headers."""
+    return {
+        name: torch.empty(info.shape, dtype=getattr(torch, DTYPES[info.dtype][0]), device="meta")
+        for header in _headers(Path(path)).values()
+        for name, info in header.items()
+    }
+
+
+def _headers(path: Path) -> dict[Path, dict[str, TensorInfo]]:
+    """The safetensors files at `path` with what their headers say, which is checked."""
+    if path.is_dir() and (path / INDEX).exists():
+        return _of_index(path)
     if path.is_dir():
-        if (path / INDEX).is_file():
-            return _read_shards(path)
         path = path / WEIGHTS
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"{path} does not exist; give a safetensors file, or a folder with a {WEIGHTS}.")
     if path.suffix != ".safetensors":
         raise ConfigError(
             f"{path} is no safetensors file, and only these are read, because unpickling a file can run code "
             f"in it; if you trust it, load it with torch and write it with safetensors.torch.save_file."
         )
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}. Fetch or write it again."
-        ) from error
+    return {path: read_header(path, refused=_BROKEN, remedy=_REMEDY)}
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    index = read_json(folder / INDEX)
-    shards = sorted(set(index.get("weight_map", {}).values()))
-    outside = [shard for shard in shards if Path(shard).name != shard]
-    if outside or not shards:
-        raise CheckpointError(
-            f"{folder / INDEX} names {outside or 'no'} files, which are not in its folder. Fetch it again."
-        )
-    state: dict[str, Tensor] = {}
-    for shard in shards:
-        state |= read_state_dict(folder / shard)
-    return state
+def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
+    places = read_weight_map(folder / INDEX, remedy=_REMEDY)
+    headers = {
+        folder / name: read_header(folder / name, refused=_BROKEN, remedy=_REMEDY)
+        for name in sorted(set(places.values()))
+    }
+    for name, place in places.items():
+        holders = [file.name for file, header in headers.items() if name in header]
+        if holders != [place]:
+            raise CheckpointError(
+                f"{folder / INDEX} says that {place} holds {quoted(name)}, which is in {holders or 'no file'}. "
+                f"{_REMEDY}"
+            )
+    return headers
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch or write it again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{path} holds {type(values).__name__}, not a JSON object. Fetch or write it again."
-        )
-    return values
+    """The JSON object in a file. Raises CheckpointError."""
+    raw = read_bytes(path, "The file", limit=_CONFIG.bytes, error=CheckpointError, remedy=_REMEDY)
+    where = f"{path} cannot be read as JSON: it"
+    return parse_json(raw, where, error=CheckpointError, bounds=_CONFIG, remedy=_REMEDY)
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:

@@ -11,14 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import ViTConfig
-from penstock.errors import ConfigError
-from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.names import shares_head
-from penstock.models.convert.text import text_from_hf
+from penstock.config.model import ModelConfig, ViTConfig, stacks
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.convert.files import described, read_state_dict
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
-from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
+from penstock.planner.describe import totals
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,7 @@ def load_weights(
 
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
-    size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
-    takes its own names only.
+    size: for fine-tuning. Any other model takes its own names only.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -60,22 +57,33 @@ def load_weights(
             "Weights cannot be loaded into a model on the meta device; call model.to_empty(device=…) and "
             "model.init_weights() first."
         )
-    state = read_state_dict(source) if isinstance(source, str | Path) else dict(source)
-    if isinstance(model, TextModel):
-        return _load_text(model, state, new_head=new_head)
-    if not isinstance(model, ViT):
-        _check(model.state_dict(), state, ())
+    if isinstance(source, str | Path):
+        _fitted(model, described(source), new_head)  # before anything is read
+        state: Mapping[str, Tensor] = read_state_dict(source)
+    else:
+        state = source
+    state, loaded = _fitted(model, state, new_head)
+    if loaded.ignored:
+        log.info("Left out, because a classifier does not need them: %s.", ", ".join(loaded.ignored))
+    with torch.no_grad():
         model.load_state_dict(state)
-        return Loaded(names="penstock")
+    return loaded
+
+
+def _fitted(
+    model: nn.Module, given: Mapping[str, Tensor], new_head: bool
+) -> tuple[dict[str, Tensor], Loaded]:
+    """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones."""
+    state, expected = dict(given), model.state_dict()
+    if not isinstance(model, ViT):
+        _check(expected, state, ())
+        return state, Loaded(names="penstock")
     names = _names_of(state)
     if names != "penstock":
         state = (from_hf if names == "hf" else from_timm)(state, model.config)
     ignored = tuple(name for name in state if name.startswith(_IGNORED))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
-    if ignored:
-        log.info("Left out, because a classifier does not need them: %s.", ", ".join(ignored))
     state, resized_from = _resized(state, names, model.config)
-    expected = model.state_dict()
     drawn: tuple[str, ...] = ()
     if new_head:
         head = ("head.weight", "head.bias")
@@ -83,31 +91,31 @@ def load_weights(
         drawn = head if drawn else ()
         state |= {name: expected[name] for name in drawn}
     _check(expected, state, ("head.weight", "head.bias"))
-    with torch.no_grad():
-        model.load_state_dict(state)
-    return Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
+    return state, Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
 
 
-def _load_text(model: TextModel, state: dict[str, Tensor], *, new_head: bool) -> Loaded:
-    expected, names, ignored = model.state_dict(), "penstock", tuple[str, ...]()
-    if "tokens.weight" not in state:
-        names = "hf"
-        state, left_out, unknown = text_from_hf(state, model)
-        ignored = tuple(left_out)
-        state |= dict.fromkeys(unknown, torch.empty(0))
-        if ignored:
-            log.info("Left out, because the model does not need them: %s.", ", ".join(ignored))
-    elif shares_head(model.config):
-        state["head.weight"] = state["tokens.weight"]
-    # What turns features into outputs, and may be learned anew.
-    head = tuple(name for name in expected if name.startswith(("head.", "pooler.", "transform.")))
-    drawn: tuple[str, ...] = ()
-    if new_head and not shares_head(model.config):
-        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
-        state |= {name: expected[name] for name in drawn}
-    _check(expected, state, head)
-    model.load_state_dict(state)
-    return Loaded(names=names, drawn=drawn, ignored=ignored)  # type: ignore[arg-type]
+def require_as_large(
+    config: ModelConfig,
+    elements: int,
+    where: str,
+    *,
+    error: type[PenstockError] = ConfigError,
+    remedy: str = "Use the configuration that the weights were trained with.",
+) -> None:
+    """Refuse a model that needs more than the weights that it is to be filled with can give: `elements` in all. Asked
+    before the model is made, because a wrong digit in a configuration can ask for all memory there is.
+
+    Raises `error`. `where` names the configuration.
+    """
+    needed = totals(config).parameters
+    # Positions may be learned on another grid. They are interpolated to at most eight times as many on a side.
+    positions = config.tokens * config.width if isinstance(config, ViTConfig) else 0
+    if needed - positions > elements or positions > 64 * elements:
+        sizes = ", ".join(f"{each.depth} blocks of width {each.width:,}" for each in stacks(config))
+        raise error(
+            f"{where} describes a model of {needed:,} parameters ({sizes}), but its weights are {elements:,} numbers. "
+            f"{remedy}"
+        )
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:
@@ -137,7 +145,9 @@ def _resized(
             f"set model.classifier to {other!r}."
         )
     positions = state.get("positions")
-    if positions is None or positions.shape[0] == config.tokens or positions.shape[1] != config.width:
+    if positions is None or positions.ndim != 2 or positions.shape[1] != config.width:
+        return state, None  # `_check` says so
+    if positions.shape[0] == config.tokens:
         return state, None
     # Each library's own interpolation, so that its weights mean here what they mean there.
     resized = resize_positions(positions, config.tokens, class_token=token, antialias=names != "hf")
@@ -160,6 +170,11 @@ def _check(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tu
     ]
     if len(odd) > 4:
         problems.append(f"{len(odd) - 4} more have other shapes than the model's.")
+    other = [name for name in expected if name in state and not _same_kind(state[name], expected[name])]
+    problems += [
+        f"{name} is of {state[name].dtype}, but the model's is of {expected[name].dtype}; give floating-point weights."
+        for name in other[:4]
+    ]
     if not problems:
         return
     if head and set(missing + odd) <= set(head) and not extra:
@@ -167,6 +182,14 @@ def _check(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tu
     else:
         problems.append("Build the model with the configuration that the weights were trained with.")
     raise ConfigError(problems)
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _same_kind(given: Tensor, expected: Tensor) -> bool:
+    """Whether both are floating-point numbers, or neither is: anything else would be cast without a word."""
+    return (given.dtype in _FLOATS) is expected.is_floating_point() and not given.is_complex()
 
 
 def _some(names: list[str]) -> str:

@@ -110,8 +110,16 @@ def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor
 
 def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `_outward`."""
-    ends = {"stem.proj.weight": (1, -1), "class_token": (0, -1), "positions": (0, 1)}
-    return {name: tensor.flatten(*ends[name]) if name in ends else tensor for name, tensor in state.items()}
+    ends = {"stem.proj.weight": (4, (1, -1)), "class_token": (3, (0, -1)), "positions": (3, (0, 1))}
+    for name, (dimensions, _) in ends.items():
+        if name in state and state[name].ndim != dimensions:
+            raise ConfigError(
+                f"The weights of {name} have the shape {tuple(state[name].shape)}, but {dimensions} dimensions are "
+                f"stored. Use weights of transformers' ViT or of timm's VisionTransformer."
+            )
+    return {
+        name: tensor.flatten(*ends[name][1]) if name in ends else tensor for name, tensor in state.items()
+    }
 
 
 def resize_positions(positions: Tensor, tokens: int, *, class_token: bool, antialias: bool = True) -> Tensor:
@@ -125,8 +133,8 @@ def resize_positions(positions: Tensor, tokens: int, *, class_token: bool, antia
     if positions.shape[0] == tokens:
         return positions
     extra = int(class_token)
-    old, new = (math.isqrt(n - extra) for n in (positions.shape[0], tokens))
-    if old * old + extra != positions.shape[0] or new * new + extra != tokens:
+    old, new = (math.isqrt(max(n - extra, 0)) for n in (positions.shape[0], tokens))
+    if not old or old * old + extra != positions.shape[0] or new * new + extra != tokens:
         raise ConfigError(
             f"Position embeddings of {positions.shape[0]} tokens cannot become {tokens}: less the class "
             f"token, both must be squares. Check that model.classifier is the one the weights were trained "

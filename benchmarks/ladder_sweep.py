@@ -192,7 +192,7 @@ def main() -> None:
         left.sort(key=lambda line: (sweep.settings[line].plan.compile, line))
         for at in range(0, len(left), given.group):
             if time.perf_counter() - start > given.seconds:
-                print(f"{len(left) - at} Plans are left for the next run")
+                print(f"{len(left) - at} Plans are left for the next run", flush=True)
                 break
             sweep.play([ANCHOR, *left[at : at + given.group]], given.rounds)
             sweep.arena.keep = {sweep.setting(ANCHOR)}

@@ -36,6 +36,7 @@ LICENCES = {
     "rich": "MIT",
     "safetensors": "Apache-2.0",
     "scipy": "BSD-3-Clause",
+    "sentence-transformers": "Apache-2.0",
     "sympy": "BSD-3-Clause",
     "tokenizers": "Apache-2.0",
     "triton": "MIT",

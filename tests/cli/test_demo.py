@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock.cli import GREETING, main
-from penstock.cli.demo import Tuned, gpt3_lines, next_lines, result_line
+from penstock.cli.demo import Tuned, gpt3_lines, next_lines, picture, result_line
 from penstock.report.demo_figure import Rise, demo_figure
 
+ROOT = Path(__file__).parents[2]
 RISES = (
     Rise(title="baseline fp32", ratio=1.0, low=1.0, high=1.0, predicted=1.0, images_per_second=400.0),
     Rise(title="compile <whole>", ratio=1.5, low=1.4, high=1.6, predicted=1.7, images_per_second=600.0),
@@ -76,6 +77,15 @@ def test_what_to_type_next_are_commands_that_exist(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert next_lines(tmp_path)[2] == f"  . {tmp_path / 'bin' / 'activate'}"
+
+
+def test_the_readme_shows_the_picture_of_its_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "demo_cpu.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "demo.svg").read_text(encoding="utf-8") == picture(record)
+    rises = tuple(Rise(**rise) for rise in record["rises"])
+    found = Tuned(**{field.name: record[field.name] for field in fields(Tuned)} | {"rises": rises})
+    assert record["lines"][0] == result_line(found, record["top1"])
+    assert record["within_noise"] is True
 
 
 @pytest.mark.slow

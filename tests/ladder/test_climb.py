@@ -282,6 +282,16 @@ def test_a_budget_is_kept_and_what_it_had_no_time_for_is_said(clock: Clock) -> N
     assert short.noise is None
 
 
+def test_where_memory_holds_few_settings_they_race_in_groups(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena.Arena, "_room", lambda self, setting: 2)
+    report, rungs, _ = _climb(clock, _seconds, rungs=("optimizer", "token-order", "compile"))
+    assert report.plan == "optimizer=fused token_order=batch_second compile=whole"
+    assert report.speedup == pytest.approx(1 / (0.8 * 0.97 * 0.7), rel=1e-3)
+    assert all(rungs[name].to_previous is not None for name in report.same.rungs)
+
+
 def test_every_report_has_a_control_and_says_what_it_is_doing(clock: Clock) -> None:
     told.clear()
     report, _, _ = _climb(clock, _seconds, rungs=("optimizer",))
@@ -317,7 +327,7 @@ def test_the_command_makes_the_report_again() -> None:
         batch=4,
         rungs=("matmul", "half"),
         quick=True,
-        rounds=3,
+        loss_steps=3,
     )
     line = command_of(config)
     assert line.startswith("penstock ladder vit-digits --model.width 32 ")

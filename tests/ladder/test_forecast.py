@@ -100,13 +100,21 @@ def test_on_gpus_communication_hides() -> None:
 
 def test_a_correction_carries_over_to_settings_that_share_choices() -> None:
     corrected = Corrected()
-    corrected.learn({("", "", ""): 0.0, ("half", "", ""): -0.5, ("", "fused", ""): 0.0})
+    exact = {("", "", ""): 0.0, ("half", "", ""): -0.5, ("", "fused", ""): 0.0}
+    corrected.learn({key: (error, 0.0) for key, error in exact.items()})
     assert corrected.mean(("half", "", "")) == pytest.approx(-0.5, abs=0.02)
     assert -0.5 < corrected.mean(("half", "", "whole")) < -0.2
     assert corrected.mean(("", "fused", "whole")) == pytest.approx(0.0, abs=0.1)
     # What was measured is known; what shares nothing new is better known than what does.
     assert corrected.deviation(("half", "", "")) < 0.02
     assert corrected.deviation(("half", "fused", "")) < corrected.deviation(("half", "fused", "whole"))
+
+
+def test_what_was_measured_badly_corrects_little() -> None:
+    corrected = Corrected()
+    corrected.learn({("",): (0.0, 0.0), ("half",): (-0.5, 1.0)})
+    assert -0.05 < corrected.mean(("half",)) < 0
+    assert corrected.deviation(("half",)) > 0.1
 
 
 def test_the_expected_gain_is_that_of_a_normal_variable_above_zero() -> None:

@@ -145,3 +145,27 @@ def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monk
         load_factory("somewhere_mine:other")
     with pytest.raises(ConfigError, match=r"nowhere_at_all of the factory .* cannot be imported"):
         load_factory("nowhere_at_all:factory")
+
+
+def test_attention_of_any_model_that_calls_torchs_can_be_switched() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def factory() -> tuple[nn.Module, Any, Any]:
+        return Attends(), torch.randn(4, 2, 5, 8), lambda model, batch: model(batch).square().mean()
+
+    subject = _own(factory)
+    assert {"plain", "math", "flash", "sdpa"} <= set(subject.attention)
+    assert _own().attention == ()
+    plain = replace(subject.first, plan=replace(subject.first.plan, attention="plain"))
+    losses = [
+        subject.build(setting, 0).step([next(subject.batches(setting, 0))]).loss
+        for setting in (subject.first, plain)
+    ]
+    torch.testing.assert_close(*losses)

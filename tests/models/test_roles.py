@@ -29,6 +29,11 @@ OURS = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_wi
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16}
 T5 = {"d_model": 48, "d_kv": 12, "num_layers": 2, "num_heads": 4, "d_ff": 96, "vocab_size": 64}
+BART = {
+    "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "vocab_size": 64, "max_position_embeddings": 16,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
 GROUPED = {**SIZES, "num_key_value_heads": 2, "vocab_size": 64}
 IMAGES = {"pixel_values": (2, 3, 32, 32)}
 TEXT: dict[str, Any] = {"input_ids": (2, 7), "use_cache": False}
@@ -55,6 +60,10 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gpt2": (lambda: _foreign("GPT2LMHeadModel", **GPT2), TEXT),
     "gpt2-classifier": (lambda: _foreign("GPT2ForSequenceClassification", **GPT2, pad_token_id=0), TEXT),
     "llama": (lambda: _foreign("LlamaForCausalLM", **GROUPED), TEXT),
+    "qwen2": (lambda: _foreign("Qwen2ForCausalLM", **GROUPED), TEXT),
+    "qwen3": (lambda: _foreign("Qwen3ForCausalLM", **GROUPED, head_dim=8), TEXT),
+    "bart": (lambda: _foreign("BartForConditionalGeneration", **BART), PAIRS),
+    "marian": (lambda: _foreign("MarianMTModel", **BART, pad_token_id=0), PAIRS),
     "bert": (lambda: _foreign("BertForMaskedLM", **SIZES, vocab_size=64), {"input_ids": (2, 7)}),
     "bert-pairs": (lambda: _foreign("BertForSequenceClassification", **SIZES, vocab_size=64), {"input_ids": (2, 7)}),
     "bert-pretraining": (lambda: _foreign("BertForPreTraining", **SIZES, vocab_size=64), {"input_ids": (2, 7)}),

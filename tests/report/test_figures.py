@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 import penstock.report.page
 from penstock.report.chart import (
@@ -42,7 +44,7 @@ from penstock.report.figures import (
     stacked_bars,
     waterfall,
 )
-from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.page import Cell, Section, Tile, page, terminal_table
 
 BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
@@ -253,6 +255,35 @@ def test_a_cell_of_a_notebook_has_the_same_without_a_script_or_rules_for_others(
     rules = re.sub(r"@(media|container)[^{]*", "", rules)
     names = [name.strip("{} \n") for name in re.findall(r"[^{};]+\{", rules)]
     assert all(".penstock" in name or "svg.figure" in name for name in names if name), names
+
+
+TABLE = Section(
+    title="t",
+    columns=[
+        Cell("name", words=True), Cell("speed"), *(Cell(f"column {i}", rank=i) for i in range(1, 8)), Cell("empty"),
+    ],
+    rows=[("", [Cell(f"row {r}"), Cell(f"{r}.00×"), *(Cell("1,234.5") for _ in range(7)), Cell("")]) for r in range(3)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", range(60, 201, 7))
+def test_a_table_drops_columns_by_rank_and_breaks_nothing(width: int) -> None:
+    out = io.StringIO()
+    Console(file=out, width=width).print(terminal_table(TABLE, width))
+    head, *rows = out.getvalue().splitlines()
+    assert len(rows) == 3
+    assert all(len(line.rstrip()) <= width and "…" not in line for line in (head, *rows))
+    ranks = [int(rank) for rank in re.findall(r"column (\d)", head)]
+    assert ranks == list(range(1, len(ranks) + 1))  # those of the highest rank went first
+    used = len(head.rstrip())
+    assert len(ranks) == 7 or used + len("  column 1") > width  # and no more than had to
+    assert "empty" not in head
+
+
+def test_a_page_has_no_empty_columns() -> None:
+    html = page("t", "", [], [TABLE])
+    assert "column 7" in html
+    assert "empty" not in html.split("<table>")[1].split("</table>")[0]
 
 
 def test_the_script_of_all_pages_is_short_and_asks_nobody() -> None:

@@ -20,7 +20,6 @@ from penstock.errors import ExitCode
 from penstock.report.demo_figure import Rise, demo_figure
 
 MODEL, BATCH = "vit-digits", 64
-RECIPE = {"recipe.lr": 1e-3, "recipe.augment.crop_scale_min": 0.5}
 SKIPPED = "batch,image,whole-half"
 """Rungs that change results: the demo's promise is the same loss."""
 _LARGE = Bounds(bytes=1 << 24, values=1_000_000, infinite=True)
@@ -45,8 +44,8 @@ class Tuned:
 def demo(
     *,
     output: Annotated[Path, Parameter(help="Folder of everything that is written.")] = Path("runs/demo"),
-    budget: Annotated[float, Parameter(help="Seconds for the ladder.")] = 120.0,
-    epochs: Annotated[float, Parameter(help="How often training sees each image.")] = 40.0,
+    budget: Annotated[float, Parameter(help="Seconds for the ladder.")] = 100.0,
+    epochs: Annotated[float, Parameter(help="How often training sees each image.")] = 60.0,
 ) -> int:
     """Tune a small Vision Transformer, train it on real images, and say what to type next: about four minutes.
 
@@ -120,7 +119,7 @@ def _trained(found: Tuned, output: Path, epochs: float) -> float:
     from penstock.train import train
     from penstock.train.display import display_for
 
-    settings = {"plan": found.plan, "recipe.epochs": epochs, **RECIPE, "output": str(output)}
+    settings = {"plan": found.plan, "recipe.epochs": epochs, "checkpoint_every": 500, "output": str(output)}
     options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
     print(f"\n$ penstock train {MODEL} {options}", flush=True)
     # A run that was stopped half-way may have had another Plan.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ class Arena:
         self.build_seconds: dict[Setting, float] = {}
         self.compile_seconds: dict[Setting, float | None] = {}
         self._built: dict[Setting, Contender] = {}
+        self._playing: frozenset[Setting] = frozenset()
         self._tell = tell
         self._turn = 0
 
@@ -84,14 +86,22 @@ class Arena:
         known = any(_form(at) == _form(setting) for at in self.build_seconds)
         return least + compiling * (AGAIN if known else 1.0)
 
-    def _make_room(self, setting: Setting) -> None:
-        """Let go of those that waited longest, so that those who wait fit into a CPU's memory beside this one."""
+    def _room(self, setting: Setting) -> int:
+        """Contenders like this one that a CPU's memory holds; two at the least, and any number on a GPU, which says so
+        itself when it is full."""
         if self.subject.device.type != "cpu":
-            return
-        room = MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        each = 16.0 * self.subject.workload(setting).parameters
-        while self._built and each * (len(self._built) + 1) > room:
-            free = [one for one in self._built if one not in self.keep] or list(self._built)
+            return sys.maxsize
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(2, int(MEMORY_SHARE * memory / (16.0 * self.subject.workload(setting).parameters)))
+
+    def _make_room(self, setting: Setting) -> None:
+        """Let go of those that waited longest, so that those who wait fit into memory beside this one."""
+        room = self._room(setting)
+        while len(self._built) + 1 > room:
+            waiting = [one for one in self._built if one not in self._playing]
+            free = [one for one in waiting if one not in self.keep] or waiting
+            if not free:
+                return
             self.retire(free[0], force=True)
 
     def retire(self, setting: Setting, *, force: bool = False) -> None:
@@ -123,6 +133,13 @@ class Arena:
         last. Raises whatever building one of them raises.
         """
         settings = list(dict.fromkeys(settings))
+        room = self._room(settings[0])
+        if len(settings) > room:
+            # Groups that share a setting: through it each can be compared with all.
+            for at in range(0, len(settings) - 1, room - 1):
+                self.play(settings[at : at + room], rounds)
+            return
+        self._playing = frozenset(settings)
         together = self._with_room(lambda: [self.build(setting) for setting in settings], settings[-1])
         contenders = together or [self._built[settings[-1]]]
         seconds = rounds * sum(self.turn_seconds(contender.setting) for contender in contenders)

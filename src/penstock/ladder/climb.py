@@ -28,7 +28,7 @@ from penstock.ladder.losses import Losses
 from penstock.ladder.result import Control, LadderReport, Phase, Progress, RungResult
 from penstock.ladder.rung import Rung, Setting, Situation, choose
 from penstock.ladder.search import Search
-from penstock.ladder.settings import QUICK_LOSS_STEPS, QUICK_ROUNDS, LadderConfig, command_of
+from penstock.ladder.settings import QUICK_LOSS_STEPS, LadderConfig, command_of
 from penstock.ladder.space import Candidate, Space
 from penstock.ladder.statistics import FEWEST
 from penstock.ladder.subject import Subject, subject_of
@@ -80,7 +80,6 @@ def ladder(
     if settled.quick:
         settled = replace(
             settled,
-            rounds=min(settled.rounds, QUICK_ROUNDS),
             loss_steps=min(settled.loss_steps, QUICK_LOSS_STEPS),
             round_seconds=min(settled.round_seconds, 0.1),
         )
@@ -190,7 +189,9 @@ class _Climb:
     def _same_results(self, search: Search, best: Candidate) -> Candidate:
         """The best whose loss is within the noise of seeds, where it computes in other types than the baseline."""
         while rounding := frozenset(n for n in best.rungs if search.space.rungs[n].results == "rounding"):
+            phase, self.phase = self.phase, "losses"
             self.losses.curve(best.setting)
+            self.phase = phase
             if self.losses.within_noise(best.setting) is not False:
                 break
             search.refused.append(rounding)

@@ -56,7 +56,8 @@ class Corrected:
 
     SINGLE, PAIR = 0.15, 0.08
     """Standard deviations of the terms: the planner's own errors from one setting to another."""
-    NOISE = 0.01
+    LEAST = 1e-5
+    """The least variance of what is measured: of two builds of one setting."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[str, ...]] = []
@@ -64,11 +65,15 @@ class Corrected:
         self._inverse: list[list[float]] = []
         self._means: dict[tuple[str, ...], float] = {}
 
-    def learn(self, errors: Mapping[tuple[str, ...], float]) -> None:
-        """Take the logarithms of measured over predicted speed, both against the baseline's, of all measured so far."""
-        self._keys, values = list(errors), list(errors.values())
+    def learn(self, errors: Mapping[tuple[str, ...], tuple[float, float]]) -> None:
+        """Take the logarithms of measured over predicted speed, both against the baseline's, of all that was measured
+        so far, each with its variance."""
+        self._keys, values = list(errors), [error for error, _ in errors.values()]
         matrix = [
-            [self._shared(a, b) + (self.NOISE**2 if i == j else 0.0) for j, b in enumerate(self._keys)]
+            [
+                self._shared(a, b) + (self.LEAST + errors[a][1] if i == j else 0.0)
+                for j, b in enumerate(self._keys)
+            ]
             for i, a in enumerate(self._keys)
         ]
         self._inverse = inverse(matrix)

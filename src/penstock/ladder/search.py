@@ -69,7 +69,8 @@ class Search:
         for key, one in self.measured.items():
             found = self.arena.speed(one.setting)
             if found is not None:
-                errors[key] = math.log(found) - self.forecast[key]
+                variance = self.arena.wall.joint().variance(one.setting, self.arena.baseline) or 0.0
+                errors[key] = math.log(found) - self.forecast[key], variance
         self.corrected.learn(errors)
 
     def speed(self, candidate: Candidate) -> float:

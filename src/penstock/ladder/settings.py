@@ -10,7 +10,6 @@ from penstock.config.convert import Checked, Count, Natural, Positive, Range, Se
 from penstock.config.model import PRESETS, ModelConfig, option_words
 from penstock.config.run import DataConfig
 
-QUICK_ROUNDS = 3
 QUICK_LOSS_STEPS = 8
 BUDGET, QUICK_BUDGET = 360.0, 150.0
 """Seconds of a climb where nobody says."""
@@ -35,7 +34,7 @@ class LadderConfig(Checked):
     procs: Count = 1
     """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
     quick: bool = False
-    """Few rounds and short loss runs: a first impression."""
+    """Short rounds and loss runs, and less than half the time: a first impression."""
     rounds: Annotated[int, Range(2)] = 7
     """The least rounds, in which settings take turns, before a difference under 5 % is believed."""
     round_seconds: Positive = 0.3
@@ -77,7 +76,7 @@ def command_of(config: LadderConfig) -> str:
     """The command that climbs again with these settings, wherever the call came from."""
     words = ["penstock ladder"]
     words.append(f"--model {config.factory}" if config.factory else " ".join(option_words(config.model)))
-    plain, quick = LadderConfig(), ("rounds", "loss_steps", "round_seconds")
+    plain, quick = LadderConfig(), ("loss_steps", "round_seconds")
     for f in fields(config):
         value = getattr(config, f.name)
         given = value != getattr(plain, f.name) and not (config.quick and f.name in quick)

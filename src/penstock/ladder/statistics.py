@@ -102,6 +102,11 @@ class Joint(Generic[K]):
         one, other = self._index.get(setting), self._index.get(over)
         return None if one is None or other is None else math.exp(self._levels[other] - self._levels[one])
 
+    def variance(self, setting: K, over: K) -> float | None:
+        """Of the logarithm of that ratio; None where no rounds connect the two."""
+        one, other = self._index.get(setting), self._index.get(over)
+        return None if one is None or other is None else self._variance(one, other)
+
     def ratio(self, setting: K, over: K, floor: float = 0.0) -> Estimate | None:
         """Speed of one setting over another's; None where no rounds connect the two.
 

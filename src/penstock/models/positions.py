@@ -42,10 +42,9 @@ class Sinusoidal(nn.Module):
     2017, section 3.5, where they alternate).
     """
 
-    def __init__(self, width: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.dtype = dtype
 
     def forward(self, places: Tensor) -> Tensor:
         half = self.width // 2

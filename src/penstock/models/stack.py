@@ -46,7 +46,7 @@ class TokenStack(nn.Module):
         if sizes.positions == "learned":
             self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
         elif sizes.positions == "sinusoidal":
-            self.places = Sinusoidal(sizes.width, where.get("dtype"))
+            self.places = Sinusoidal(sizes.width)
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
         self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None

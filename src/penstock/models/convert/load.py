@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.convert.files import described, read_state_dict
+from penstock.models.convert.names import shares_head
+from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
+from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
 from penstock.planner.describe import totals
 
@@ -47,7 +50,8 @@ def load_weights(
 
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
-    size: for fine-tuning. Any other model takes its own names only.
+    size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
+    takes its own names only.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -64,7 +68,7 @@ def load_weights(
         state = source
     state, loaded = _fitted(model, state, new_head)
     if loaded.ignored:
-        log.info("Left out, because a classifier does not need them: %s.", ", ".join(loaded.ignored))
+        log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
     with torch.no_grad():
         model.load_state_dict(state)
     return loaded
@@ -75,6 +79,8 @@ def _fitted(
 ) -> tuple[dict[str, Tensor], Loaded]:
     """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones."""
     state, expected = dict(given), model.state_dict()
+    if isinstance(model, TextModel):
+        return _fitted_text(model, state, new_head)
     if not isinstance(model, ViT):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
@@ -110,12 +116,34 @@ def require_as_large(
     needed = totals(config).parameters
     # Positions may be learned on another grid. They are interpolated to at most eight times as many on a side.
     positions = config.tokens * config.width if isinstance(config, ViTConfig) else 0
-    if needed - positions > elements or positions > 64 * elements:
+    # A text model may share a table that the count has twice.
+    if needed - positions > elements * (1 if positions else 2) or positions > 64 * elements:
         sizes = ", ".join(f"{each.depth} blocks of width {each.width:,}" for each in stacks(config))
         raise error(
             f"{where} describes a model of {needed:,} parameters ({sizes}), but its weights are {elements:,} numbers. "
             f"{remedy}"
         )
+
+
+def _fitted_text(
+    model: TextModel, state: dict[str, Tensor], new_head: bool
+) -> tuple[dict[str, Tensor], Loaded]:
+    expected, names, ignored = model.state_dict(), "penstock", tuple[str, ...]()
+    if "tokens.weight" not in state:
+        names = "hf"
+        state, left_out, unknown = text_from_hf(state, model)
+        ignored = tuple(left_out)
+        state |= dict.fromkeys(unknown, torch.empty(0))
+    elif shares_head(model.config):
+        state["head.weight"] = state["tokens.weight"]
+    # What turns features into outputs, and may be learned anew.
+    head = tuple(name for name in expected if name.startswith(("head.", "pooler.", "transform.")))
+    drawn: tuple[str, ...] = ()
+    if new_head and not shares_head(model.config):
+        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
+        state |= {name: expected[name] for name in drawn}
+    _check(expected, state, head)
+    return state, Loaded(names=names, drawn=drawn, ignored=ignored)  # type: ignore[arg-type]
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,35 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config.load import from_dict, to_dict
-from penstock.config.model import ViTConfig
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
 from penstock.models.convert.files import WEIGHTS, described, read_json, replace_file
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.load import load_weights, require_as_large
+from penstock.models.convert.names import shares_head
+from penstock.models.convert.text import read_text_config, text_to_hf, write_text_config
 from penstock.models.convert.vit import to_hf, unrepresentable
+from penstock.models.decoder import Decoder
+from penstock.models.encoder import Encoder
+from penstock.models.seq2seq import Seq2Seq
+from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
 
-OWN_TYPE = "penstock_vit"
+OWN_TYPES: dict[str, type[ModelConfig]] = {
+    "penstock_vit": ViTConfig,
+    "penstock_decoder": DecoderConfig,
+    "penstock_encoder": EncoderConfig,
+    "penstock_seq2seq": Seq2SeqConfig,
+}
+
+_MODELS: dict[str, Any] = {"vit": ViT, "decoder": Decoder, "encoder": Encoder, "seq2seq": Seq2Seq}
 
 
-def save_pretrained(model: ViT, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_pretrained(
+    model: ViT | TextModel, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
-    such a model, else in Penstock's own names (`model_type` penstock_vit). `from_pretrained` here reads both.
+    such a model, else in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
 
     Each file appears whole or not at all; weights are written last. `weights` replace the model's state dict, if the
     model holds only a part of it.
@@ -33,24 +49,34 @@ def save_pretrained(model: ViT, folder: str | Path, *, weights: Mapping[str, Ten
     folder, config = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)
     state: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
-    if unrepresentable(config):
-        values: dict[str, Any] = {
-            "model_type": OWN_TYPE,
-            "architectures": ["ViT"],
-            "penstock": to_dict(config),
-        }
-    else:
-        values, state = hf_config(config), to_hf(state, config)
+    values, state = _in_their_form(config, state)
     # Copied, because parameters may be views of one flat buffer, which safetensors refuses to write.
     tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
     replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
     replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
+def _in_their_form(
+    config: ModelConfig, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """The config.json and the weights of transformers' model where there is such a model, or our own."""
+    if isinstance(config, ViTConfig):
+        if not unrepresentable(config):
+            return hf_config(config), to_hf(state, config)
+    else:
+        with suppress(ConfigError):
+            return write_text_config(config), text_to_hf(state, config)
+        if shares_head(config):
+            state = {name: tensor for name, tensor in state.items() if name != "head.weight"}
+    own = f"penstock_{config.family}"
+    return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}, state
+
+
 def from_pretrained(
     folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> ViT:
-    """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier, wrote.
+) -> ViT | TextModel:
+    """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier, GPT-2, Llama, Qwen 2 or 3,
+    BERT, T5, BART or Marian, wrote.
 
     Raises ConfigError for another family, CheckpointError for broken files.
     """
@@ -63,13 +89,15 @@ def from_pretrained(
             f"{folder} holds timm's {values['architecture']}, whose config.json does not give its shape; "
             f"create the model from a preset and call load_weights(model, {str(folder)!r})."
         )
-    if values.get("model_type") == OWN_TYPE:
+    kind = values.get("model_type", "vit")
+    config: ModelConfig
+    if kind in OWN_TYPES:
         origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
-        config = from_dict(ViTConfig, values.get("penstock", {}), origin=origin)
+        config = from_dict(OWN_TYPES[kind], values.get("penstock", {}), origin=origin)
     else:
-        config = config_from_hf(values)
+        config = config_from_hf(values) if kind == "vit" else read_text_config(values)
     held = sum(tensor.numel() for tensor in described(folder).values())
     require_as_large(config, held, str(folder / "config.json"))
-    model = ViT(config, device=device, dtype=dtype)
+    model: ViT | TextModel = _MODELS[config.family](config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model

@@ -1,4 +1,5 @@
-"""Models of Hugging Face transformers: ViT, GPT-2, Llama, BERT, T5, Mixtral, with whatever head a task gives them.
+"""Models of Hugging Face transformers: ViT, GPT-2, Llama, Qwen 2 and 3, BERT, T5, BART, Marian, Mixtral, with whatever
+head a task gives them.
 
 A base class is enrolled with each, so that all models of the family are known.
 """
@@ -119,7 +120,9 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
 
 
 def _llama(names: Collection[str], config: Any) -> Stacks:
-    """Also Mixtral, whose blocks have experts in place of a perceptron."""
+    """Also Qwen, whose third version has norms of queries and keys, and Mixtral, whose blocks have experts in place of
+    a perceptron.
+    """
     inner = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     parts: tuple[Role, ...] = (
         Norm("input_layernorm"),
@@ -129,6 +132,7 @@ def _llama(names: Collection[str], config: Any) -> Stacks:
             "self_attn.o_proj",
             config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
+            norms=(Norm("self_attn.q_norm"), Norm("self_attn.k_norm")),
         ),
         Norm("post_attention_layernorm"),
         _perceptron("mlp", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"),
@@ -209,6 +213,39 @@ def _t5(names: Collection[str], config: Any) -> Stacks:
     encoder = side("encoder", (*first, *perceptron("layer.1")), (Embedding("shared", "token"),), ())
     decoder = side("decoder", (*first, *cross, *perceptron("layer.2")), (), (Head("lm_head"),))
     return (encoder, decoder) if decoder.blocks else (encoder,)
+
+
+def _bart(names: Collection[str], config: Any) -> Stacks:
+    """Also Marian, whose positions are computed, though they lie in a table."""
+
+    def attention(name: str, norm: str, heads: int, *, cross: bool = False) -> tuple[Role, ...]:
+        inner = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        role = _attention(name, inner, f"{name}.out_proj", heads, cross=cross)
+        return (role, Norm(norm))
+
+    def side(name: str, heads: int, before: tuple[Role, ...]) -> Stack:
+        other = attention("encoder_attn", "encoder_attn_layer_norm", heads, cross=True)
+        parts = (
+            *attention("self_attn", "self_attn_layer_norm", heads),
+            *(other if name == "decoder" else ()),
+            _perceptron("", "fc1", "fc2"),
+            Norm("final_layer_norm"),
+        )
+        return stack(
+            numbered(names, rf"{name}\.layers\.(\d+)"),
+            parts,
+            before=(
+                *before,
+                Embedding(f"{name}.embed_tokens", "token"),
+                Embedding(f"{name}.embed_positions", "position"),
+                Norm(f"{name}.layernorm_embedding"),
+            ),
+        )
+
+    return (
+        side("encoder", config.encoder_attention_heads, (Embedding("shared", "token"),)),
+        side("decoder", config.decoder_attention_heads, ()),
+    )
 
 
 # Linears of a task whose outputs are the model's.
@@ -298,7 +335,11 @@ _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     ),
     "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2),
     "llama.modeling_llama.Llama": ("hf_llama", _llama),
+    "qwen2.modeling_qwen2.Qwen2": ("hf_qwen2", _llama),
+    "qwen3.modeling_qwen3.Qwen3": ("hf_qwen3", _llama),
     "bert.modeling_bert.Bert": ("hf_bert", _bert),
+    "bart.modeling_bart.Bart": ("hf_bart", _bart),
+    "marian.modeling_marian.Marian": ("hf_marian", _bart),
     "t5.modeling_t5.T5": ("hf_t5", _t5),
     "mixtral.modeling_mixtral.Mixtral": ("hf_mixtral", _llama),
 }

@@ -1,0 +1,263 @@
+"""The text models of transformers as data: what each option of their config.json is here, and which cannot be honoured.
+
+An option is one of our fields, or has a value that must be, or changes nothing that a model computes. Any other is
+refused by name, so that no model is read as another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig
+from penstock.config.stack import Mlp, Stack
+from penstock.models.convert import names as tables
+from penstock.models.stack import TextConfig
+
+FREE = frozenset({
+    "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "exponential_decay_length_penalty",
+    "extra_pos_embeddings", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "id2label", "init_std", "initializer_factor", "initializer_range", "label2id",
+    "length_penalty", "max_length", "max_window_layers", "min_length", "model_type", "n_ctx",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores",
+    "pad_token_id", "penstock", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache", "attn_implementation",
+    "dense_act_fn", "is_gated_act",
+})  # fmt: skip
+"""Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation.
+So do those that begin with an underscore."""
+ACTIVATIONS: dict[str, Mlp] = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
+}  # fmt: skip
+"""Functions by transformers' names, of which the first is written."""
+GATED: dict[str, Mlp] = {
+    "silu": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "swish": "swiglu",
+}
+FEED_FORWARD: dict[str, Mlp] = {
+    "relu": "relu", "gelu": "gelu", "silu": "silu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu",
+}  # fmt: skip
+"""T5's, whose `gated-gelu` is the tanh approximation."""
+Option = tuple[Any, tuple[str, ...]]
+"""transformers' default, and our fields; the default names another option behind a `=`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """One family of transformers' models."""
+
+    model_type: str
+    architectures: Mapping[str, str]
+    """Classes with a head, by ours: `words`, or what an encoder has."""
+    base: ModelConfig
+    """What all configurations of theirs are, where no option says otherwise."""
+    options: Mapping[str, Option]
+    must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Options that must have one of these values; the first is written."""
+    activation: tuple[str, Mapping[str, Mlp]]
+    """The option that names the activation, and what its values are."""
+    names: Callable[[TextConfig], tables.Names]
+    prefix: str
+    """What the base model's weights have before them where there is a head."""
+    heads: tuple[str, ...]
+    """How names of other weights begin."""
+    ignored: str = r"(?!)"
+    """Weights that may be left out: a regular expression."""
+    rotary: bool = False
+    last_token: tuple[str, ...] = ()
+    """Options that name a token, written as the vocabulary's last: defaults of theirs may lie outside it."""
+    default: str = ""
+    """Activation where the option is absent."""
+
+
+_ROPED: dict[str, Any] = {
+    "norm": "rms", "bias": False, "qkv_bias": False, "positions": "rotary", "mlp": "swiglu",
+}  # fmt: skip
+_LLAMA: dict[str, Option] = {
+    "vocab_size": (32000, ("vocabulary",)),
+    "hidden_size": (4096, ("width",)),
+    "intermediate_size": (11008, ("mlp_width",)),
+    "num_hidden_layers": (32, ("depth",)),
+    "num_attention_heads": (32, ("heads",)),
+    "num_key_value_heads": ("=num_attention_heads", ("kv_heads",)),
+    "rms_norm_eps": (1e-6, ("norm_eps",)),
+    "max_position_embeddings": (2048, ("sequence",)),
+    "tie_word_embeddings": (False, ("tied",)),
+    "attention_dropout": (0.0, ("attention_dropout",)),
+}
+_QWEN: dict[str, Option] = {
+    **_LLAMA,
+    "vocab_size": (151936, ("vocabulary",)),
+    "intermediate_size": (22016, ("mlp_width",)),
+    "num_key_value_heads": (32, ("kv_heads",)),
+    "max_position_embeddings": (32768, ("sequence",)),
+}
+_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "partial_rotary_factor": (1.0, None)}
+_BOTH = ("encoder", "decoder")
+
+
+def _sides(ours: str) -> tuple[str, ...]:
+    return tuple(f"{side}.{ours}" for side in _BOTH)
+
+
+_BART: dict[str, Option] = {
+    "vocab_size": (50265, ("vocabulary",)),
+    "max_position_embeddings": (1024, ("max_positions",)),
+    "d_model": (1024, _sides("width")),
+    "encoder_layers": (12, ("encoder.depth",)),
+    "encoder_ffn_dim": (4096, ("encoder.mlp_width",)),
+    "encoder_attention_heads": (16, ("encoder.heads",)),
+    "decoder_layers": (12, ("decoder.depth",)),
+    "decoder_ffn_dim": (4096, ("decoder.mlp_width",)),
+    "decoder_attention_heads": (16, ("decoder.heads",)),
+    "dropout": (0.1, _sides("dropout")),
+    "attention_dropout": (0.0, _sides("attention_dropout")),
+    "activation_dropout": (0.0, _sides("mlp_dropout")),
+    "scale_embedding": (False, ("scale_embeddings",)),
+    "tie_word_embeddings": (True, ("tied",)),
+}
+_BART_MUST: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (True,), "is_decoder": (False,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,),
+    "normalize_before": (False,), "add_final_layer_norm": (False,),
+}  # fmt: skip
+_POST = Stack(norm_first=False)
+_SINE = Stack(norm_first=False, positions="sinusoidal")
+_T5_STACK = Stack(
+    norm="rms",
+    bias=False,
+    qkv_bias=False,
+    positions="relative",
+    attention_scale=1.0,
+    mlp="relu",
+    mlp_dropout=None,
+)
+
+LIBRARIES: tuple[Library, ...] = (
+    Library(
+        model_type="gpt2",
+        architectures={"words": "GPT2LMHeadModel"},
+        base=DecoderConfig(init="scaled"),
+        options={
+            "vocab_size": (50257, ("vocabulary",)), "n_positions": (1024, ("max_positions",)),
+            "n_embd": (768, ("width",)), "n_layer": (12, ("depth",)), "n_head": (12, ("heads",)),
+            "n_inner": (None, ("mlp_width",)), "resid_pdrop": (0.1, ("dropout",)), "embd_pdrop": (0.1, ("dropout",)),
+            "attn_pdrop": (0.1, ("attention_dropout",)), "layer_norm_epsilon": (1e-5, ("norm_eps",)),
+            "tie_word_embeddings": (True, ("tied",)),
+        },
+        must={
+            **_CAUSAL, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+            "reorder_and_upcast_attn": (False,), "add_cross_attention": (False,),
+        },
+        activation=("activation_function", ACTIVATIONS), default="gelu_new",
+        names=tables.gpt2_names, prefix="transformer.", heads=("lm_head.",), ignored=r"\.attn\.(masked_)?bias$",
+    ),
+    Library(
+        model_type="llama",
+        architectures={"words": "LlamaForCausalLM"},
+        base=DecoderConfig(**_ROPED),
+        options={
+            **_LLAMA, "head_dim": (None, ("head_features",)), "attention_bias": (False, ("qkv_bias", "bias")),
+            "mlp_bias": (False, ("bias",)),
+        },
+        must=_CAUSAL,
+        activation=("hidden_act", GATED), default="silu",
+        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+    ),
+    Library(
+        model_type="qwen2",
+        architectures={"words": "Qwen2ForCausalLM"},
+        base=DecoderConfig(**{**_ROPED, "qkv_bias": True}),
+        options=_QWEN,
+        must=_CAUSAL,
+        activation=("hidden_act", GATED), default="silu",
+        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+    ),
+    Library(
+        model_type="qwen3",
+        architectures={"words": "Qwen3ForCausalLM"},
+        base=DecoderConfig(**_ROPED, qk_norm=True),
+        options={**_QWEN, "head_dim": (128, ("head_features",))},
+        must={**_CAUSAL, "attention_bias": (False,)},
+        activation=("hidden_act", GATED), default="silu",
+        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+    ),
+    Library(
+        model_type="bert",
+        architectures={
+            "words": "BertForMaskedLM", "classes": "BertForSequenceClassification", "none": "BertModel",
+        },
+        base=EncoderConfig(norm_first=False, embedding_norm=True),
+        options={
+            "vocab_size": (30522, ("vocabulary",)), "hidden_size": (768, ("width",)),
+            "num_hidden_layers": (12, ("depth",)), "num_attention_heads": (12, ("heads",)),
+            "intermediate_size": (3072, ("mlp_width",)), "hidden_dropout_prob": (0.1, ("dropout",)),
+            "attention_probs_dropout_prob": (0.1, ("attention_dropout",)),
+            "max_position_embeddings": (512, ("max_positions",)), "type_vocab_size": (2, ("token_types",)),
+            "layer_norm_eps": (1e-12, ("norm_eps",)), "tie_word_embeddings": (True, ("tied",)),
+        },
+        must={
+            "is_encoder_decoder": (False,), "is_decoder": (False,), "add_cross_attention": (False,),
+            "position_embedding_type": ("absolute",), "classifier_dropout": (None,),
+        },
+        activation=("hidden_act", ACTIVATIONS), default="gelu",
+        names=tables.bert_names, prefix="bert.", heads=("cls.", "classifier."),
+        ignored=r"position_ids$|^cls\.seq_relationship\.|^cls\.predictions\.decoder\.|^bert\.pooler\.",
+    ),
+    Library(
+        model_type="t5",
+        architectures={"words": "T5ForConditionalGeneration"},
+        base=Seq2SeqConfig(encoder=_T5_STACK, decoder=_T5_STACK, init="fan_in"),
+        options={
+            "vocab_size": (32128, ("vocabulary",)), "d_model": (512, _sides("width")),
+            "d_kv": (64, _sides("head_features")), "d_ff": (2048, _sides("mlp_width")),
+            "num_layers": (6, ("encoder.depth",)), "num_decoder_layers": ("=num_layers", ("decoder.depth",)),
+            "num_heads": (8, _sides("heads")), "relative_attention_num_buckets": (32, _sides("relative_buckets")),
+            "relative_attention_max_distance": (128, _sides("relative_distance")),
+            "dropout_rate": (0.1, _sides("dropout")), "layer_norm_epsilon": (1e-6, _sides("norm_eps")),
+            "tie_word_embeddings": (True, ("tied",)),
+            "scale_decoder_outputs": ("=tie_word_embeddings", ("scale_outputs",)),
+        },
+        must={"is_encoder_decoder": (True,), "is_decoder": (False,)},
+        activation=("feed_forward_proj", FEED_FORWARD), default="relu",
+        names=tables.t5_names, prefix="", heads=(),
+        ignored=r"EncDecAttention\.relative_attention_bias",
+    ),
+    Library(
+        model_type="bart",
+        architectures={"words": "BartForConditionalGeneration"},
+        base=Seq2SeqConfig(encoder=_POST, decoder=_POST, embedding_norm=True),
+        options=_BART,
+        must={
+            **_BART_MUST, "normalize_embedding": (True,), "static_position_embeddings": (False,),
+            "add_bias_logits": (False,),
+        },
+        activation=("activation_function", ACTIVATIONS), default="gelu",
+        names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
+        ignored=r"^final_logits_bias$",
+    ),
+    Library(
+        model_type="marian",
+        architectures={"words": "MarianMTModel"},
+        base=Seq2SeqConfig(encoder=_SINE, decoder=_SINE, init="xavier", output_bias=True),
+        options={
+            **_BART, "vocab_size": (58101, ("vocabulary",)), "decoder_vocab_size": ("=vocab_size", ("vocabulary",)),
+        },
+        must={
+            **_BART_MUST, "share_encoder_decoder_embeddings": (True,), "normalize_embedding": (False,),
+            "static_position_embeddings": (True,),
+        },
+        activation=("activation_function", ACTIVATIONS), default="gelu",
+        names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
+        ignored=r"embed_positions\.weight$", last_token=("pad_token_id", "decoder_start_token_id"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,267 @@
+"""Names and shapes of weights in transformers' text models: one table per family, and one way to read all tables.
+
+A table says for each of our modules which of theirs hold its weights, and how several are put together. `{i}` is the
+number of a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.config.model import Seq2SeqConfig
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+from penstock.models.stack import TextConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """Where the weights of one of our modules lie in transformers' model."""
+
+    names: tuple[str, ...]
+    """Modules, or parameters where ours is one."""
+    form: Literal["same", "heads", "rows"] = "same"
+    """`heads`: queries, keys and values, which we order by head; `rows`: one after the other."""
+    transposed: bool = False
+    """Whether weights are stored as (in, out)."""
+    unused: int = 0
+    """Rows of a table of positions that come before the first and are never read."""
+
+
+Names = Mapping[str, Theirs]
+
+
+def _one(name: str, **more: Any) -> Theirs:
+    return Theirs((name,), **more)
+
+
+def _heads(place: str, *names: str) -> Theirs:
+    return Theirs(tuple(place + name for name in names), "heads")
+
+
+def gpt2_names(config: TextConfig) -> Names:
+    here = "transformer.h.{i}."
+    return {
+        "tokens": _one("transformer.wte"),
+        "decoder.places": _one("transformer.wpe"),
+        "decoder.norm": _one("transformer.ln_f"),
+        "head": _one("lm_head"),
+        "decoder.blocks.{i}.norm1": _one(here + "ln_1"),
+        "decoder.blocks.{i}.attention.qkv": _one(here + "attn.c_attn", form="heads", transposed=True),
+        "decoder.blocks.{i}.attention.out": _one(here + "attn.c_proj", transposed=True),
+        "decoder.blocks.{i}.norm2": _one(here + "ln_2"),
+        "decoder.blocks.{i}.mlp.up": _one(here + "mlp.c_fc", transposed=True),
+        "decoder.blocks.{i}.mlp.down": _one(here + "mlp.c_proj", transposed=True),
+    }
+
+
+def llama_names(config: TextConfig) -> Names:
+    here = "model.layers.{i}."
+    return {
+        "tokens": _one("model.embed_tokens"),
+        "decoder.norm": _one("model.norm"),
+        "head": _one("lm_head"),
+        "decoder.blocks.{i}.norm1": _one(here + "input_layernorm"),
+        "decoder.blocks.{i}.attention.qkv": _heads(here + "self_attn.", "q_proj", "k_proj", "v_proj"),
+        "decoder.blocks.{i}.attention.q_norm": _one(here + "self_attn.q_norm"),
+        "decoder.blocks.{i}.attention.k_norm": _one(here + "self_attn.k_norm"),
+        "decoder.blocks.{i}.attention.out": _one(here + "self_attn.o_proj"),
+        "decoder.blocks.{i}.norm2": _one(here + "post_attention_layernorm"),
+        "decoder.blocks.{i}.mlp.up": Theirs((here + "mlp.gate_proj", here + "mlp.up_proj"), "rows"),
+        "decoder.blocks.{i}.mlp.down": _one(here + "mlp.down_proj"),
+    }
+
+
+def bert_names(config: TextConfig) -> Names:
+    here, words = "bert.encoder.layer.{i}.", "cls.predictions."
+    return {
+        "tokens": _one("bert.embeddings.word_embeddings"),
+        "types": _one("bert.embeddings.token_type_embeddings"),
+        "encoder.places": _one("bert.embeddings.position_embeddings"),
+        "encoder.embedding_norm": _one("bert.embeddings.LayerNorm"),
+        "encoder.blocks.{i}.attention.qkv": _heads(here + "attention.self.", "query", "key", "value"),
+        "encoder.blocks.{i}.attention.out": _one(here + "attention.output.dense"),
+        "encoder.blocks.{i}.norm1": _one(here + "attention.output.LayerNorm"),
+        "encoder.blocks.{i}.mlp.up": _one(here + "intermediate.dense"),
+        "encoder.blocks.{i}.mlp.down": _one(here + "output.dense"),
+        "encoder.blocks.{i}.norm2": _one(here + "output.LayerNorm"),
+        "transform.dense": _one(words + "transform.dense"),
+        "transform.norm": _one(words + "transform.LayerNorm"),
+        "pooler.dense": _one("bert.pooler.dense"),
+        **(
+            {"head": _one("classifier")}
+            if getattr(config, "head", "") == "classes"
+            else {"head": _one(words + "decoder"), "head.bias": _one(words + "bias")}
+        ),
+    }
+
+
+def t5_names(config: TextConfig) -> Names:
+    found: dict[str, Theirs] = {"tokens": _one("shared"), "head": _one("lm_head")}
+    for side, last, mlp in (
+        ("encoder", 1, _stack_of(config, "encoder")),
+        ("decoder", 2, _stack_of(config, "decoder")),
+    ):
+        ours, here = f"{side}.blocks.{{i}}.", f"{side}.block.{{i}}."
+        first, dense = here + "layer.0.", f"{here}layer.{last}.DenseReluDense."
+        up = Theirs((dense + "wi_0", dense + "wi_1"), "rows") if mlp.gated else _one(dense + "wi")
+        found |= {
+            f"{side}.relative": _one(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"),
+            f"{side}.norm": _one(f"{side}.final_layer_norm"),
+            ours + "norm1": _one(first + "layer_norm"),
+            ours + "attention.qkv": _heads(first + "SelfAttention.", "q", "k", "v"),
+            ours + "attention.out": _one(first + "SelfAttention.o"),
+            ours + "norm2": _one(f"{here}layer.{last}.layer_norm"),
+            ours + "mlp.up": up,
+            ours + "mlp.down": _one(dense + "wo"),
+        }
+    other = "decoder.block.{i}.layer.1."
+    return found | {
+        "decoder.blocks.{i}.cross_norm": _one(other + "layer_norm"),
+        "decoder.blocks.{i}.cross.q": _one(other + "EncDecAttention.q"),
+        "decoder.blocks.{i}.cross.kv": _heads(other + "EncDecAttention.", "k", "v"),
+        "decoder.blocks.{i}.cross.out": _one(other + "EncDecAttention.o"),
+    }
+
+
+def bart_names(config: TextConfig) -> Names:
+    """BART and Marian, whose positions are no weights."""
+    found: dict[str, Theirs] = {
+        "tokens": _one("model.shared"),
+        "head": _one("lm_head"),
+        "head.bias": _one("final_logits_bias"),
+    }
+    for side in ("encoder", "decoder"):
+        ours, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
+        found |= {
+            f"{side}.places": _one(f"model.{side}.embed_positions", unused=2),
+            f"{side}.embedding_norm": _one(f"model.{side}.layernorm_embedding"),
+            ours + "attention.qkv": _heads(here + "self_attn.", "q_proj", "k_proj", "v_proj"),
+            ours + "attention.out": _one(here + "self_attn.out_proj"),
+            ours + "norm1": _one(here + "self_attn_layer_norm"),
+            ours + "mlp.up": _one(here + "fc1"),
+            ours + "mlp.down": _one(here + "fc2"),
+            ours + "norm2": _one(here + "final_layer_norm"),
+        }
+    here = "model.decoder.layers.{i}."
+    return found | {
+        "decoder.blocks.{i}.cross_norm": _one(here + "encoder_attn_layer_norm"),
+        "decoder.blocks.{i}.cross.q": _one(here + "encoder_attn.q_proj"),
+        "decoder.blocks.{i}.cross.kv": _heads(here + "encoder_attn.", "k_proj", "v_proj"),
+        "decoder.blocks.{i}.cross.out": _one(here + "encoder_attn.out_proj"),
+    }
+
+
+def _stack_of(config: TextConfig, name: str) -> Stack:
+    stack: Stack = getattr(config, name) if isinstance(config, Seq2SeqConfig) else config
+    return stack
+
+
+def _places(name: str, table: Names) -> tuple[Theirs, tuple[str, ...]]:
+    """The entry for one of our parameters, and the names of theirs."""
+    number = re.search(r"\.blocks\.(\d+)\.", name)
+    pattern = re.sub(r"\.blocks\.\d+\.", ".blocks.{i}.", name)
+    i = number.group(1) if number else ""
+    if pattern in table:
+        return table[pattern], tuple(each.replace("{i}", i) for each in table[pattern].names)
+    module, _, kind = pattern.rpartition(".")
+    entry = table[module]
+    return entry, tuple(f"{each.replace('{i}', i)}.{kind}" for each in entry.names)
+
+
+def to_theirs(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> dict[str, Tensor]:
+    """Our state dict in transformers' names and shapes; what is tied appears once."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name == "head.weight" and shares_head(config):
+            continue
+        entry, names = _places(name, table)
+        parts = _apart(tensor, name, entry, config)
+        if len(names) == 1 and len(parts) > 1:
+            parts = [torch.cat(parts)]
+        for theirs, part in zip(names, parts):
+            if theirs == "final_logits_bias":
+                part = part[None]
+            found[theirs] = part.T if entry.transposed and part.ndim == 2 else part
+    return found
+
+
+def from_theirs(
+    state: Mapping[str, Tensor], config: TextConfig, table: Names, expected: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """transformers' state dict in our names and shapes, `expected` being ours; and which of theirs were left.
+
+    A name of ours for which theirs lack a weight is absent.
+    """
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name in expected:
+        if name == "head.weight" and shares_head(config):
+            continue
+        entry, names = _places(name, table)
+        if not all(theirs in state for theirs in names):
+            continue
+        used |= set(names)
+        parts = [state[theirs] for theirs in names]
+        parts = [part.T if entry.transposed and part.ndim == 2 else part for part in parts]
+        found[name] = _together(parts, name, entry, config)
+    if shares_head(config) and "tokens.weight" in found:
+        found["head.weight"] = found["tokens.weight"]
+    return found, [name for name in state if name not in used]
+
+
+def shares_head(config: TextConfig) -> bool:
+    """Whether the weight of the head is the table of tokens."""
+    return config.tied and getattr(config, "head", "words") == "words"
+
+
+def _sizes(name: str, config: TextConfig) -> tuple[int, list[int]]:
+    """Features of a head, and how many heads queries, keys and values have for each head of keys."""
+    stack = _stack_of(config, name.partition(".")[0])
+    return stack.head_width, [1, 1] if ".cross.kv." in name else [stack.heads // stack.kv, 1, 1]
+
+
+def _apart(tensor: Tensor, name: str, entry: Theirs, config: TextConfig) -> list[Tensor]:
+    if entry.unused:
+        return [torch.cat([tensor.new_zeros(entry.unused, tensor.shape[1]), tensor])]
+    if entry.form == "rows":
+        return list(tensor.chunk(len(entry.names)))
+    if entry.form == "same":
+        return [tensor]
+    features, each = _sizes(name, config)
+    groups = tensor.view(-1, sum(each), features, *tensor.shape[1:]).split_with_sizes(each, dim=1)
+    return [part.flatten(0, 2).contiguous() for part in groups]
+
+
+def _together(parts: list[Tensor], name: str, entry: Theirs, config: TextConfig) -> Tensor:
+    if entry.unused:
+        return parts[0][entry.unused :]
+    if entry.form == "rows":
+        return torch.cat(parts)
+    if entry.form == "same":
+        return parts[0][0] if entry.names == ("final_logits_bias",) else parts[0]
+    features, each = _sizes(name, config)
+    if len(parts) == 1:
+        heads = parts[0].shape[0] // features // sum(each)
+        parts = list(parts[0].split_with_sizes([heads * n * features for n in each]))
+    try:
+        groups = [part.reshape(-1, n, features, *part.shape[1:]) for part, n in zip(parts, each)]
+        return torch.cat(groups, dim=1).flatten(0, 2)
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ConfigError(
+            f"The weights of {name} have the shapes {shapes}, which are not of heads of {features} features; build the "
+            "model with the configuration that they were trained with."
+        ) from error
+
+
+def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:
+    """Of weights that no module of ours takes: those that may be left out, by a regular expression, and the others."""
+    free = [name for name in names if re.search(ignored, name)]
+    return free, [name for name in names if name not in free]

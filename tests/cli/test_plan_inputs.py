@@ -119,12 +119,12 @@ def test_a_file_that_cannot_be_written_is_one_line(
 ) -> None:
     code, _, err = run(capsys, *SMALL, option, str(tmp_path))
     assert code == ExitCode.ENVIRONMENT
-    assert err == f"penstock: {tmp_path} cannot be written: Is a directory; give the name of a file in it.\n"
+    assert err == f"penstock: {tmp_path} cannot be written: it is a folder. Give the path of a file.\n"
     (tmp_path / "file").write_text("")
     under = tmp_path / "file" / "plan"
     code, _, err = run(capsys, *SMALL, option, str(under))
     assert code == ExitCode.ENVIRONMENT
-    assert f"{under} cannot be written: {tmp_path / 'file'} is not a folder; choose another path." in err
+    assert f"{under} cannot be written: a part of its path is a file, not a folder. Check the path." in err
 
 
 def test_what_a_search_without_layouts_would_overwrite_stays(

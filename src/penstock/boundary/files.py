@@ -1,4 +1,5 @@
-"""Files from outside: the one place where a path that a user or another file named is opened for reading.
+"""Files: the one place where a path that a user or another file named is opened for reading, and where errors of the
+system become sentences.
 
 A path may lead to a folder, a pipe that nobody writes to, an endless device, a link to nothing, or three gigabytes of
 holes. So it is looked at before it is opened, only regular files are read, and never more than the caller can use.
@@ -10,10 +11,12 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
-from penstock.errors import DataError, PenstockError
+from penstock.errors import DataError, EnvironmentProblem, PenstockError
 
 AnyPath = str | os.PathLike[str]
 
@@ -107,6 +110,70 @@ def read_text(
             f"{what} {shown(path)} is not text in UTF-8: byte {problem.start:,} is 0x{raw[problem.start]:02x}. "
             f"{remedy or 'Save it as UTF-8.'}"
         ) from problem
+
+
+def write_text(path: AnyPath, text: str) -> None:
+    """Write a file, whole or not at all, and make its folder. Raises EnvironmentProblem with the path and a remedy."""
+    file = Path(path)
+    try:
+        if file.parent.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not file.is_file():  # such as /dev/stdout
+            file.write_text(text, encoding="utf-8")
+            return
+        # Whoever reads meanwhile sees the file of before or the new one.
+        target = Path(os.path.realpath(file))
+        partial = target.with_name(f".penstock-{os.getpid()}.part")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as problem:
+        raise EnvironmentProblem(
+            f"{shown(path)} cannot be written: {why(problem)}. {remedy_for(problem)}"
+        ) from problem
+
+
+def require_folder(path: AnyPath) -> None:
+    """Make a folder, and see that files can be made in it, before hours of work whose results go there."""
+    with naming(path):
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+
+
+@contextlib.contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Give the path to an error of the system inside that has none, as those of writing have none."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None and problem.errno is not None:
+            problem.filename = os.fspath(path)
+        raise
+
+
+def explained(problem: OSError) -> EnvironmentProblem | None:
+    """An error of the system about files and disks, as a sentence with path and remedy; None for any other, such as
+    those of connections.
+    """
+    if problem.errno not in _CAUSES or isinstance(problem.filename, int):
+        return None
+    path = problem.filename
+    what = shown(os.fsdecode(path)) if path is not None else "Standard output or a file"
+    return EnvironmentProblem(f"{what} cannot be read or written: {why(problem)}. {remedy_for(problem)}")
+
+
+def printable(text: str) -> str:
+    """A message with its control characters spelled out, but for ends of lines and tabs: some come from outside."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text
+    )
 
 
 def why(problem: OSError, path: AnyPath | None = None) -> str:

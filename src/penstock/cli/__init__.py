@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 
 from penstock import __version__
+from penstock.boundary.files import explained, printable
 from penstock.errors import ExitCode, PenstockError
 from penstock.launch.report import write_report
 
@@ -70,8 +72,8 @@ _SPINS = "3000"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, unless `arguments` are given) and return its exit code.
 
-    A `PenstockError` becomes a message on stderr and an exit code. Any other error is a bug, ours or a library's, and
-    shows its traceback.
+    A `PenstockError` becomes a message on stderr and an exit code, and so does an error of the system about a file or a
+    disk. Any other error is a bug, ours or a library's, and shows its traceback.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
@@ -88,19 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error=False,
             result_action="return_value",
         )
+        sys.stdout.flush()  # a full disk is told here, or by a traceback at the end of Python
     except CycloptsError as error:
         _show(error)
         return int(ExitCode.CONFIG)
     except PenstockError as error:
-        if not write_report(error):  # under `penstock launch`, the agent shows it, and only once
-            print(f"penstock: {error}", file=sys.stderr)
-        return int(error.exit_code)
+        return _end(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has left. Redirect stdout, so that Python's own flush at exit does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (`| head`) has left
         return 141
+    except OSError as error:
+        problem = explained(error)
+        if problem is None:
+            raise
+        if error.filename is None:
+            _drop_output()
+        return _end(problem)
     return result if isinstance(result, int) and not isinstance(result, bool) else int(ExitCode.DONE)
 
 
@@ -112,6 +119,19 @@ def _show(error: CycloptsError) -> None:
     from penstock.cli._unknown import told
 
     print(f"penstock: {told(error)}", file=sys.stderr)
+
+
+def _end(error: PenstockError) -> int:
+    """Say what ends the command, and return its code."""
+    if not write_report(error):  # under `penstock launch`, the agent shows it, and only once
+        print(f"penstock: {printable(str(error))}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _drop_output() -> None:
+    """Redirect stdout, which takes no more, so that Python's own flush at exit does not fail."""
+    with contextlib.suppress(OSError, ValueError):  # a caller's own stream may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def before_script(tokens: Sequence[str]) -> list[str]:

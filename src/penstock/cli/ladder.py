@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.boundary.files import require_folder
 from penstock.cli._app import configured
 from penstock.config.load import load
 from penstock.errors import ExitCode
@@ -45,6 +46,7 @@ def ladder(
     from penstock.ladder.show import ending, remarks, table, write
     from penstock.report.page import plain_console
 
+    require_folder(config.output)
     display = display_for(sys.stderr)
     try:
         report = climb(config=config, on_progress=display.told)

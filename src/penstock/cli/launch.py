@@ -10,6 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from penstock.boundary.files import read_bytes
 from penstock.errors import ConfigError
 from penstock.launch.settings import LaunchSettings
 
@@ -62,14 +63,10 @@ def python_arguments(program: list[str]) -> list[str]:
 
 def _require_script(path: Path) -> None:
     """Raise ConfigError for a script that no rank could start: none is there, or Python cannot read it."""
+    remedy = f"Give its path from {os.getcwd()}, or a module with -m."
+    text = read_bytes(path, "The script", limit=1 << 24, error=ConfigError, remedy=remedy)
     try:
-        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"There is no script {str(path)!r} in {os.getcwd()}; give its path, or a module with -m."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"The script {path} cannot be read: {error.strerror}.") from error
+        compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         said = f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
         raise ConfigError(

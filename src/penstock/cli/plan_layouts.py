@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import plan_page
 from penstock.cli.plan_table import best_runnable, layouts, totals, totals_line
@@ -16,7 +16,7 @@ from penstock.config.load import dump_toml
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, sequences, title
 from penstock.config.plan import Plan
-from penstock.errors import EnvironmentProblem, OutOfMemory
+from penstock.errors import OutOfMemory
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
 from penstock.planner.prediction import Prediction, predict
 from penstock.planner.search import Found, explore, nothing_fits
@@ -150,16 +150,6 @@ def plan_file(config: ModelConfig, best: Prediction) -> str:
 
 
 def write(path: str, text: str) -> None:
-    """Write `text`, and create the folders for it. Raises EnvironmentProblem if that fails."""
-    file = Path(path)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why, remedy = error.strerror, "choose another path"
-        if file.is_dir():
-            remedy = "give the name of a file in it"
-        elif file.parent.exists() and not file.parent.is_dir():
-            why = f"{file.parent} is not a folder"
-        raise EnvironmentProblem(f"{path} cannot be written: {why}; {remedy}.") from error
+    """Write `text`, and create the folders for it."""
+    write_text(path, text)
     print(f"written: {path}", file=sys.stderr)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from penstock.boundary.files import require_folder, write_text
 from penstock.cli._app import configured
 from penstock.cli.ladder import load_or_factory
 from penstock.config.convert import Checked, Count, NotNegative, Range, Seed
@@ -68,6 +69,7 @@ def scale(config: ScaleConfig) -> int:
     from penstock.report.page import plain_console, terminal_table
     from penstock.report.record import environment
 
+    require_folder(config.output)
     settings = LadderConfig(
         model=config.model, factory=config.factory, data=config.data, batch=config.batch, seed=config.seed,
         lr=config.lr or LadderConfig().lr,
@@ -97,10 +99,9 @@ def scale(config: ScaleConfig) -> int:
     stored = measured.to_dict() | {"environment": environment()}
     html, svg = scale_page(measured, stored["environment"])
     folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {"scale.html": html, "scale.svg": svg, "scale.json": json.dumps(stored, indent=1) + "\n"}
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     console = plain_console()
     console.print(f"{measured.heading}\n")
     console.print(terminal_table(measured.table, console.width))

@@ -14,9 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.boundary.files import write_text
 from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare, nearest
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
-from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.errors import ConfigError
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
 """Assumed cost of one eager operator on a GPU, if it was not measured."""
@@ -163,18 +164,7 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
         text = json.dumps(to_dict(machine), indent=1) + "\n"
     else:
         raise ConfigError(f"A machine is stored as .toml or .json, so {path} must end in one of them.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Write another file and rename it, so that concurrent readers see either the old or the new file
-        # complete.
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"The machine file {path} cannot be written: {error.strerror}. Choose another path, or set PENSTOCK_CACHE "
-            "to a writable folder."
-        ) from error
+    write_text(path, text)
     return path
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.boundary.files import write_text
 from penstock.ladder.page import picture, to_html
 from penstock.ladder.result import LadderReport, RungResult
 from penstock.ladder.tables import (
@@ -30,10 +31,9 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
     """Write ladder.html, ladder.json and ladder.svg into a folder, which is made if needed. Returns the paths of the
     page and of its JSON."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     html, data = folder / "ladder.html", folder / "ladder.json"
-    html.write_text(to_html(report), encoding="utf-8")
-    data.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    write_text(html, to_html(report))
+    write_text(data, json.dumps(report.to_dict(), indent=1) + "\n")
     (folder / "ladder.svg").write_text(picture(report) + "\n", encoding="utf-8")
     return html, data
 

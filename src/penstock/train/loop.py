@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from penstock.boundary.files import write_text
 from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
 from penstock.config.load import dump_toml
@@ -145,7 +146,7 @@ class _Run:
         # Where it starts from.
         stored = find_checkpoint(config, dims, resume=resume)
         if dims.main:
-            (self.output / "run.toml").write_text(dump_toml(config), encoding="utf-8")
+            write_text(self.output / "run.toml", dump_toml(config))
         self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.boundary.files import naming, write_text
 from penstock.errors import EnvironmentProblem
 from penstock.train.display import Display, Record
 
@@ -45,19 +46,18 @@ class Records:
             for line, record in _whole_lines(self.path)
             if record["step"] < step or (record["step"] == step and record["event"] not in again)
         ]
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(self.path)
+        write_text(self.path, "".join(kept))
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Record an event after `step`. Numbers that are not finite become null, which JSON can say."""
         if not self._main:
             return
         record = {"event": event, "step": step, **values}
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self._file.flush()
         self.display.show(record)
         if self._board:
             self._board.write(record)

@@ -62,7 +62,8 @@ def load_weights(
             "model.init_weights() first."
         )
     if isinstance(source, str | Path):
-        _fitted(model, described(source), new_head)  # before anything is read
+        if not isinstance(model, TextModel):  # what theirs share is told by its values
+            _fitted(model, described(source), new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
     else:
         state = source

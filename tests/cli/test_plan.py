@@ -35,7 +35,10 @@ def test_the_table_ranks_and_says_why(capsys: pytest.CaptureFixture[str]) -> Non
     line = re.search(r"^best: (.*)$", out, re.MULTILINE)
     assert line is not None
     assert Plan.parse(line[1]).gpus == 16
-    assert re.search(r"[\d.,]+ days, [\d.,]+ GPU hours, .* to pay", out)
+    assert re.search(
+        r"\d+ days of training, [\d.,]+ GPU hours, \d+ MWh at rated power, US\$ [\d,]+ to pay", out
+    )
+    assert "tokens/s/GPU" in out
     assert "slower" in out
     assert "what would help most:" in out
 
@@ -80,6 +83,33 @@ def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
     assert data["best_runnable"]["plan"] == runs[1]
     slower = data["best_runnable"]["iteration_seconds"] / data["layouts"][0]["iteration_seconds"] - 1
     assert float(runs[2]) == pytest.approx(100 * slower, abs=0.06)
+
+
+def test_images_are_counted_as_images_and_hours_as_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "plan",
+        "vit-l16",
+        "--gpus",
+        "8",
+        "--images",
+        "1.28e6",
+        "--epochs",
+        "90",
+        "--price",
+        "2",
+        "--top",
+        "1",
+    )
+    _, out, _ = run(capsys, *words)
+    assert "images/s/GPU" in out
+    assert "tokens/s" not in out
+    total = r"^\d\.\d h of training, \d+ GPU hours, \d+ kWh at rated power, US\$ \d+ to pay$"
+    assert re.search(total, out, re.MULTILINE)
+    _, whole, _ = run(capsys, *words, "--json")
+    best = json.loads(whole)["layouts"][0]
+    shown = re.search(r"([\d,]+)$", out.splitlines()[2].strip())
+    assert shown is not None
+    assert float(shown[1].replace(",", "")) == round(best["samples_per_second"] / 8)
 
 
 def test_where_nothing_trains_today_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +235,17 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
         ),
         (["plan", "gpt-1t", "--gpus", "8"], ExitCode.OUT_OF_MEMORY, "To make it fit: use "),
         (["plan", "gpt2", "--tokens", "1", "--images", "1"], ExitCode.CONFIG, "both given"),
+        (
+            ["plan", "gpt-175b", "--gpus", "1000", "--global-batch", "1537"],
+            ExitCode.CONFIG,
+            "No layout has 1000 devices and 1537 samples a step: tensor parallel degrees must divide the heads, stages "
+            "must divide the 96 blocks, and replicas the samples. Try the global batch 1500 or 1625.",
+        ),
+        (
+            ["plan", "gpt2", "--gpus", "64", "--global-batch", "1", "--base", "tp=1 pp=1"],
+            ExitCode.CONFIG,
+            "Try the global batch 64, or the number of devices 1.",
+        ),
         (["plan", "vit-b16", "--model.sequence", "5"], ExitCode.CONFIG, "belongs to the family decoder"),
         (
             ["plan", "gpt2", "--explain", "tp=2", "--toml", "x.toml"],

@@ -172,7 +172,7 @@ def test_days_are_of_the_tokens_that_the_rate_counts(capsys: pytest.CaptureFixtu
             64,
             "--global-batch is 64, but --base fixes 32 by micro_batch=2 accumulate=4 dp=4",
         ),
-        ("micro_batch=3", 64, "--global-batch is 64, which micro_batch=3 of --base (3) does not divide"),
+        ("micro_batch=3", 64, "does not divide; change one of them, --global-batch to 63 or 66 for example."),
         ("shard=4", 64, "--base has shard=4, which needs sharding=hsdp"),
     ],
 )

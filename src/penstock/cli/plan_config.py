@@ -154,4 +154,9 @@ def _contradiction(
         if product != asked:
             yield f"{option} is {asked}, but --base fixes {product} by {words}; change one of them."
     elif asked % product:
-        yield f"{option} is {asked}, which {words} of --base ({product}) does not divide; change one of them."
+        lower = asked // product * product
+        near = f"{lower} or {lower + product}" if lower else f"{product}"
+        yield (
+            f"{option} is {asked}, which {words} of --base ({product}) does not divide; change one of them, "
+            f"{option} to {near} for example."
+        )

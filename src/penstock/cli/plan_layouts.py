@@ -11,6 +11,7 @@ from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import plan_page
 from penstock.cli.plan_table import best_runnable, layouts, totals, totals_line
+from penstock.cli.plan_tools import how_to_run, show
 from penstock.config.convert import plain
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine
@@ -79,6 +80,7 @@ def as_data(
     asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: Sequence[Lever]
 ) -> dict[str, Any]:
     """The answer as plain data, with units in the names."""
+    assert asked.model is not None
     runs = best_runnable(found)
     return {
         **_question(asked, machine, gpus),
@@ -86,6 +88,7 @@ def as_data(
         "layouts_too_large": found.too_large,
         "layouts": [_layout(one, asked, machine) for one in found.predictions[: asked.top or 10]],
         "best_runnable": None if runs is None else _layout(runs, asked, machine),
+        "run": [plain(one) for one in how_to_run(asked.model, machine, found.predictions[0].plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
@@ -107,7 +110,7 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
         f"{title(model)} ({best.parameters / 1e9:.3g} billion parameters) on {gpus} {machine.name}, "
         f"{best.global_batch} samples a step: {found.tried:,} layouts, {len(found.predictions):,} fit."
     )
-    section = layouts(found, asked.top or 10)
+    section = layouts(model, found, asked.top or 10)
     console.print(terminal_table(section, console.width))
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
@@ -122,6 +125,13 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
         console.print(f"best that {runner}: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True)
     if said := totals_line(best, asked.samples(), machine, asked.price):
         console.print(said)
+    # The best, and where Penstock does not run that, the best that it does.
+    ways = how_to_run(model, machine, best.plan)
+    if runs is not None and runs is not best and ours:
+        ways[:0] = how_to_run(model, machine, runs.plan)[:1]
+    if ways:
+        console.print("to run it, add your data and tokenizer to one of these:" if not ours else "to run it:")
+        show(ways, lambda line: console.print(line, soft_wrap=True))
     console.print("why the others are slower:")
     for line in why_others_lose(model, machine, found, best):
         console.print(f"  {line}", soft_wrap=True)

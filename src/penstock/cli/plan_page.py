@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
-from penstock.cli.plan_table import GIB, TOTALS, grouped, layouts, totals
+from penstock.cli.plan_table import GIB, layouts, rate_of, totals, totals_words
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
@@ -42,7 +42,7 @@ def plan_page(
     assert model is not None
     reasons = why_others_lose(model, machine, found, best)
     sections = [
-        layouts(found, SHOWN),
+        layouts(model, found, SHOWN),
         times(found.predictions),
         memories(found.predictions, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
@@ -64,16 +64,17 @@ def plan_page(
             )
         )
     sections.append(origin(environment(), title="Where this was computed"))
+    rate, unit = rate_of(model, best)
     tiles = [
         Tile(value=f"{best.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
         Tile(
             value=f"{best.mfu:.1%}", words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name})"
         ),
         Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
-        Tile(value=f"{best.tokens_per_second_per_gpu:,.0f}", words="tokens per second and device"),
+        Tile(value=f"{rate:,.0f}", words=f"{unit} per second and device"),
     ]
     whole = totals(best, asked.samples(), machine, asked.price)
-    tiles += [Tile(value=grouped(value), words=TOTALS[name]) for name, value in whole.items()]
+    tiles += [Tile(value=value, words=words) for value, words in totals_words(whole)]
     return page(
         f"{title(model)} on {gpus} {machine.name}",
         f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.rules import problems
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.page import Cell, Section
+from penstock.report.units import duration, energy, money, rounded
 
 GIB = 2**30
-TOTALS = {
-    "days": "days",
-    "gpu_hours": "GPU hours",
-    "energy_megawatt_hours": "MWh at rated power",
-    "cost": "to pay",
-}
 LEGEND = (
     "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
     "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "
@@ -40,24 +38,38 @@ def totals(one: Prediction, samples: float | None, machine: Machine, price: floa
     return found
 
 
+def totals_words(found: dict[str, float]) -> Iterator[tuple[str, str]]:
+    """The totals in units for people, each with the words that follow it."""
+    if "days" in found:
+        yield duration(found["days"] * 86400), "of training"
+        yield rounded(found["gpu_hours"]), "GPU hours"
+    if "energy_megawatt_hours" in found:
+        yield energy(found["energy_megawatt_hours"] * 1e6), "at rated power"
+    if "cost" in found:
+        yield money(found["cost"]), "to pay"
+
+
 def totals_line(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> str:
     """The totals in one line; empty where the length of the run is not given."""
-    found = totals(one, samples, machine, price)
-    return ", ".join(f"{grouped(value)} {TOTALS[name]}" for name, value in found.items())
+    return ", ".join(
+        f"{value} {words}" for value, words in totals_words(totals(one, samples, machine, price))
+    )
 
 
-def grouped(value: float) -> str:
-    """The value with four digits, or all digits before the decimal point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
+    """What a device gets through in a second: images of a vision model, tokens of a language model."""
+    if isinstance(model, ViTConfig):
+        return one.samples_per_second / one.gpus, "images"
+    return one.tokens_per_second_per_gpu, "tokens"
 
 
-def layouts(found: Found, top: int) -> Section:
+def layouts(model: ModelConfig, found: Found, top: int) -> Section:
     """The fastest layouts, so many."""
     heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
     heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("GiB")]
-    heads += [Cell("bubble", rank=6), Cell("tokens/s/GPU", rank=4)]
+    heads += [Cell("bubble", rank=6), Cell(f"{rate_of(model, found.predictions[0])[1]}/s/GPU", rank=4)]
     rows = [
-        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(one))])
+        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, one))])
         for rank, one in enumerate(found.predictions[:top], 1)
     ]
     return Section(
@@ -69,13 +81,13 @@ def layouts(found: Found, top: int) -> Section:
     )
 
 
-def _row(one: Prediction) -> list[str]:
+def _row(model: ModelConfig, one: Prediction) -> list[str]:
     p = one.plan
     extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
     return [
         f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
         p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
-        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{one.tokens_per_second_per_gpu:,.0f}",
+        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{rate_of(model, one)[0]:,.0f}",
     ]  # fmt: skip
 
 

@@ -29,6 +29,8 @@ from penstock.planner.shapes import counted_tokens
 LEAST_TOKENS = 8192
 CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 GIB = 2**30
+_FAR = 64
+"""How far from the number of devices that was asked for another one is looked for."""
 _AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
 _FIELDS = tuple(f.name for f in fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
@@ -164,10 +166,44 @@ def explore(
         raise ConfigError(
             f"No layout has {gpus} devices and {batch} samples a step{kept}: tensor parallel degrees "
             f"must divide the heads, stages must divide the {_depth(model)} blocks, and replicas the samples. "
-            "Try a number of devices that divides the batch, or another global batch."
+            f"{_neighbours(model, machine, gpus, batch, base, space or Space(), fixed)}"
         )
     found.predictions = _even_first([one for _, _, one in sorted(ranked)[:keep]])
     return found
+
+
+def _neighbours(
+    model: ModelConfig,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    base: Plan,
+    space: Space,
+    fixed: frozenset[str],
+) -> str:
+    """The global batches next to `batch` that have a layout on `gpus` devices, and the numbers of devices next to
+    `gpus` that have one of `batch`."""
+
+    def possible(devices: int, samples: int) -> bool:
+        return next(layouts(model, machine, devices, samples, base, space, fixed), None) is not None
+
+    degrees = itertools.product(_divisors(min(gpus, machine.devices_per_node)), _stages(model, gpus))
+    replicas = {gpus // (tp * pp) for tp, pp in degrees if gpus % (tp * pp) == 0}
+    # Of each number of replicas, what is next below and above.
+    multiples = {count: batch // count * count for count in replicas}
+    below = sorted({low for low in multiples.values() if 0 < low < batch}, reverse=True)
+    above = sorted({low + count for count, low in multiples.items() if low + count > batch})
+    batches = [next((b for b in side if possible(gpus, b)), None) for side in (below, above)]
+    fewer, more = range(gpus - 1, max(0, gpus - _FAR), -1), range(gpus + 1, gpus + _FAR)
+    devices = [next((n for n in side if possible(n, batch)), None) for side in (fewer, more)]
+    found = [
+        f"{words} {' or '.join(str(number) for number in numbers if number is not None)}"
+        for words, numbers in (("global batch", batches), ("number of devices", devices))
+        if any(number is not None for number in numbers)
+    ]
+    return (
+        f"Try the {', or the '.join(found)}." if found else "Try another number of devices, or another batch."
+    )
 
 
 def _even_first(ranked: list[Prediction]) -> list[Prediction]:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from penstock.tasks import ImageClassification as ImageClassification
     from penstock.tasks import Task as Task
     from penstock.tasks import classification_loss as classification_loss
+    from penstock.train import Callback as Callback
     from penstock.train import TrainResult as TrainResult
 
 __version__ = "0.1.0"
@@ -100,7 +101,7 @@ _NAMES = {
     "probe": ("machine_for",),
     "step": ("StepResult", "TrainStep"),
     "tasks": ("ImageClassification", "Task", "classification_loss"),
-    "train": ("TrainResult",),
+    "train": ("Callback", "TrainResult"),
 }
 """By module."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import signal
@@ -35,9 +37,11 @@ from penstock.models.convert import from_pretrained
 from penstock.planner import predict
 from penstock.tasks import ImageClassification
 from penstock.train import loop, train
+from penstock.train.callbacks import Callback, Record
 from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import read_metrics
+from penstock.train.trackers import trackers
 
 MODEL = ViTConfig(
     image_size=8,
@@ -386,9 +390,82 @@ def test_weights_to_start_from_are_taken_by_model_and_average(
         torch.testing.assert_close(tensors[f"ema/{name}"], parameter.detach(), atol=1e-6, rtol=0)
 
 
-def test_tensorboard_files_are_written_on_request(config: RunConfig) -> None:
-    train(config, tensorboard=True)
-    assert list((Path(config.output) / "tensorboard").glob("events.out.tfevents.*"))
+def test_callbacks_hear_of_everything_and_change_nothing(config: RunConfig) -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Listener(Callback):
+        def on_start(self, record: Record) -> None:
+            heard.append(("start", record["step"]))
+
+        def on_step(self, record: Record) -> None:
+            assert math.isfinite(record["loss"])
+            heard.append(("step", record["step"]))
+
+        def on_evaluation(self, record: Record) -> None:
+            heard.append((f"evaluation of {record['samples']}", record["step"]))
+
+        def on_save(self, record: Record) -> None:
+            assert Path(record["path"]).is_dir()
+            heard.append(("save", record["step"]))
+
+        def on_end(self) -> None:
+            heard.append(("end", 0))
+
+    config = replace(config, log_every=2, recipe=replace(config.recipe, steps=6))
+    train(replace(config, output=f"{config.output}-plain"))
+    train(config, callbacks=[Listener()])
+    assert heard[0] == ("start", 0)
+    assert [step for what, step in heard if what == "step"] == [2, 3, 4, 6], (
+        "what is pending is logged before it is saved"
+    )
+    assert heard[-3:] == [("evaluation of 355", 6), ("save", 6), ("end", 0)]
+    one, other = (
+        final_tensors(replace(config, output=folder)) for folder in (config.output, f"{config.output}-plain")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_a_callback_raises_ends_the_run_and_closes_what_is_open(config: RunConfig) -> None:
+    closed = []
+
+    class Broken(Callback):
+        def on_step(self, record: Record) -> None:
+            raise ValueError("mine")
+
+        def on_end(self) -> None:
+            closed.append(True)
+
+    with pytest.raises(ValueError, match="mine"):
+        train(replace(config, log_every=1), callbacks=[Broken()])
+    assert closed == [True]
+
+
+def test_tensorboard_and_a_profile_are_written_on_request(config: RunConfig) -> None:
+    train(
+        replace(config, recipe=replace(config.recipe, steps=8)),
+        callbacks=trackers("tensorboard"),
+        profile=True,
+    )
+    output = Path(config.output)
+    assert list((output / "tensorboard").glob("events.out.tfevents.*"))
+    (record,) = [one for one in read_metrics(output / "metrics.jsonl") if one["event"] == "profile"]
+    trace = json.loads(Path(record["trace"]).read_text())
+    # What Perfetto reads: complete events ("X") with a start and a duration.
+    spans = [
+        event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event and "ts" in event
+    ]
+    assert {"aten::addmm", "aten::mm"} & {event["name"] for event in spans}
+    assert record["profiled"] == 3
+    assert len(record["operators"]) == 10
+    shares = [one["share"] for one in record["operators"]]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1 + 1e-9
+    assert Path(record["table"]).read_text().count("\n") == 11
+
+
+def test_a_run_too_short_to_profile_ends_all_the_same(config: RunConfig) -> None:
+    train(replace(config, recipe=replace(config.recipe, steps=2, warmup_steps=0)), profile=True)
+    assert not (Path(config.output) / "profile").exists()
 
 
 def test_a_plan_that_contradicts_the_machine_ends_before_anything_is_built(config: RunConfig) -> None:

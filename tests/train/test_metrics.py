@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import time
@@ -15,10 +14,9 @@ import torch
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.errors import EnvironmentProblem
 from penstock.planner import predict
 from penstock.planner.describe import totals
-from penstock.train.metrics import Records, TensorBoard, read_metrics
+from penstock.train.metrics import Records, read_metrics
 from penstock.train.speed import Speedometer, peak_memory
 
 MACHINE = Machine(
@@ -149,48 +147,3 @@ def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> N
 
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert (record["loss"], record["losses"], record["more"]) == (None, [1.0, None], {"x": None})
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str, purge_step: int | None) -> None:
-            assert (folder, purge_step) == (str(tmp_path), 8)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append((name, value, step))
-
-        def flush(self) -> None:
-            pass
-
-        close = flush
-
-    import tensorboardX
-
-    monkeypatch.setattr(tensorboardX, "SummaryWriter", Writer)
-    board = TensorBoard(tmp_path, resumed_at=7)
-    board.write({"event": "steps", "step": 9, "loss": 0.5, "losses": [1, 2], "peak": "desk", "flag": True})
-    board.close()
-    assert written == [("steps/loss", 0.5, 9)]
-
-
-def test_tensorboard_writes_real_event_files(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, resumed_at=0)
-    board.write({"event": "steps", "step": 1, "loss": 0.5})
-    board.close()
-    (file,) = tmp_path.glob("events.out.tfevents.*")
-    assert b"steps/loss" in file.read_bytes()
-
-
-def test_missing_tensorboard_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **options: Any) -> Any:
-        if name == "tensorboardX":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(EnvironmentProblem, match=r"penstock\[track\]"):
-        TensorBoard(tmp_path, resumed_at=0)

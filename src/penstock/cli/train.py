@@ -12,13 +12,17 @@ from penstock.cli._app import configured
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 
+_TRACK = "Pass the run's numbers on to tensorboard, wandb or mlflow, or to several with commas between them."
+_PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
+
 
 @configured(RunConfig, positional="model", loader=load_run)
 def train(
     config: RunConfig,
     *,
     resume: Annotated[bool, Parameter(help="Resume from the newest checkpoint in the output folder.")] = True,
-    tensorboard: Annotated[bool, Parameter(negative="", help="Write TensorBoard event files too.")] = False,
+    track: Annotated[str, Parameter(help=_TRACK)] = "",
+    profile: Annotated[bool, Parameter(negative="", help=_PROFILE)] = False,
 ) -> None:
     """Train a model; resumes where it was stopped.
 
@@ -28,8 +32,11 @@ def train(
     from penstock.tasks import task_of
     from penstock.train import train as run
     from penstock.train.display import display_for
+    from penstock.train.trackers import trackers
 
-    result = run(config, resume=resume, tensorboard=tensorboard, display=display_for(sys.stdout))
+    result = run(
+        config, resume=resume, callbacks=trackers(track), profile=profile, display=display_for(sys.stdout)
+    )
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
     found = result.evaluation

@@ -22,6 +22,8 @@ _OPTIONAL = (
     ("opencv-python-headless", "images", "faster JPEG decoding and resizing"),
     ("transformers", "hf", "Hugging Face models"),
     ("tensorboardX", "track", "TensorBoard logs"),
+    ("wandb", "wandb", "logs in Weights & Biases"),
+    ("mlflow-skinny", "mlflow", "logs in MLflow"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.train.callbacks import Callback
 from penstock.train.loop import TrainResult, train
 
-__all__ = ["TrainResult", "train"]
+__all__ = ["Callback", "TrainResult", "train"]

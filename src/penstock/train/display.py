@@ -7,15 +7,15 @@ itself: the command line passes a display in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from penstock.tasks import Task
-
-Record = Mapping[str, Any]
+from penstock.train.callbacks import Record
+from penstock.train.profile import operators_table
 
 
 class Display:
@@ -158,11 +158,17 @@ def _summary(record: Record) -> str:
     return "; ".join(lines)
 
 
+def _profile(record: Record) -> str:
+    table = operators_table(record["operators"])
+    return f"trace of {record['profiled']} steps in {record['trace']}, for ui.perfetto.dev\n{table}".rstrip()
+
+
 _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "steps": _steps,
     "prediction": _prediction,
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "summary": _summary,
+    "profile": _profile,
 }
 
 

@@ -12,7 +12,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
 from penstock.tasks import task_of
 from penstock.train.calendar import Calendar
+from penstock.train.callbacks import Callback
 from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
@@ -46,6 +47,7 @@ from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
+from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
 from penstock.train.run_state import RunState
@@ -73,11 +75,18 @@ class TrainResult:
 
 
 def train(
-    config: RunConfig, *, resume: bool = True, tensorboard: bool = False, display: Display | None = None
+    config: RunConfig,
+    *,
+    resume: bool = True,
+    callbacks: Sequence[Callback] = (),
+    profile: bool = False,
+    display: Display | None = None,
 ) -> TrainResult:
     """Train as `config` says, going on from the newest checkpoint in `config.output` that can be trusted.
 
     With `resume` false, what an earlier run left there is set aside under another name and the run starts anew.
+    `callbacks` are told what happens (see `Callback`). With `profile`, a few of the first steps are profiled into
+    `config.output`/profile.
 
     Under a launcher (`torchrun`) each of its processes calls this alike and is one rank of the Plan; rank 0 alone
     writes, and all return the same.
@@ -103,8 +112,8 @@ def train(
         own_random(device),
     ):
         require_wanted(stop, dims)
-        records = Records(output, display, main=dims.main)
-        run = _Run(config, device, dims, records, resume=resume, tensorboard=tensorboard)
+        records = Records(output, display, callbacks=callbacks, main=dims.main)
+        run = _Run(config, device, dims, records, resume=resume, profile=profile)
         try:
             require_wanted(stop, dims)
             return run.go(lock, stop)
@@ -123,7 +132,7 @@ class _Run:
         records: Records,
         *,
         resume: bool,
-        tensorboard: bool,
+        profile: bool,
     ) -> None:
         self.output = Path(config.output)
         self.device = device
@@ -182,9 +191,8 @@ class _Run:
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds
         )
         self.memory = MemoryMeter(device)
+        self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
         records.rewind(self.step if stored else -1, again=self._recorded_again())
-        if tensorboard:
-            records.open_tensorboard(resumed_at=self.resumed_at)
 
     @property
     def step(self) -> int:
@@ -200,7 +208,8 @@ class _Run:
             while self.step < self.calendar.total:
                 if not len(self.pending):
                     self.speedometer.start()
-                self._train_step()
+                with self.profiler.step(last=self.step + 1 == self.calendar.total):
+                    self._train_step()
                 lock.touch()
                 beat(self.step)
                 if self.calendar.logs(self.step):

@@ -1,16 +1,16 @@
-"""The records of a run, one per event. They go to `metrics.jsonl`, the display and, if asked for, TensorBoard."""
+"""The records of a run, one per event. They go to `metrics.jsonl`, the display and the callbacks."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.boundary.files import naming, write_text
-from penstock.errors import EnvironmentProblem
-from penstock.train.display import Display, Record
+from penstock.train.callbacks import Callback, tell
+from penstock.train.display import Display
 
 
 class Records:
@@ -21,17 +21,14 @@ class Records:
     again, so no step is ever told twice.
     """
 
-    def __init__(self, output: Path, display: Display | None, *, main: bool = True) -> None:
+    def __init__(
+        self, output: Path, display: Display | None, *, callbacks: Sequence[Callback] = (), main: bool = True
+    ) -> None:
         self.path = output / "metrics.jsonl"
         self.display = display if display and main else Display()
         self._main = main
         self._file: TextIO | None = None
-        self._board: TensorBoard | None = None
-
-    def open_tensorboard(self, *, resumed_at: int) -> None:
-        """Write TensorBoard event files too. Raises EnvironmentProblem where tensorboardX is missing."""
-        if self._main:
-            self._board = TensorBoard(self.path.parent / "tensorboard", resumed_at=resumed_at)
+        self._callbacks = tuple(callbacks) if main else ()
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
         """Keep what was recorded up to the checkpoint of `step`; the file is replaced atomically.
@@ -59,14 +56,14 @@ class Records:
             self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
             self._file.flush()
         self.display.show(record)
-        if self._board:
-            self._board.write(record)
+        for callback in self._callbacks:
+            tell(callback, record)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file, and tell the callbacks that the run has ended."""
         self._close_file()
-        if self._board:
-            self._board.close()
+        for callback in self._callbacks:
+            callback.on_end()
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -99,30 +96,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-class TensorBoard:
-    """The same records as TensorBoard scalars.
-
-    Raises:
-        EnvironmentProblem: tensorboardX is not installed.
-    """
-
-    def __init__(self, folder: Path, *, resumed_at: int) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise EnvironmentProblem(
-                "TensorBoard output needs the package tensorboardX. "
-                "Install it with: pip install 'penstock[track]', or leave --tensorboard out."
-            ) from None
-        # purge_step makes TensorBoard forget what the run is about to do again.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
-        self.close = self._writer.close
-
-    def write(self, record: Record) -> None:
-        """Every number of a record, under `event/name`."""
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{record['event']}/{name}", value, record["step"])
-        self._writer.flush()

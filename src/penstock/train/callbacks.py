@@ -1,0 +1,63 @@
+"""What your own code can do while a run goes on: a class with a method for each thing that happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+"""What is written to `metrics.jsonl` of an event: `event`, `step` and its numbers, by name."""
+
+
+class Callback:
+    """Override what you need, and pass an instance to `penstock.train.train(config, callbacks=[…])`.
+
+    Each method gets the record that also goes to `metrics.jsonl`. They are called on rank 0 only, in the order of the
+    list. An exception ends the run, after the files are closed. Nothing that a callback does may change the model: a
+    run must come out the same with and without it.
+    """
+
+    def on_start(self, record: Record) -> None:
+        """Before the first step. `event` is `start` or `resume`; `output` is the run's folder, `total` its steps."""
+
+    def on_step(self, record: Record) -> None:
+        """After every `log_every` steps, which is when numbers come from the device: `loss` is their mean, `losses`
+        holds each, `lr`, `grad_norm` and `samples_per_second` are those of the latest. With `log_every=1` it is called
+        after each step, and the host waits for the device as often."""
+
+    def on_evaluation(self, record: Record) -> None:
+        """After an evaluation: the task's metrics by name, `samples` and `seconds`."""
+
+    def on_save(self, record: Record) -> None:
+        """After a checkpoint: `path` is its folder, `seconds` what it took. In the background, it is under way."""
+
+    def on_end(self) -> None:
+        """The run has ended, for whatever reason; close what is open."""
+
+
+_METHODS = {
+    "start": "on_start",
+    "resume": "on_start",
+    "steps": "on_step",
+    "evaluation": "on_evaluation",
+    "checkpoint": "on_save",
+}
+
+
+def tell(callback: Callback, record: Record) -> None:
+    """Call the method for this record, if there is one."""
+    if (method := _METHODS.get(record["event"])) is not None:
+        getattr(callback, method)(record)
+
+
+def numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """Every finite number of a record under `event/name`, as trackers take them."""
+    for name, value in record.items():
+        if (
+            name != "step"
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        ):
+            yield f"{record['event']}/{name}", value

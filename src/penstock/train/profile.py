@@ -1,0 +1,91 @@
+"""`--profile`: a trace of a few steps that Perfetto opens, and the operators that cost most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+FIRST, COUNT = 3, 3
+"""The fourth step and two more: the first ones compile, allocate, make the optimizer's state, and count memory."""
+SHOWN = 10
+
+
+class StepProfiler:
+    """Profiles `COUNT` steps of a run into `output`/profile where that is `wanted`, and records what it found."""
+
+    def __init__(
+        self, output: Path, device: torch.device, record: Callable[..., None], *, wanted: bool
+    ) -> None:
+        self._folder, self._device, self._record = output / "profile", device, record
+        self._left = COUNT if wanted else 0
+        self._taken = 0
+        self._running: Any = None
+
+    @contextmanager
+    def step(self, *, last: bool) -> Iterator[None]:
+        """Inside, the run takes a step; `last` says whether it is its last one."""
+        if not self._left:
+            yield
+            return
+        if self._taken == FIRST:
+            cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._running = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self._running.start()
+        try:
+            yield
+        except BaseException:
+            self._stop()
+            raise
+        self._taken += 1
+        if self._running is None:
+            return
+        self._left -= 1
+        if last or not self._left:
+            self._write(self._stop())
+
+    def _stop(self) -> Any:
+        """End the profile; on a GPU with all kernels that are under way."""
+        running, self._running, self._left = self._running, None, 0
+        if running is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            running.stop()
+        return running
+
+    def _write(self, events: Any) -> None:
+        """The trace, and the operators that took longest themselves, without what they called."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace, table = self._folder / "trace.json", self._folder / "operators.txt"
+        events.export_chrome_trace(str(trace))
+        found = costliest(events, on_device=self._device.type == "cuda")
+        table.write_text(operators_table(found), encoding="utf-8")
+        steps = self._taken - FIRST
+        self._record("profile", trace=str(trace), table=str(table), profiled=steps, operators=found)
+
+
+def costliest(events: Any, *, on_device: bool) -> list[dict[str, Any]]:
+    """The ten operators with the most time of their own: name, calls, milliseconds, share of all, in [0, 1]."""
+    kind = "self_device_time_total" if on_device else "self_cpu_time_total"
+    rows = [(event.key, event.count, float(getattr(event, kind))) for event in events.key_averages()]
+    whole = sum(time for _, _, time in rows) or 1.0
+    ranked = sorted(rows, key=lambda row: -row[2])[:SHOWN]
+    return [
+        {"name": name, "calls": calls, "milliseconds": time / 1e3, "share": time / whole}
+        for name, calls, time in ranked
+    ]
+
+
+def operators_table(operators: list[dict[str, Any]]) -> str:
+    """The operators as a table in plain text."""
+    wide = max((len(one["name"]) for one in operators), default=8)
+    lines = [f"{'operator':<{wide}}  {'calls':>7}  {'ms':>10}  {'share':>6}"]
+    lines += [
+        f"{one['name']:<{wide}}  {one['calls']:>7,}  {one['milliseconds']:>10,.2f}  {one['share']:>6.1%}"
+        for one in operators
+    ]
+    return "\n".join(lines) + "\n"

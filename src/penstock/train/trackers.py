@@ -1,0 +1,156 @@
+"""TensorBoard, Weights & Biases and MLflow: callbacks that pass a run's numbers on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.config.convert import nearest
+from penstock.disk import write_file
+from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.train.callbacks import Callback, Record, numbers
+
+_ID = "tracker.json"
+"""In the run's folder: under which identity a tracker knows the run, so that a resumed one goes on there."""
+
+
+class _Tracker(Callback):
+    """Passes every number on as `event/name`, at its step, to what a subclass defines as `log`."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def on_step(self, record: Record) -> None:
+        self.log(dict(numbers(record)), record["step"])
+
+    def on_evaluation(self, record: Record) -> None:
+        self.log(dict(numbers(record)), record["step"])
+
+
+class TensorBoard(_Tracker):
+    """Event files in OUTPUT/tensorboard, by tensorboardX."""
+
+    def __init__(self) -> None:
+        self._make = _import("tensorboardX", "track").SummaryWriter
+        self._writer: Any = None
+
+    def on_start(self, record: Record) -> None:
+        # purge_step makes TensorBoard forget what the run is about to do again.
+        purge = record["step"] + 1 if record["event"] == "resume" else None
+        self._writer = self._make(str(Path(record["output"]) / "tensorboard"), purge_step=purge)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def on_end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(_Tracker):
+    """A run of Weights & Biases. Project, entity and mode are wandb's own settings (WANDB_PROJECT, WANDB_MODE=offline);
+    without a project it is `penstock`.
+    """
+
+    def __init__(self) -> None:
+        self._wandb = _import("wandb", "wandb")
+        self._run: Any = None
+
+    def on_start(self, record: Record) -> None:
+        output = Path(record["output"])
+        known = _identity(output, "wandb")
+        settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
+        self._run = self._wandb.init(
+            project=getattr(settings, "project", None) or "penstock",
+            name=output.name,
+            dir=str(output),
+            id=known,
+            resume="allow" if known else None,
+            config=_facts(record),
+        )
+        _remember(output, "wandb", self._run.id)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def on_end(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflow(_Tracker):
+    """A run of MLflow. Where it goes is MLflow's own setting: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self) -> None:
+        self._mlflow = _import("mlflow", "mlflow")
+        self._started = False
+
+    def on_start(self, record: Record) -> None:
+        output = Path(record["output"])
+        known = _identity(output, "mlflow")
+        run = self._mlflow.start_run(run_id=known, run_name=None if known else output.name)
+        self._started = True
+        if not known:
+            self._mlflow.log_params(_facts(record))
+        _remember(output, "mlflow", run.info.run_id)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics(values, step=step)
+
+    def on_end(self) -> None:
+        if self._started:
+            self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def trackers(names: str) -> list[Callback]:
+    """Those named, with commas between them.
+
+    Raises ConfigError for a name that there is not, EnvironmentProblem where its package is missing.
+    """
+    found = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"There is no tracker {name!r}.{nearest(name, TRACKERS)} Give --track one of {', '.join(TRACKERS)}, or "
+                f"several with commas between them."
+            )
+        found.append(TRACKERS[name]())
+    return found
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"--track needs the package {package}, which cannot be imported ({error}). Install it with: "
+            f"pip install 'penstock[{extra}]', or leave --track out."
+        ) from None
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    """What a tracker lists of a run beside its curves."""
+    return {name: value for name, value in record.items() if name not in ("event", "step")}
+
+
+def _identity(output: Path, tracker: str) -> str | None:
+    """Under which identity the tracker knows the run in this folder."""
+    try:
+        known = json.loads((output / _ID).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = known.get(tracker) if isinstance(known, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _remember(output: Path, tracker: str, identity: str) -> None:
+    both = {name: known for name in TRACKERS if (known := _identity(output, name))} | {tracker: identity}
+    write_file(output / _ID, [json.dumps(both).encode()])

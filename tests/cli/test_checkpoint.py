@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,47 @@ def test_export_writes_the_average_as_transformers_names_it(
         assert torch.equal(load_file(tmp_path / "b" / file)[name], weights[name])
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "c"), "--weights", "x"]) == 2
     assert "it has weights, ema" in capsys.readouterr().err
+
+
+def test_the_mean_of_the_newest_is_exact_to_a_rounding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(
+        model=ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=32)
+    )
+    run, states = tmp_path / "run", []
+    for step in (1, 2, 3, 4):
+        torch.manual_seed(step)
+        model = create(config.model)
+        # Sums that fp32 would lose: thousands beside thousandths.
+        state = {
+            name: tensor + (4096.0 if step % 2 else -4096.0) for name, tensor in model.state_dict().items()
+        }
+        states.append(state)
+        snapshot = replace(numbered(step), weights={"weights": state}, config=to_dict(config))
+        checkpoint.save(run / "checkpoints", snapshot, keep=4)
+    assert main(["checkpoint", "average", str(run), "--last", "3"]) == 0
+    assert "the mean of 'weights' of step-2, step-3, step-4" in capsys.readouterr().out
+    found = from_pretrained(run / "average").state_dict()
+    for name, tensor in found.items():
+        exact = sum(state[name].double() for state in states[1:]) / 3
+        assert torch.equal(tensor, exact.float()), name
+    assert main(["checkpoint", "average", str(run), str(tmp_path / "there"), "--last", "2"]) == 0
+    assert (tmp_path / "there" / "model.safetensors").exists()
+    assert main(["checkpoint", "average", str(run), "--last", "5"]) == 2
+    assert "has 4 checkpoints, but --last is 5. Train with --keep 5" in capsys.readouterr().err
+    assert main(["checkpoint", "average", str(run), "--last", "1"]) == 2
+    assert main(["checkpoint", "average", str(run), "--weights", "ema"]) == 2
+
+
+def test_checkpoints_of_two_models_have_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for step, width in ((1, 16), (2, 32)):
+        config = RunConfig(
+            model=ViTConfig(image_size=8, patch_size=4, channels=1, width=width, depth=1, heads=2)
+        )
+        state = create(config.model).state_dict()
+        snapshot = replace(numbered(step), weights={"weights": state}, config=to_dict(config))
+        checkpoint.save(run / "checkpoints", snapshot)
+    assert main(["checkpoint", "average", str(run)]) == 2
+    assert "holds another model than" in capsys.readouterr().err

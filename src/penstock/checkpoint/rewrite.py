@@ -180,8 +180,10 @@ def export_plain(
     return [folder / file for file in files]
 
 
-def export_model(checkpoint: Checkpoint, folder: Path, which: str) -> None:
-    """Write one set of weights, and the model's configuration, as a Hugging Face folder.
+def export_model(
+    checkpoint: Checkpoint, folder: Path, which: str, *, state: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder.
 
     Raises:
         ConfigError: no such set, or the checkpoint's model is of a family that has no such form here.
@@ -203,7 +205,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, which: str) -> None:
             f"export it with --names plain."
         )
     try:
-        model.load_state_dict(read_weights(checkpoint, which), assign=True)
+        model.load_state_dict(state or read_weights(checkpoint, which), assign=True)
     except RuntimeError as problem:
         raise CheckpointError(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "

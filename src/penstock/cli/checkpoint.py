@@ -1,4 +1,4 @@
-"""`penstock checkpoint`: verify, list, export and convert the checkpoints of a run."""
+"""`penstock checkpoint`: verify, list, export, convert and average the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -165,3 +165,26 @@ def convert_(path: Path, target: Path, *, step: int | None = None, ranks: int = 
     print(
         f"{rewrite.convert(source, target, ranks=ranks)}: {source.path} as {ranks} rank{'s' if ranks > 1 else ''}."
     )
+
+
+def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: str = "weights") -> None:
+    """Write the mean of a run's newest checkpoints as a Hugging Face folder: safetensors and config.json.
+
+    The mean is exact: summed in fp64 and rounded once to fp32. `penstock train --keep N` keeps N checkpoints.
+
+    Parameters
+    ----------
+    path
+        The output folder of a run, or its folder of checkpoints.
+    target
+        The folder to write to; `average` in the output folder by default.
+    last
+        How many checkpoints, from the newest back.
+    weights
+        Which set: `weights`, or `ema` for the moving average.
+    """
+    from penstock.checkpoint.average import export_average
+
+    folder = target or path / "average"
+    found = export_average(path, folder, count=last, which=weights)
+    print(f"{folder}: the mean of '{weights}' of {', '.join(one.path.name for one in found)}.")

@@ -248,13 +248,13 @@ def deepspeed(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     if plan.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     half = {"bf16": "bfloat16", "fp16": "float16"}[plan.dtype]
-    types: dict[str, Any] = {
+    types: dict[str, dict[str, Any]] = {
         "O0": {}, "O1": {"torch_autocast": {"enabled": True, "dtype": half}},
         "O2": {plan.dtype: {"enabled": True}}, "O3": {plan.dtype: {"enabled": True}},
-    }[plan.precision]  # fmt: skip
+    }  # fmt: skip
     settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulate, **types, "zero_optimization": zero,
+        "gradient_accumulation_steps": plan.accumulate, **types[plan.precision], "zero_optimization": zero,
     }  # fmt: skip
     if plan.gradients == "fp32":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.data.sampler import Stream as Stream
     from penstock.data.source import ImageSource as ImageSource
     from penstock.data.source import Source as Source
+    from penstock.data.transform import per_sample as per_sample
 
 _NAMES = {
     "augment": ("augment_batch", "center_batch"),
@@ -26,6 +27,7 @@ _NAMES = {
     "open": ("open_source",),
     "sampler": ("Stream",),
     "source": ("ImageSource", "Source"),
+    "transform": ("per_sample",),
 }
 """By module."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config.run import Augment
-from penstock.data import color
+from penstock.data import color, randaugment
 from penstock.data.hashing import BATCH, SAMPLE, generator, uniforms
 from penstock.data.resample import Boxes, resample, to_device
 
@@ -49,6 +49,10 @@ class Draws:
     """(N, B)"""
     factors: Floats
     """(N, B), 1 is no change"""
+    moves: NDArray[np.int64]
+    """(N, B), operations of RandAugment"""
+    amounts: Floats
+    """(N, B) in [-1, 1]"""
     erased: Boxes
     """(B, 4), of height 0 where nothing is erased"""
     fill: Floats
@@ -70,15 +74,19 @@ def draw(
     Per-sample choices depend on the sample's position alone, mixing on the first position of the batch.
     """
     rounds = config.color_ops if config.color else 0
-    table = uniforms(seed, SAMPLE, counters=positions, columns=13 + 2 * rounds)
+    start, turns = 13 + 2 * rounds, config.randaugment
+    table = uniforms(seed, SAMPLE, counters=positions, columns=start + 2 * turns)
     picked = table[:, 13 : 13 + rounds].T * color.operations(channels)
-    swing = 2 * table[:, 13 + rounds :].T - 1
+    swing = 2 * table[:, 13 + rounds : start].T - 1
+    amount = config.randaugment_magnitude / randaugment.GREATEST_MAGNITUDE
     erased = _erase_boxes(table[:, 5:10], config.erase, image_size)
     return Draws(
         boxes=_crop_boxes(table[:, 0:4], config.crop_scale_min, *stored),
         flips=table[:, 4] < config.flip,
         operations=picked.astype(np.int64),
         factors=(1 + COLOR_REACH * config.color * swing).astype(np.float32),
+        moves=(table[:, start : start + turns].T * len(randaugment.OPERATIONS)).astype(np.int64),
+        amounts=np.where(table[:, start + turns :].T < 0.5, -amount, amount).astype(np.float32),
         erased=erased,
         fill=2 * table[:, 10:13] - 1,
         mix=_draw_mix(config, image_size, seed, int(positions[0])) if len(positions) else None,
@@ -198,6 +206,8 @@ def augment_batch(
         x = resample(images, draws.boxes, draws.flips, image_size)
         if len(draws.operations):
             x = color.apply(x, draws.operations, draws.factors)
+        if len(draws.moves):
+            x = color.apply(x, draws.moves, draws.amounts, tuple(randaugment.OPERATIONS.values()))
         x = erase(normalize_(x), draws.erased, draws.fill)
         if draws.mix is not None:
             x = mix_images(x, draws.mix)

@@ -7,7 +7,7 @@ Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3: each image gets N o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -83,7 +83,12 @@ def operations(channels: int) -> int:
     return len(OPERATIONS) if channels == 3 else len(OPERATIONS) - 1
 
 
-def apply(images: Tensor, chosen: NDArray[np.int64], factors: NDArray[np.float32]) -> Tensor:
+def apply(
+    images: Tensor,
+    chosen: NDArray[np.int64],
+    factors: NDArray[np.float32],
+    operations: Sequence[Callable[[Tensor, Tensor], Tensor]] = OPERATIONS,
+) -> Tensor:
     """In each round apply its operation to each image: `chosen` and `factors` are (rounds, B) host arrays.
 
     Images that share an operation are gathered and changed together, so that each operation is computed once. The host
@@ -95,7 +100,7 @@ def apply(images: Tensor, chosen: NDArray[np.int64], factors: NDArray[np.float32
     for turn in range(len(chosen)):
         start = 0
         for operation, count in zip(
-            OPERATIONS, np.bincount(chosen[turn], minlength=len(OPERATIONS)).tolist()
+            operations, np.bincount(chosen[turn], minlength=len(operations)).tolist()
         ):
             if count:
                 rows = order_on_device[turn, start : start + count]

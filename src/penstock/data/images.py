@@ -16,6 +16,7 @@ from penstock.data.augment import augment_batch, center_batch
 from penstock.data.loader import HostBatch, Loader
 from penstock.data.resample import to_device
 from penstock.data.source import ImageSource
+from penstock.data.transform import apply
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class PrepareImages:
         self.seed = seed
         self._crop_share = source.crop_share
         self._labels = source.labels
+        self._transform = source.transform
 
     def __call__(self, host: HostBatch, device: torch.device) -> Batch:
         """Copy to the device and augment there, on the current stream, waiting for nothing."""
@@ -87,6 +89,8 @@ class PrepareImages:
                 seed=self.seed,
                 positions=host.positions,
             )
+        if self._transform is not None:
+            images, targets = apply(self._transform, images, targets, training=self.augment is not None)
         return Batch(images, targets, host.ids)
 
 

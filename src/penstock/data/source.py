@@ -6,6 +6,7 @@ This imports no torch, so that reading processes start in a fraction of a second
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -113,6 +114,11 @@ class ImageSource(Source):
     """Share of the side, in the centre, that evaluation uses (the usual 224 of 256)."""
     scalable: bool = False
     """True where enlarging the stored size is intended (the 8 × 8 digits), so that there is no warning."""
+    transform: Callable[..., Any] | None = None
+    """What each batch goes through after augmentation (see `penstock.data.transform`); reading processes lack it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "transform"}
 
     @property
     def sample(self) -> np.dtype[Any]:  # type: ignore[override]  # it follows from the other attributes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.containers import replaced, tensors
+from penstock.data.transform import load_function
 from penstock.errors import ConfigError
 from penstock.tasks import Loss
 
@@ -21,22 +21,7 @@ Factory = Callable[[], tuple[nn.Module, Any, Loss]]
 
 def load_factory(path: str) -> Factory:
     """The function at `package.module:name`, looked for in the working directory too. Raises ConfigError."""
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"The module {module_name} of the factory {path} cannot be imported: {error}. Run from the folder that "
-            f"holds it, or install it."
-        ) from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ConfigError(
-            f"The module {module_name} has no function {name!r}; write the factory as package.module:function."
-        )
-    return factory  # type: ignore[no-any-return]
+    return load_function(path, "factory")
 
 
 def path_of(factory: Factory) -> str | None:

@@ -1,0 +1,133 @@
+"""RandAugment whole: all 14 operations on a batch on its device, in grey levels 0..255, each image by its own draw.
+
+Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3 and the operations of AutoAugment (CVPR 2019, table 6). Each
+takes (B, C, H, W) float and one signed amount in [-1, 1] per image, (B,), and keeps the shape. Those that move pixels
+do as Pillow's `Image.transform` and `rotate` with the nearest pixel, to the pixel; those that change levels do as
+`ImageOps` and `ImageEnhance`, without rounding to whole levels in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.data import color
+
+GREATEST_MAGNITUDE = 10
+BLEND = 0.9
+"""At the greatest magnitude a factor of brightness, contrast, saturation or sharpness is 0.1 or 1.9."""
+DEGREES = 30.0
+SHEAR = 0.3
+SHIFT = 150 / 331
+"""Of the side: AutoAugment moves images of 331 pixels by up to 150."""
+FILL = 128.0
+"""What comes in from outside the image."""
+_ONE = 1 << 16
+
+
+def _affine(images: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
+    """Each pixel from where `across` (a, b, c) and `down` (d, e, f) send it: x' = a x + b y + c, y' = d x + e y + f, of
+    pixels' centres. In 16.16 fixed point, as Pillow does, so that both choose the same pixel.
+    """
+    height, width = images.shape[-2:]
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+
+    def source(row: list[Tensor]) -> Tensor:
+        a, b, c = row
+        start, dx, dy = (
+            (v * _ONE + 0.5).floor().long()[:, None, None] for v in (c + a * 0.5 + b * 0.5, a, b)
+        )
+        return (start + dx * x + dy * y) >> 16
+
+    column, line = source(across), source(down)
+    inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
+    place = (line.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)
+    moved = images.flatten(2).gather(2, place[:, None].expand(-1, images.shape[1], -1))
+    return torch.where(inside[:, None], moved.view_as(images), FILL)
+
+
+def _shear_x(images: Tensor, amount: Tensor) -> Tensor:
+    amount = amount.double()
+    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
+    return _affine(images, [one, SHEAR * amount, zero], [zero, one, zero])
+
+
+def _shear_y(images: Tensor, amount: Tensor) -> Tensor:
+    amount = amount.double()
+    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
+    return _affine(images, [one, zero, zero], [SHEAR * amount, one, zero])
+
+
+def _shift_x(images: Tensor, amount: Tensor) -> Tensor:
+    amount = amount.double()
+    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
+    return _affine(images, [one, zero, SHIFT * images.shape[-1] * amount], [zero, one, zero])
+
+
+def _shift_y(images: Tensor, amount: Tensor) -> Tensor:
+    amount = amount.double()
+    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
+    return _affine(images, [one, zero, zero], [zero, one, SHIFT * images.shape[-2] * amount])
+
+
+def _rotate(images: Tensor, amount: Tensor) -> Tensor:
+    """Counter-clockwise about the centre for a positive amount."""
+    angle = -amount.double() * (DEGREES * math.pi / 180)
+    cos, sin = angle.cos(), angle.sin()
+    x, y = images.shape[-1] / 2, images.shape[-2] / 2
+    return _affine(images, [cos, sin, x - x * cos - y * sin], [-sin, cos, y + x * sin - y * cos])
+
+
+def _identity(images: Tensor, amount: Tensor) -> Tensor:
+    return images
+
+
+def _autocontrast(images: Tensor, amount: Tensor) -> Tensor:
+    """Each channel spread over 0..255."""
+    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    spread = high - low
+    return torch.where(spread > 0, (images - low) * (255 / spread.clamp(min=1e-6)), images).clamp(0, 255)
+
+
+def _equalize(images: Tensor, amount: Tensor) -> Tensor:
+    """Each channel's levels spread so that all are about equally frequent."""
+    levels = images.round().clamp_(0, 255).long().flatten(2)
+    counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.long, device=images.device)
+    counts.scatter_add_(2, levels, torch.ones_like(levels))
+    # Of the highest level that occurs, the count is left out; where nothing is left over, the channel stays.
+    highest = 255 - (counts.flip(2) > 0).long().argmax(2, keepdim=True)
+    step = (levels.shape[2] - counts.gather(2, highest)) // 255
+    table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
+    changed = table.clamp_(0, 255).gather(2, levels).view_as(images).to(images.dtype)
+    return torch.where((step > 0)[..., None], changed, images)
+
+
+def _blending(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda images, amount: operation(images, 1 + BLEND * amount)
+
+
+def _thresholding(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda images, amount: operation(images, 1 + amount)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "identity": _identity,
+    "autocontrast": _autocontrast,
+    "equalize": _equalize,
+    "rotate": _rotate,
+    "solarize": _thresholding(color.solarize),
+    "saturation": _blending(color.saturation),
+    "posterize": _thresholding(color.posterize),
+    "contrast": _blending(color.contrast),
+    "brightness": _blending(color.brightness),
+    "sharpness": _blending(color.sharpness),
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
+    "shift_x": _shift_x,
+    "shift_y": _shift_y,
+}
+"""All are drawn equally often. Saturation leaves a grey image as it is."""

@@ -241,3 +241,26 @@ def test_sixteen_bits_more_train_as_a_copy_does() -> None:
 def test_fp8_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         build(TINY, Plan(precision="O1", fp8=True))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *PLANS,
+        "precision=O2 optimizer=fused",
+        "precision=O2 optimizer=contiguous",
+        "precision=O2 master=remainder",
+    ],
+)
+def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:
+    recipe = Recipe(lr=1e-2, freeze=("stem", "positions", "blocks.0"), ema_decay=0.5, layer_decay=0.8)
+    built = build(TINY, Plan.parse(line), recipe=recipe)
+    before = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
+    for _ in range(3):
+        built.step([batch()])
+    assert built.ema is not None
+    with built.inference(), built.ema.swapped():
+        after = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
+    for name, tensor in after.items():
+        frozen = name.startswith(("stem.", "positions", "blocks.0."))
+        assert torch.equal(tensor, before[name]) == frozen, name

@@ -23,6 +23,7 @@ from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
+from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.precision import (
@@ -125,6 +126,8 @@ def build(
     apply_precision(module, precision, device)
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
+    # Before anything looks for what learns: recomputation, replicas, shards, the optimizer.
+    freeze(module, recipe.freeze)
 
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.

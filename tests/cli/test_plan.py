@@ -36,7 +36,7 @@ def test_the_table_ranks_and_says_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert line is not None
     assert Plan.parse(line[1]).gpus == 16
     assert re.search(
-        r"\d+ days of training, [\d.,]+ GPU hours, \d+ MWh at rated power, US\$ [\d,]+ to pay", out
+        r"[\d.]+ days of training, [\d,]+ GPU hours, [\d.]+ MWh at rated power, US\$ [\d,]+ to pay", out
     )
     assert "tokens/s/GPU" in out
     assert "slower" in out

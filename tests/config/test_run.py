@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataConfig(source="imagefoldr:x"), "imagefolder:PATH or pack:PATH. Did you mean 'imagefolder'?"),
+        (lambda: DataConfig(source="imagefoldr:x"), "pack:PATH or hf:NAME. Did you mean 'imagefolder'?"),
         (lambda: DataConfig(source="imagefolder"), "data.source is 'imagefolder'"),
         (lambda: DataConfig(source="digits:x"), "data.source is 'digits:x'"),
         (lambda: DataConfig(workers=-1), "data.workers is -1, but must be at least 0."),

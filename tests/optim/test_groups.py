@@ -10,6 +10,7 @@ from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.optim import parameter_groups
+from penstock.optim.groups import freeze
 
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
 
@@ -112,3 +113,27 @@ def test_refusals_say_what_to_do() -> None:
     assert parameter_groups(lone, weight_decay=0.0)
     with pytest.raises(ConfigError, match="Enrol it"):
         parameter_groups(lone, weight_decay=0.0, layer_decay=0.9)
+
+
+def test_frozen_parts_are_in_no_group() -> None:
+    model = create(ViTConfig(image_size=8, patch_size=4, width=16, depth=3, heads=2, mlp_width=32, classes=4))
+    freeze(model, ("stem", "blocks.0", "blocks.*.mlp"))
+    learn = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    grouped = {name for group in parameter_groups(model, weight_decay=0.1) for name in group["param_names"]}
+    assert grouped == learn
+    assert not any(name.startswith(("stem.", "blocks.0.", "blocks.1.mlp.")) for name in learn)
+    assert {"blocks.1.attention.qkv.weight", "head.weight"} <= learn
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (("blocks.9",), "recipe.freeze names 'blocks.9', but the model has no such part"),
+        (("*",), "nothing would learn"),
+    ],
+)
+def test_what_cannot_be_frozen_is_said(patterns: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        freeze(
+            create(ViTConfig(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32)), patterns
+        )

@@ -172,14 +172,11 @@ def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     }  # fmt: skip
     if plan.sharding in ("zero1", "zero2"):
         options["parallelism.fsdp_reshard_after_forward"] = "never"
-    for name, degree in (
-        ("tensor", plan.tp),
-        ("context", plan.cp),
-        ("expert", plan.ep),
-        ("pipeline", plan.pp),
-    ):
-        if degree > 1:
-            options[f"parallelism.{name}_parallel_degree"] = degree
+    degrees = {
+        "parallelism.tensor_parallel_degree": plan.tp, "parallelism.context_parallel_degree": plan.cp,
+        "parallelism.expert_parallel_degree": plan.ep, "parallelism.pipeline_parallel_degree": plan.pp,
+    }  # fmt: skip
+    options |= {name: degree for name, degree in degrees.items() if degree > 1}
     if plan.cp > 1:
         exchange = {"gather": "allgather", "ring": "alltoall"}[plan.cp_exchange]
         options["parallelism.context_parallel_rotate_method"] = exchange

@@ -23,7 +23,8 @@ from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 
 _DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]+)$")
-SOURCES = ("digits", "imagefolder", "pack")
+_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+SOURCES = ("digits", "imagefolder", "pack", "hf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +35,23 @@ class DataConfig(Checked, where="data"):
     """What `--data TEXT` sets."""
 
     source: str = "digits"
-    """`digits` (embedded), `imagefolder:PATH` or `pack:PATH`."""
+    """`digits` (embedded), `imagefolder:PATH`, `pack:PATH` or `hf:NAME` (a dataset of the Hugging Face hub)."""
     workers: Natural = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
     """What to do with a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
+    transform: str | None = None
+    """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
 
     def _problems(self) -> Iterator[str]:
+        if self.transform is not None and not _FUNCTION.match(self.transform):
+            yield f"data.transform is {self.transform!r}, but must be package.module:function."
         kind, _, path = self.source.partition(":")
         if kind not in SOURCES or (kind == "digits") == bool(path):
             yield (
-                f"data.source is {self.source!r}, but must be digits, imagefolder:PATH or pack:PATH."
+                f"data.source is {self.source!r}, but must be digits, imagefolder:PATH, pack:PATH or hf:NAME."
                 f"{nearest(kind, SOURCES)}"
             )
 
@@ -62,6 +67,10 @@ class Augment(Checked, where="recipe.augment"):
     """Strength in [0, 1] of random brightness, contrast, saturation and sharpness changes."""
     color_ops: Natural = 2
     """How many colour operations each image gets when `color` is above 0 (RandAugment's N)."""
+    randaugment: Natural = 0
+    """How many of RandAugment's 14 operations each image gets (its N); 0 is off (Cubuk et al., CVPRW 2020)."""
+    randaugment_magnitude: Annotated[float, Range(0, 10)] = 9.0
+    """How strong they are (its M), of 10."""
     erase: Share = 0.0
     """Probability of random erasing (Zhong et al., AAAI 2020)."""
     mixup: NotNegative = 0.0
@@ -121,6 +130,8 @@ class Recipe(Checked, where="recipe"):
     """Decay per step of the exponential moving average of the weights that evaluation then uses."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
+    freeze: tuple[str, ...] = ()
+    """Parts that do not learn, by name or pattern, with all that is in them: `stem,positions,blocks.0,blocks.1`."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
     lists: Lists = field(default_factory=Lists)
@@ -133,7 +144,7 @@ class RunConfig(Checked):
     model: ModelConfig = PRESETS["vit-digits"]
     """Name of a preset (`vit-s16`); single fields can be overridden."""
     data: DataConfig = field(default_factory=DataConfig)
-    """`digits`, `imagefolder:PATH` or `pack:PATH`."""
+    """`digits`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)
     plan: Plan = field(default_factory=Plan)
     """How to run, as one line: `precision=O1 optimizer=fused`, or `baseline`."""
@@ -147,7 +158,8 @@ class RunConfig(Checked):
     output: str = "runs/latest"
     """Folder for the run's configuration, metrics, checkpoints and exported weights."""
     init_from: str | None = None
-    """Folder or safetensors file of weights to start from (Hugging Face, timm or Penstock names)."""
+    """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
+    `google/vit-base-patch16-224`."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     keep: Annotated[int, Range(2)] = 2

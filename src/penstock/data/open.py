@@ -8,7 +8,7 @@ from penstock.errors import ConfigError
 
 
 def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
-    """Open `digits`, `imagefolder:PATH` or `pack:PATH`.
+    """Open `digits`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
 
     `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
     of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
@@ -23,6 +23,17 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
     if problems:
         raise ConfigError(problems)
+    source = _opened(kind, path, config, split, channels, image_size)
+    if config.transform is not None:
+        from penstock.data.transform import load_function
+
+        source.transform = load_function(config.transform, "data.transform")
+    return source
+
+
+def _opened(
+    kind: str, path: str, config: DataConfig, split: Split, channels: int, image_size: int
+) -> ImageSource:
     # Late: each kind of source brings the libraries that it reads with.
     if kind == "digits":
         from penstock.data.digits import Digits
@@ -32,6 +43,10 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         from penstock.data.imagefolder import ImageFolder
 
         return ImageFolder(path, split, channels, stored_size(image_size), config)
+    if kind == "hf":
+        from penstock.data.hub import HubImages
+
+        return HubImages(path, split, channels, stored_size(image_size), config)
     from penstock.data.pack import Pack
 
     return Pack(path, split, channels, config)

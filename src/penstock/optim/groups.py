@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from types import NoneType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.config.convert import nearest
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
@@ -65,6 +68,30 @@ def parameter_groups(
             f"call requires_grad_(True) on the parts that should learn."
         )
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep parameters from learning: those with these names or patterns (`blocks.*.attention`), and all inside parts
+    with these names. Raises ConfigError for a pattern that fits nothing, or where nothing is left to learn.
+    """
+    names = [name for name, _ in uncompiled(model).named_parameters()]
+    frozen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not found:
+            parts = sorted({name.partition(".")[0] for name in names})
+            raise ConfigError(
+                f"recipe.freeze names {pattern!r}, but the model has no such part.{nearest(pattern, names)} Its parts "
+                f"are {', '.join(parts)}."
+            )
+        frozen |= found
+    if len(frozen) == len(names):
+        raise ConfigError(
+            "recipe.freeze freezes the whole model, so nothing would learn; leave out the head."
+        )
+    for name, parameter in uncompiled(model).named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def learning_rate(step: int, recipe: Recipe, total_steps: int) -> float:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from penstock.boundary.trees import read_tree
 from penstock.config.convert import nearest
 from penstock.disk import write_file
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -143,11 +144,10 @@ def _facts(record: Record) -> dict[str, Any]:
 
 def _identity(output: Path, tracker: str) -> str | None:
     """Under which identity the tracker knows the run in this folder."""
-    try:
-        known = json.loads((output / _ID).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if not (output / _ID).exists():
         return None
-    found = known.get(tracker) if isinstance(known, dict) else None
+    known = read_tree(output / _ID, "The list of trackers")
+    found = known.get(tracker)
     return found if isinstance(found, str) else None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.convert.files import described, read_state_dict
+from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import shares_head
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
@@ -62,6 +63,7 @@ def load_weights(
             "model.init_weights() first."
         )
     if isinstance(source, str | Path):
+        source = local_weights(source)
         if not isinstance(model, TextModel):  # what theirs share is told by its values
             _fitted(model, described(source), new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)

@@ -17,6 +17,7 @@ from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq
 from penstock.errors import ConfigError
 from penstock.models.convert.files import WEIGHTS, described, read_json, replace_file
 from penstock.models.convert.hf import config_from_hf, hf_config
+from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.names import shares_head
 from penstock.models.convert.text import read_text_config, text_to_hf, write_text_config
@@ -80,7 +81,7 @@ def from_pretrained(
 
     Raises ConfigError for another family, CheckpointError for broken files.
     """
-    folder = Path(folder)
+    folder = local_weights(folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give the folder that save_pretrained wrote.")
     values = read_json(folder / "config.json")

@@ -1,0 +1,142 @@
+"""Image sets by their name on the Hugging Face hub, or a folder that `datasets` saved, through the datasets library."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.boundary.files import Unreadable, content
+from penstock.boundary.images import MAX_BYTES
+from penstock.config.run import DataConfig
+from penstock.data.decode import decode
+from penstock.data.imagefolder import SPLIT_FOLDERS
+from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.errors import ConfigError, DataError, EnvironmentProblem
+
+_log = logging.getLogger(__name__)
+_LABELS = ("label", "labels", "fine_label")
+"""Columns of classes, the likeliest first."""
+
+
+class HubImages(ImageSource):
+    """A dataset with a column of images and one of classes. Splits are its own; without one for validation, that is
+    every fifth image of a class. Decoded like an image folder's: shorter side resized, centre kept.
+
+    Raises:
+        ConfigError: it has no such columns. DataError: it cannot be read.
+        EnvironmentProblem: there is no network and it is not in the cache, or the extra `hf` is missing.
+    """
+
+    def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
+        splits = _opened(name)
+        own = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
+        train = splits["train"] if "train" in splits else next(iter(splits.values()))
+        rows = splits[own] if split == "val" and own is not None else train
+        image, label = _columns(name, rows)
+        self.name = f"hf:{name} ({split})"
+        self.size = size
+        self.channels = channels
+        self.bad_samples = config.bad_images
+        self.classes, labels = _classes(train, rows, label)
+        chosen = (
+            np.arange(len(labels)) if own is not None else np.flatnonzero(is_val(labels) == (split == "val"))
+        )
+        self.labels = labels[chosen]
+        self._rows = chosen
+        self._column = image
+        self._max_pixels = config.max_pixels
+        # Bytes as they are stored: our own decoder looks at the header first.
+        self._data = _undecoded(rows.select_columns([image]), image)
+
+    def load(self, index: int, out: Pixels) -> None:
+        row = int(self._rows[index])
+        stored = self._data[row][self._column]
+        where = f"{self.name}, row {row}"
+        try:
+            raw = stored["bytes"] if stored["bytes"] is not None else content(stored["path"], limit=MAX_BYTES)
+            decode(raw, out, max_pixels=self._max_pixels)
+        except Unreadable as error:
+            raise BadSample(where, str(error)) from error
+        except TypeError as error:  # a row without an image
+            raise BadSample(where, "it holds no image") from error
+
+
+def _opened(name: str) -> dict[str, Any]:
+    """The splits of a dataset by name."""
+    try:
+        import datasets
+    except ImportError:
+        raise EnvironmentProblem(
+            "data.source=hf:NAME needs the package datasets. Install it with: pip install 'penstock[hf]'."
+        ) from None
+    try:
+        if Path(name).is_dir() and any(
+            Path(name, file).exists() for file in ("dataset_dict.json", "state.json")
+        ):
+            found = datasets.load_from_disk(name)
+        else:
+            found = datasets.load_dataset(name)
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        offline = (
+            isinstance(error, ConnectionError) or "internet" in str(error) or "offline" in str(error).lower()
+        )
+        if not offline and not datasets.config.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"There is no dataset {name!r} on the Hugging Face hub, nor a folder of that name. For a private or "
+                f"gated one run `hf auth login` first."
+            ) from error
+        raise EnvironmentProblem(
+            f"The dataset {name} is not in the cache ({os.fspath(datasets.config.HF_DATASETS_CACHE)}), and cannot be "
+            f"fetched without a network. Fetch it where there is one, with datasets.load_dataset({name!r}), and set "
+            f"HF_HOME to a copy of that cache; or use a folder: --data imagefolder:PATH."
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"The dataset {name} cannot be read: {error}.") from error
+    return dict(found) if isinstance(found, dict) else {"train": found}
+
+
+def _columns(name: str, rows: Any) -> tuple[str, str]:
+    """The columns of images and of classes."""
+    import datasets
+
+    features: dict[str, Any] = dict(rows.features)
+    images = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
+    named = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    numbers = [column for column in _LABELS if getattr(features.get(column), "dtype", "").startswith("int")]
+    labels = sorted(named, key=lambda column: (*_LABELS, column).index(column)) or numbers
+    if not images or not labels:
+        what = "column of classes" if images else "column of images"
+        raise ConfigError(
+            f"The dataset {name} has no {what}; its columns are "
+            f"{', '.join(f'{column} ({type(kind).__name__})' for column, kind in features.items())}."
+        )
+    if len(images) > 1 or len(labels) > 1:
+        _log.warning("%s: images are read from %r and classes from %r.", name, images[0], labels[0])
+    return images[0], labels[0]
+
+
+def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """The names of the classes, and the number of each row's."""
+    labels = np.array(rows[column], np.int64)
+    names = getattr(rows.features[column], "names", None)
+    if names:
+        known = tuple(names)
+    else:
+        highest = max(int(np.max(train[column])), int(labels.max()))
+        known = tuple(str(number) for number in range(highest + 1))
+    if len(labels) and (labels.min() < 0 or labels.max() >= len(known)):
+        raise DataError(
+            f"Column {column!r} has rows without a class (a number below 0). Use the labelled splits."
+        )
+    return known, labels
+
+
+def _undecoded(rows: Any, column: str) -> Any:
+    import datasets
+
+    return rows.cast_column(column, datasets.Image(decode=False))

@@ -181,6 +181,21 @@ def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     assert report.plan == "baseline"
 
 
+def test_a_plan_that_all_rounds_together_call_slower_is_not_offered_in_silence(clock: Clock) -> None:
+    """On a machine where the same step takes from half to twice its time, a Plan can look fast until the last race."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        report, _, _ = _climb(
+            clock,
+            lambda setting: rng.lognormvariate(0.0, 0.4),
+            rungs=EAGER,
+            rounds=7,
+            loss_steps=0,
+            budget=60.0,
+        )
+        assert report.speedup >= 1.0 or any("no faster than the baseline" in note for note in report.notes)
+
+
 def test_drift_of_the_machine_cancels(clock: Clock) -> None:
     """Every step is 2 % slower than the one before; a rung that gains 10 % still measures as that."""
 

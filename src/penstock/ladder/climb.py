@@ -165,6 +165,8 @@ class _Climb:
         best = self._same_results(search, search.top(best, self._until("top")))
         self.phase = "path"
         path = search.path(best, self._until("path"))
+        if not self._pays(best):
+            best, path = space.first, []
         for setting in (first, *(step.setting for _, step in path)):
             self.account.weigh(setting)
         self.phase = "apart"
@@ -172,7 +174,17 @@ class _Climb:
         apart.climb([rung for rung in rungs if not rung.searched], self._until("apart"))
         self.phase = "race"
         self._race([first, best.setting, apart.best])
+        if not self._pays(best):
+            self.notes.append(
+                "In the last race the Plan with the same results was no faster than the baseline. Measure again, "
+                "with a larger --budget or when the machine has less else to do."
+            )
         return self._report(rungs, control, best, path, apart)
+
+    def _pays(self, best: Candidate) -> bool:
+        """Whether all rounds so far say that a candidate is faster than the baseline, or that it is the baseline."""
+        found = self.account.ratio(best.setting, self.subject.first)
+        return best.setting == self.subject.first or (found is not None and found.value > 1.0)
 
     def _control(self) -> Control:
         """Build the baseline twice, and see by how much the two differ."""

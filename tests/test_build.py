@@ -149,8 +149,6 @@ def test_any_module_with_any_loss() -> None:
 def test_what_a_foreign_module_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_second"):
         build(Foreign(), Plan(token_order="batch_second"))
-    with pytest.raises(ConfigError, match="attention"):
-        build(Foreign(), Plan(attention="plain"))
     with pytest.raises(ConfigError, match="No repeated blocks"):
         build(nn.Linear(64, 4), Plan(compile="blocks"))
 
@@ -249,7 +247,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
         *PLANS,
         "precision=O2 optimizer=fused",
         "precision=O2 optimizer=contiguous",
-        "precision=O2 master=remainder",
+        "precision=O2 master=remainder optimizer=fused",
     ],
 )
 def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config.convert import dataclasses_of
-from penstock.config.describe import Field, default_word, settings, type_word
+from penstock.config.describe import Field, default_word, range_word, settings, type_word
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, sequences, stacks
 from penstock.config.rules import RULES
@@ -56,6 +56,7 @@ def page() -> str:
 
 def _row(setting: Field) -> str:
     values = "text" if dataclasses_of(setting.kind) else type_word(setting.kind)
+    values = " ".join(filter(None, (values, range_word(setting.kind))))
     return (
         f"| `{setting.key}` | {_cell(values)} | `{default_word(setting.default)}` | {_cell(setting.help)} |"
     )

@@ -84,7 +84,7 @@ def test_a_target_that_is_there_or_full_is_left_alone(
     source = checkpoint.save(tmp_path / "a", numbered(7))
     with pytest.raises(ConfigError, match="exists already"):
         rewrite.convert(source, tmp_path / "a")
-    with pytest.raises(ConfigError, match="for 0 ranks"):
+    with pytest.raises(ConfigError, match="ranks is 0, but must be at least 1"):
         rewrite.convert(source, tmp_path / "b", ranks=0)
 
     def full(*_: object) -> None:

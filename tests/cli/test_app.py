@@ -176,7 +176,10 @@ def test_every_verb_can_be_loaded() -> None:
         (["trian"], 'Did you mean "train"?'),
         (["probe", "--device", "tpu"], "There is no device 'tpu'; use auto, cpu, cuda or cuda:N."),
         (["train", "--plan", "precision=O7"], "plan.precision is 'O7', but must be 'O0', "),
-        (["train", "--config", "nowhere.toml"], "There is no configuration file nowhere.toml."),
+        (
+            ["train", "--config", "nowhere.toml"],
+            "The configuration file nowhere.toml cannot be read: it does not exist.",
+        ),
     ],
 )
 def test_mistakes_are_messages(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_nothing_to_run_is_refused(program: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--procs 0", "--procs is 0, but must be at least 1."),
+        ("--procs 0", "--procs is '0', but must be at least 1."),
         ("--procs many", "--procs is 'many', but must be a number or auto."),
         ("--nnodes 3:2 --rdzv a:1", "--nnodes is 3:2"),
         ("--nnodes x", "--nnodes is 'x'"),
@@ -101,8 +101,8 @@ def test_nothing_to_run_is_refused(program: list[str]) -> None:
         ("--nnodes 2 --rdzv host", "--rdzv is 'host', but must be HOST:PORT"),
         ("--nnodes 2 --rdzv host:99999", "--rdzv is 'host:99999'"),
         ("--nnodes 2 --rdzv host:1 --node-rank 2", "--node-rank is 2, but must be from 0 to 1"),
-        ("--max-restarts -1", "--max-restarts is -1"),
-        ("--hang-seconds -1", "--hang-seconds is -1"),
+        ("--max-restarts -1", "max_restarts is -1"),
+        ("--hang-seconds -1", "hang_seconds is -1"),
     ],
 )
 def test_what_cannot_be_is_said(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

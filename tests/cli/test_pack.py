@@ -29,7 +29,7 @@ def test_packing_and_verifying_from_the_command_line(
         (["{set}"], 2, "penstock pack SOURCE TARGET"),
         (["{set}", "{set}"], 4, "exists already"),
         (["{set}/nowhere", "{set}/pack"], 4, "does not exist"),
-        (["{set}", "{set}/pack", "--size", "0"], 2, "between 1 and 16384"),
+        (["{set}", "{set}/pack", "--size", "0"], 2, "size is 0, but must be at least 1"),
         (["{set}", "{set}/pack", "--verify"], 2, "give the packed set alone"),
         (["{set}", "--verify"], 4, "is no packed set"),
     ],

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from penstock.config.convert import BadValue, check_fields, convert, describe, nearest, places_of
+from penstock.cli.plan_config import PlanConfig
+from penstock.cli.scale import ScaleConfig
+from penstock.config.convert import (
+    BadValue,
+    check_fields,
+    convert,
+    dataclasses_of,
+    describe,
+    field_types,
+    nearest,
+    places_of,
+)
+from penstock.config.machine import Machine
 from penstock.config.run import RunConfig
+from penstock.data.packing import Packing
+from penstock.ladder.settings import LadderConfig
+from penstock.launch.settings import LaunchSettings
+from penstock.planner.serve import Serving
 
 
 @pytest.mark.parametrize(
@@ -26,7 +43,7 @@ from penstock.config.run import RunConfig
         ("2.5", float | None, 2.5),
         ("b", Literal["a", "b"], "b"),
         ("1, 2,3", tuple[int, ...], (1, 2, 3)),
-        ("", tuple[int, ...], ()),
+        ("none", tuple[int, ...], ()),
     ],
 )
 def test_text_becomes_the_value(text: str, kind: Any, value: object) -> None:
@@ -108,3 +125,21 @@ def test_fields_are_held_to_their_types(wrong: dict[str, Any]) -> None:
 
 def test_a_whole_number_may_stand_for_a_float() -> None:
     assert check_fields(_Sample(rate=2, maybe=3), "sample") == []
+
+
+@pytest.mark.parametrize(
+    "cls", [RunConfig, LadderConfig, ScaleConfig, PlanConfig, Machine, Packing, LaunchSettings, Serving]
+)
+def test_every_number_of_a_configuration_has_a_range(cls: type) -> None:
+    def bare(kind: Any, where: str) -> Iterator[str]:
+        for arm in dataclasses_of(kind):
+            for name, inner in field_types(arm).items():
+                yield from bare(inner, f"{where}.{name}")
+        if kind in (int, float):
+            yield where
+        elif get_origin(kind) not in (Annotated, Literal):
+            for part in get_args(kind):
+                if not dataclasses_of(part) or get_origin(kind) is tuple:
+                    yield from bare(part, where)
+
+    assert list(bare(cls, cls.__name__)) == []

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.boundary.trees import control_character
 from penstock.config.load import dump_toml, from_dict, load, read_file, to_dict
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
@@ -136,7 +137,9 @@ def test_wrong_parts(overrides: dict[str, object], message: str) -> None:
 
 def test_bad_files(tmp_path: Path) -> None:
     _write(tmp_path, "")
-    with pytest.raises(ConfigError, match=r"no configuration file .*runn\.toml\. Did you mean 'run\.toml'"):
+    with pytest.raises(
+        ConfigError, match=r"file .*runn\.toml cannot be read: it does not exist\. Did you mean 'run\.toml'"
+    ):
         read_file(tmp_path / "runn.toml")
     with pytest.raises(ConfigError, match=r"ends in \.txt; use a name that ends in"):
         read_file(tmp_path / "run.txt")
@@ -144,7 +147,6 @@ def test_bad_files(tmp_path: Path) -> None:
         (".toml", "a ="),
         (".yaml", "a: [1"),
         (".json", "{"),
-        (".yaml", "a: !!python/name:os"),
     ):
         with pytest.raises(ConfigError, match="is not valid"):
             read_file(_write(tmp_path, text, suffix))
@@ -163,7 +165,7 @@ def test_the_resolved_configuration_runs_it_again(tmp_path: Path) -> None:
             "model": "vit-s16",
             "recipe.clip_norm": "none",
             "machine": "h100",
-            "output": 'a"\\\n\x7fé',
+            "output": 'a"\\\n\té',
             "plan.compile": "blocks",
         },
     )
@@ -178,8 +180,8 @@ _FLOATS = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)
 @given(
     lr=_FLOATS,
     clip=st.none() | _FLOATS,
-    seed=st.integers(0, 2**63),
-    output=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    seed=st.integers(0, 2**63 - 1),
+    output=st.text(min_size=1).filter(lambda text: text.strip() and not control_character(text)),
     machine=st.none() | st.sampled_from(["h100", "./m.toml"]),
 )
 def test_toml_round_trip_is_exact(

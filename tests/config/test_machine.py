@@ -64,7 +64,9 @@ def test_storing_gives_the_same_machine_back(tmp_path: Path, suffix: str) -> Non
 def test_unknown_machines_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no machine 'a100-80'\. Did you mean 'a100-80g'"):
         load_machine("a100-80")
-    with pytest.raises(ConfigError, match="no configuration file"):
+    with pytest.raises(
+        ConfigError, match=r"The machine file nowhere\.toml cannot be read: it does not exist"
+    ):
         load_machine("nowhere.toml")
 
 
@@ -200,7 +202,6 @@ def test_figures_that_cannot_be_are_refused_with_their_file(tmp_path: Path) -> N
     path.write_text(path.read_text().replace("1000000000.0", "-Infinity").replace("150000000000.0", "NaN"))
     with pytest.raises(ConfigError) as caught:
         load_machine(path)
-    assert [problem.partition(", but")[0] for problem in caught.value.problems] == [
-        f"In {path}: gemm[0].flops_per_second is -inf",
-        f"In {path}: peak_flops.fp32 is nan",
-    ]
+    assert str(caught.value) == (
+        f"The machine file {path} is refused: peak_flops.fp32 is nan, but must be a finite number."
+    )

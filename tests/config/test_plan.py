@@ -31,7 +31,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(_values(arm) for arm in get_args(kind)))
     elif get_origin(kind) is not None:
         return st.sampled_from(get_args(kind))
-    return {int: st.integers(1, 10**6), float: st.floats(1, 10**6), bool: st.booleans()}[kind]
+    return {int: st.integers(1, 10**6), float: st.floats(1, 10**4), bool: st.booleans()}[kind]
 
 
 @st.composite

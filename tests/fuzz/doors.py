@@ -6,7 +6,10 @@ import importlib
 
 from fuzz.door import Door
 
-DOORS = ("files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack")
+DOORS = (
+    "files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack", "settings", "plan_line",
+    "machine", "model_config", "messages", "options",
+)  # fmt: skip
 
 
 def load(name: str) -> Door:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,8 @@ from penstock.errors import ConfigError, PenstockError
 
 LEVELS = 64
 """Tables and lists that may lie inside each other, and parts of a dotted key."""
+INTEGERS = range(-(1 << 63), 1 << 64)
+"""Whole numbers of 64 bits, with a sign or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class _Examination:
                     self.enter(entry, level + 1)
                 elif kind is str:
                     self._text(entry, "the text")
-                elif kind is int and not -(1 << 63) <= entry < 1 << 64:
+                elif kind is int and entry not in INTEGERS:
                     raise _Problem("is a whole number of more than 64 bits")
                 elif kind is float and not (math.isfinite(entry) or self._bounds.infinite):
                     raise _Problem(f"is {entry}, but must be a finite number")
@@ -184,15 +185,23 @@ class _Examination:
                 raise
 
     def _text(self, text: str, what: str) -> None:
-        # Only what is not printable can be a control character, and asking for that is quick.
-        if not text.isprintable() and (found := _FORBIDDEN.search(text)):
-            surrogate = "\ud800" <= found[0] <= "\udfff"
-            if surrogate or not self._bounds.control:
-                kind = "half a character" if surrogate else "a control character"
-                raise _Problem(f"has {kind}, {found[0]!a}, in {what}; remove it")
+        if found := control_character(text, halves_only=self._bounds.control):
+            raise _Problem(f"has {found} in {what}; remove it")
 
 
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+def control_character(text: str, *, halves_only: bool = False) -> str | None:
+    """The first character of `text` that controls a terminal or has no place in UTF-8, in words; None without one.
+
+    Tabs and ends of lines are not meant. With `halves_only`, those of the second kind alone are.
+    """
+    # Only what is not printable can be one, and asking for that is quick.
+    if text.isprintable() or (found := re.search(_HALF if halves_only else _CONTROL, text)) is None:
+        return None
+    return f"{'half a' if re.match(_HALF, found[0]) else 'the control'} character {found[0]!a}"
+
+
+_CONTROL = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+_HALF = "[\ud800-\udfff]"
 
 
 def _too_deep() -> _Problem:
@@ -234,33 +243,32 @@ def _count_levels(outside: str, bounds: Bounds) -> None:
     if outside.count(",") + outside.count("[") + outside.count("{") >= bounds.values:
         raise _too_many(bounds)
     level = 0
-    for bracket in _BRACKET.findall(outside):
+    for bracket in re.findall(r"[][{}]", outside):
         level += 1 if bracket in "[{" else -1
         if level > LEVELS:
             raise _too_deep()
 
 
-_BRACKET = re.compile(r"[][{}]")
-
-
 # TOML
 
-_TOML_STRING_OR_COMMENT = re.compile(
-    r'"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+"{3,5}'  # its last two quotes may belong to the text
-    r"|'''(?:[^']++|'{1,2}(?!'))*+'{3,5}"
-    r'|"(?:[^"\\\n]++|\\[^\n])*+"'
+# As strings, for compiling them takes longer than `--help` takes to import this module.
+_TOML_STRING_OR_COMMENT = (
+    r'''(?s)"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+"{3,5}'''  # its last two quotes may belong to the text
+    r"""|'''(?:[^']++|'{1,2}(?!'))*+'{3,5}"""
+    r'''|"(?:[^"\\\n]++|\\[^\n])*+"'''
     r"|'[^'\n]*+'"
-    r"|\#[^\n]*+",
-    re.DOTALL,
+    r"|\#[^\n]*+"
 )
-_TOML_KEY_ENDS = re.compile(r"[][{}=,\n]")
+_TOML_KEY_ENDS = r"[][{}=,\n]"
 
 
 def _load_toml(text: str, bounds: Bounds) -> Any:
-    outside = _TOML_STRING_OR_COMMENT.sub("_", text)
+    import tomllib  # here, because `--help` reads none
+
+    outside = re.sub(_TOML_STRING_OR_COMMENT, "_", text)
     _count_levels(outside, bounds)
     # The parser copies the whole path for each part of a dotted key.
-    if max(part.count(".") for part in _TOML_KEY_ENDS.split(outside)) >= LEVELS:
+    if max(part.count(".") for part in re.split(_TOML_KEY_ENDS, outside)) >= LEVELS:
         raise _too_deep()
     return tomllib.loads(text)
 
@@ -355,9 +363,9 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-@dataclass(slots=True, eq=False)
 class _Size:
     """Size of a value as its aliases repeat it."""
 
-    values: int = 1
-    levels: int = 0
+    def __init__(self, values: int = 1, levels: int = 0) -> None:
+        self.values = values
+        self.levels = levels

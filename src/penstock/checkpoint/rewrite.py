@@ -20,6 +20,7 @@ from penstock.checkpoint.reader import Checkpoint, open_verified, read_json
 from penstock.checkpoint.snapshot import LOCAL, Piece
 from penstock.checkpoint.storage import read_pieces, write_chunks, write_json
 from penstock.checkpoint.tensorfile import Pending, write_tensors
+from penstock.config.convert import Ranks, require
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.report.record import versions
@@ -75,8 +76,7 @@ def convert(source: Path | Checkpoint, target: Path, *, ranks: int = 1) -> Path:
         CheckpointError: `source` is refused. EnvironmentProblem: the disk has too little room or fails.
         ConfigError: `ranks` is below 1, or the target exists already.
     """
-    if ranks < 1:
-        raise ConfigError(f"A checkpoint cannot be written for {ranks} ranks; give 1 or more.")
+    require("ranks", ranks, Ranks)
     checkpoint = source if isinstance(source, Checkpoint) else open_verified(source)
     source = checkpoint.path
     final, temporary = target / source.name, target / f"{source.name}.tmp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 
 from penstock import __version__
-from penstock.boundary.files import explained, printable
-from penstock.errors import ExitCode, PenstockError
+from penstock.boundary.files import explained, printable, quoted
+from penstock.boundary.trees import control_character
+from penstock.errors import ConfigError, ExitCode, PenstockError
 from penstock.launch.report import write_report
 
 app = App(
@@ -87,8 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "GOMP_SPINCOUNT", _SPINS
         )  # read when torch is loaded, which no verb has done yet
     try:
+        words = before_script(given)
+        refuse_control_characters(words)
         result = app(
-            before_script(given),
+            words,
             exit_on_error=False,
             print_error=False,
             result_action="return_value",
@@ -135,6 +139,15 @@ def _drop_output() -> None:
     """Redirect stdout, which takes no more, so that Python's own flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError):  # a caller's own stream may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def refuse_control_characters(words: Sequence[str]) -> None:
+    """Raise ConfigError for an argument of ours that no message could show. What follows `--` is a program's own."""
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        if found := control_character(word):
+            raise ConfigError(
+                f"The argument {quoted(word)} has {found}, which no name or setting has; remove it."
+            )
 
 
 def before_script(tokens: Sequence[str]) -> list[str]:

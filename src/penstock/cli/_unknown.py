@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 
 from cyclopts import UnknownOptionError
 
+from penstock.boundary.files import shown
+
 ELSEWHERE = {
     "amp": "--plan.precision",
     "batch_size": "--plan.micro_batch",
@@ -44,7 +46,7 @@ def told(error: UnknownOptionError) -> str:
     verb = " ".join(("penstock", *(error.command_chain or ())))
     near = list(dict.fromkeys(_near(word.lstrip("-").replace("-", "_").lower(), names)))[:_SHOWN]
     remedy = f" Did you mean {' or '.join(near)}?" if near else f" `{verb} --help` lists those there are."
-    return f"There is no option {word}.{remedy}"
+    return f"There is no option {shown(word)}.{remedy}"
 
 
 def _near(word: str, names: Collection[str]) -> Iterator[str]:

@@ -10,7 +10,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from penstock.config.convert import Range, require
 from penstock.errors import CheckpointError, ConfigError, ExitCode
+
+ShardSize = Annotated[float, Range(0, 1e9, open_low=True)]
 
 
 def verify_(path: Path, *, step: int | None = None) -> None:
@@ -131,8 +134,7 @@ def export_(
     """
     from penstock.checkpoint import rewrite
 
-    if not 0 < shard_gb < 1e9:
-        raise ConfigError(f"--shard-gb is {shard_gb}; give a size above 0.")
+    require("--shard-gb", shard_gb, ShardSize)
     checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
     which = weights or ("ema" if "ema" in sets else "weights")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from penstock.config.convert import Checked, Count, NotNegative, Positive
+from penstock.config.convert import Checked, Count, FilledText, NotNegative, Positive, Range
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
@@ -24,9 +25,9 @@ class PlanConfig(Checked):
     model: ModelConfig | None = None
     """Preset of any family, such as gpt-175b or vit-l16. `--model.NAME` changes a field of it, such as
     `--model.sequence 8192`; docs/reference/settings.md lists them."""
-    machine: str = "h100"
+    machine: FilledText = "h100"
     """Name of a known machine, or a file that probe wrote."""
-    gpus: Count | None = None
+    gpus: Annotated[int, Range(1, 1 << 24)] | None = None
     """Number of devices; 8 if omitted."""
     global_batch: Count | None = None
     """Samples of one optimizer step, over all devices."""
@@ -48,9 +49,9 @@ class PlanConfig(Checked):
     """Number of layouts to show; 10 if omitted."""
     json: bool = False
     """Print everything as JSON."""
-    toml: str | None = None
+    toml: FilledText | None = None
     """Write the best Plan to this file; for vision models, `train --config` reads it."""
-    html: str | None = None
+    html: FilledText | None = None
     """Write a page with figures to this file."""
     compute: Positive | None = None
     """FLOPs to spend: says how large a model to train, by scaling laws."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from penstock.boundary.files import quoted
 from penstock.cli._script import place_in_script, run_script, show, when_imported
 from penstock.errors import ConfigError, ExitCode, PenstockError
 
@@ -75,12 +76,17 @@ def run(
     return int(ExitCode.DONE)
 
 
+_OWN = ("device", "dtype", "level", "precision", "say")
+"""What the command itself decides, or has an option of its own for."""
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """`loss_scale=1024` as a name and a value."""
     name, equals, word = text.partition("=")
-    if not equals or not word:
+    if not equals or not word or not name.isidentifier() or name in _OWN:
         raise ConfigError(
-            f"--option {text!r} is no setting; write a property of the level and its value, such as loss_scale=1024."
+            f"--option {quoted(text)} is no setting; write a property of the level and its value, such as "
+            "loss_scale=1024."
         )
     if word.lower() in ("true", "false"):
         return name, word.lower() == "true"

@@ -7,12 +7,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from penstock.boundary.files import require_folder, write_text
 from penstock.cli._app import configured
 from penstock.cli.ladder import load_or_factory
-from penstock.config.convert import Checked, Count, NotNegative, Range, Seed
+from penstock.config.convert import (
+    Checked,
+    Count,
+    Device,
+    FilledText,
+    FunctionPath,
+    Headroom,
+    NotNegative,
+    Seed,
+)
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
 from penstock.errors import ExitCode
@@ -24,11 +33,11 @@ class ScaleConfig(Checked):
 
     model: ModelConfig = PRESETS["vit-s16"]
     """Name of a preset (`vit-s16`), or `package.module:factory`: a function that returns (model, batch, loss)."""
-    factory: str | None = None
+    factory: FunctionPath | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
     data: DataConfig = field(default_factory=DataConfig)
     """Images: `digits`, `imagefolder:PATH` or `pack:PATH`."""
-    init_from: str | None = None
+    init_from: FilledText | None = None
     """Folder or safetensors file of weights to start from, such as a run's export (Hugging Face, timm or Penstock)."""
     batches: Count = 16
     """Number of batches whose gradients are measured."""
@@ -37,18 +46,16 @@ class ScaleConfig(Checked):
     lr: NotNegative = 3e-4
     """Learning rate of the fp32 AdamW step after each batch, so that not only the initial weights are
     measured; 0 leaves the weights unchanged."""
-    headroom: Annotated[float, Range(1)] = 2.0
+    headroom: Headroom = 2.0
     """Factor by which gradients of other batches may be larger than the largest that was measured."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     seed: Seed = 0
     """Determines weights and sample order."""
-    output: str = "runs/scale"
+    output: FilledText = "runs/scale"
     """Folder of the report: scale.html, scale.svg and scale.json."""
 
     def _problems(self) -> Iterator[str]:
-        if self.factory is not None and ":" not in self.factory:
-            yield f"factory is {self.factory!r}; write package.module:function."
         if self.factory is not None and self.init_from is not None:
             yield "init_from is for presets; let the factory load its weights."
 

@@ -1,8 +1,9 @@
 """Type checks and conversion of values for the configuration dataclasses, with messages for what is wrong.
 
-A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, `T | None`,
-`tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses distinguished by their field
-`family`. No other field types are allowed, so every configuration is plain data.
+A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, text with a `Text`,
+`T | None`, `tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses distinguished by their
+field `family`. No other field types are allowed, so every configuration is plain data. Text has no control characters
+but tabs and ends of lines, and whole numbers have at most 64 bits.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.trees import INTEGERS, control_character
 from penstock.errors import ConfigError
 
 NONE_WORDS = ("none", "null")
@@ -23,43 +27,85 @@ TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 
 
+HUGE = 1e30
+"""Above every rate, time and number of FLOPs, and far from where products of several such numbers overflow."""
+TINY = 1e-30
+"""What is nearer to 0 without being 0 has no use, and dividing by it overflows."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that a field may hold, as in `Annotated[int, Range(1)]`. Infinity and NaN are never
+    """The numbers that a field may hold, as in `Annotated[int, Range(1, 100)]`. Infinity and NaN are never
     allowed."""
 
-    low: float = -math.inf
-    high: float = math.inf
+    low: float
+    high: float
     open_low: bool = False
     """Whether `low` itself is excluded."""
     open_high: bool = False
+
+    def __str__(self) -> str:
+        """As in a table of settings: `≥ 1`, or `> 0, ≤ 1`."""
+        low = f"{'>' if self.open_low else '≥'} {self.low:,g}"
+        reached = self.high < 2**31 - 1
+        return f"{low}, {'<' if self.open_high else '≤'} {_figure(self.high)}" if reached else low
 
     def problem(self, value: float) -> str | None:
         """What is wrong with `value`, to complete `<key> is <value>, but ...`, or None."""
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
-        if above and below and math.isfinite(value):
-            return None
-        if math.inf not in (self.high, -self.low):
-            low, high = f"{self.low:g}", f"{self.high:.20g}"
-            if not (self.open_low or self.open_high):
-                return f"must be between {low} and {high}."
-            first = "above" if self.open_low else "at least"
-            return f"must be {first} {low} and {'below' if self.open_high else 'at most'} {high}."
-        if math.isinf(self.low):
-            return "must be finite."
-        finite = "" if math.isfinite(value) else " and finite"
-        return f"must be {'above' if self.open_low else 'at least'} {self.low:g}{finite}."
+        if above and below:
+            return f"must be 0, or at least {TINY:g} in size." if 0 < abs(value) < TINY else None
+        low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        high = f"{'below' if self.open_high else 'at most'} {_figure(self.high)}"
+        if self.high > 1e3:  # a bound that only nonsense meets; then the other one says it all
+            finite = "" if math.isfinite(value) else " and finite"
+            return f"must be {high if above and math.isfinite(value) else low + finite}."
+        if self.open_low or self.open_high:
+            return f"must be {low} and {high}."
+        return f"must be between {self.low:g} and {_figure(self.high)}."
 
 
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, open_low=True)]
-NotNegative = Annotated[float, Range(0)]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """The texts that a field may hold, as in `Annotated[str, Text()]`: none that says nothing."""
+
+    pattern: str = ""
+    """A regular expression for the whole text, if it has a form."""
+    form: str = ""
+    """The form in words, for messages."""
+    longest: int = 4096
+
+    def problem(self, value: str) -> str | None:
+        """As of `Range`."""
+        if not value.strip():
+            return "must not be empty; leave it out if you do not mean it."
+        if len(value) > self.longest:
+            return f"must have at most {self.longest:,} characters."
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            return f"must be {self.form}."
+        return None
+
+
+def _figure(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+Count = Annotated[int, Range(1, 2**31 - 1)]
+Natural = Annotated[int, Range(0, 2**31 - 1)]
+Bytes = Annotated[int, Range(0, 2**60)]
+Positive = Annotated[float, Range(0, HUGE, open_low=True)]
+NotNegative = Annotated[float, Range(0, HUGE)]
 Share = Annotated[float, Range(0, 1)]
 PositiveShare = Annotated[float, Range(0, 1, open_low=True)]
 Probability = Annotated[float, Range(0, 1, open_high=True)]
-Seed = Annotated[int, Range(0, 2**64 - 1)]
+Headroom = Annotated[float, Range(1, 1 << 16)]
+Ranks = Annotated[int, Range(1, 1 << 16)]
+Seconds = Annotated[float, Range(0, 1e8)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+FilledText = Annotated[str, Text()]
+Device = Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")]
+FunctionPath = Annotated[str, Text(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", "package.module:function")]
 
 
 class BadValue(ValueError):
@@ -73,18 +119,21 @@ class BadValue(ValueError):
 
     def sentence(self, key: str) -> str:
         """The whole sentence about the setting `key`."""
-        shown = repr(plain(self.value))
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return f"{key}{self.path} is {shown}, but {self}"
+        try:
+            told = repr(plain(self.value))
+        except (ValueError, RecursionError):  # Python prints no number of thousands of digits
+            told = f"too large a {type(self.value).__name__} to show"
+        told = told if len(told) <= 80 else f"{told[:77]}..."
+        return f"{shown(key + self.path)} is {told}, but {self}"
 
 
 class OutOfRange(BadValue):
-    """A number of the right type outside the field's range."""
+    """A value of the right type that its field does not allow."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or an empty string if no option is similar. A beginning goes before what looks alike."""
-    options = list(options)
+    name, options = name[:200], list(options)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
     if not near and len(name) > 1:
         near = [option for option in options if option.lower().startswith(name.lower())]
@@ -215,7 +264,10 @@ def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
 
 def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any, ...]:
     if text and isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        if not value.strip():
+            raise BadValue(value, "must name something; write none for an empty list.")
+        none = value.lower() in NONE_WORDS
+        value = [] if none else [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise _not_a(value, kind)
     return tuple(_inside(f"[{i}]", entry, item, text=text) for i, entry in enumerate(value))
@@ -233,15 +285,21 @@ def _convert_record(value: Any, kind: Any) -> Any:
         raise _not_a(value, kind)
     for name in entries:
         if name not in types_by_name:
-            raise BadValue(value, f"has the unknown key {name!r}; known are {', '.join(types_by_name)}.")
+            raise BadValue(
+                value, f"has the unknown key {quoted(name)}; known are {', '.join(types_by_name)}."
+            )
     made = {name: _inside(f".{name}", entry, types_by_name[name]) for name, entry in entries.items()}
     if finished:
         return value
-    none = dataclasses.MISSING
-    needed = [f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none]
-    if missing := [name for name in needed if name not in made]:
+    if missing := [name for name in required_fields(kind) if name not in made]:
         raise BadValue(value, f"lacks {', '.join(missing)}.")
     return kind(**made)
+
+
+def required_fields(cls: Any) -> list[str]:
+    """Fields of a dataclass without a default."""
+    none = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(cls) if f.default is none and f.default_factory is none]
 
 
 def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:
@@ -255,17 +313,21 @@ def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:
 
 def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
     if kind is str and isinstance(value, str):
+        if found := control_character(value):
+            raise BadValue(value, f"must be text without {found}.")
         return value
     if kind is bool and isinstance(value, bool):
         return value
     if kind is bool and text and isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
         return value.lower() in TRUE_WORDS
     number = _number(value, kind) if text or not isinstance(value, str) else None
-    if kind is float and number is not None:
-        return float(number)
     # Users write whole numbers as 1e4 too, which parses as a float; 1.5 and infinity are not whole numbers.
     if kind is int and number is not None and (isinstance(number, int) or number.is_integer()):
+        if int(number) not in INTEGERS:
+            raise OutOfRange(value, "must have at most 64 bits.")
         return int(number)
+    if kind is float and number is not None and (isinstance(number, float) or number in INTEGERS):
+        return float(number)
     raise _not_a(value, kind)
 
 
@@ -295,6 +357,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
     return value
+
+
+def require(name: str, value: Any, kind: Any) -> None:
+    """Raise ConfigError where the argument `name` of a function is no `kind`, such as `Count`."""
+    try:
+        convert(value, kind)
+    except BadValue as bad:
+        raise ConfigError(bad.sentence(name)) from None
 
 
 def check_fields(config: Any, where: str) -> list[str]:

@@ -13,7 +13,15 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import accepts_none, dataclasses_of, family_of, field_types, is_union, word
+from penstock.config.convert import (
+    Range,
+    accepts_none,
+    dataclasses_of,
+    family_of,
+    field_types,
+    is_union,
+    word,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +129,14 @@ def type_word(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "TEXT"
     return {int: "INT", float: "FLOAT", bool: "true|false"}.get(kind, "TEXT")
+
+
+def range_word(kind: Any) -> str:
+    """The numbers that a setting may hold: `≥ 1, ≤ 100`. Empty where its type says it all."""
+    if is_union(kind):
+        return "".join(map(range_word, typing.get_args(kind)))
+    allowed = typing.get_args(kind)[1] if typing.get_origin(kind) is Annotated else None
+    return str(allowed) if isinstance(allowed, Range) else ""
 
 
 def default_word(value: Any) -> str:

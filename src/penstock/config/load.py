@@ -8,16 +8,19 @@ union of dataclasses, such as the model, the key `family` selects the dataclass.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast, overload
 
+from penstock.boundary.files import shown
+from penstock.boundary.trees import read_tree
 from penstock.config.convert import (
     NONE_WORDS,
     BadValue,
@@ -30,12 +33,15 @@ from penstock.config.convert import (
     nearest,
     places_of,
     plain,
+    required_fields,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
 
 COMMAND_LINE = "the command line"
+MOST_PROBLEMS = 10
+"""That are told at once."""
 
 
 def load(
@@ -62,15 +68,28 @@ def load(
 
 
 @overload
-def from_dict(cls: type[T], values: Mapping[str, Any], *, origin: str = ...) -> T: ...
+def from_dict(
+    cls: type[T], values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...
+) -> T: ...
 @overload
-def from_dict(cls: UnionType, values: Mapping[str, Any], *, origin: str = ...) -> Any: ...
-def from_dict(cls: Any, values: Mapping[str, Any], *, origin: str = "the given values") -> Any:
+def from_dict(
+    cls: UnionType, values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...
+) -> Any: ...
+def from_dict(
+    cls: Any,
+    values: Mapping[str, Any],
+    *,
+    origin: str = "the given values",
+    error: type[PenstockError] = ConfigError,
+) -> Any:
     """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
-    Absent fields keep their defaults. Raises `ConfigError` with every problem.
+    Absent fields keep their defaults. Raises `error` with every problem, each naming `origin`.
     """
-    return _assemble(cls, None, [(values, origin, False)])
+    try:
+        return _assemble(cls, None, [(values, origin, False)])
+    except ConfigError as problem:
+        raise problem if error is ConfigError else error(str(problem)) from None
 
 
 def _assemble(cls: Any, base: Any, layers: Sequence[tuple[Mapping[str, Any], str, bool]]) -> Any:
@@ -103,40 +122,18 @@ def dump_toml(config: Any) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def read_file(path: Path | str) -> dict[str, Any]:
-    """The table in a TOML, YAML or JSON file. Raises `ConfigError` naming the file."""
-    path = Path(path)
-    parsers: dict[str, Callable[[str], Any]] = {
-        ".toml": tomllib.loads,
-        ".yaml": _load_yaml,
-        ".yml": _load_yaml,
-        ".json": json.loads,
-    }
-    if path.suffix not in parsers:
-        raise ConfigError(
-            f"The configuration file {path} ends in {path.suffix or 'nothing'}; "
-            "use a name that ends in .toml, .yaml or .json."
-        )
-    try:
-        values = parsers[path.suffix](path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        folder = path.parent
-        near = nearest(path.name, [entry.name for entry in folder.iterdir()]) if folder.is_dir() else ""
-        raise ConfigError(f"There is no configuration file {path}.{near}") from None
-    except OSError as error:
-        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        what = " ".join(str(error).split())
-        raise ConfigError(
-            f"The configuration file {path} is not valid {path.suffix[1:].upper()}: {what}"
-        ) from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"The configuration file {path} must hold a table of settings, not {type(values).__name__}."
-        )
-    return values
+def read_file(path: Path | str, what: str = "The configuration file") -> dict[str, Any]:
+    """The table in a TOML, YAML or JSON file. Raises `ConfigError`, which begins with `what` and the path."""
+    return read_tree(path, what, remedy=_nearest_file(Path(path)))
+
+
+def _nearest_file(path: Path) -> str:
+    """Where there is no such file: the one of a similar name beside it, as a question."""
+    if os.path.lexists(path):
+        return ""
+    with contextlib.suppress(OSError):
+        return nearest(path.name, os.listdir(path.parent)).strip()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +179,8 @@ class _Node:
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
         for name, given in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
+            if len(layer.problems) >= MOST_PROBLEMS:
+                return
             key, value = renamed.get(name, name), given[-1]
             if key == "family" and len(self.arms) > 1:
                 self._choose_family(value, layer, path)
@@ -201,7 +200,7 @@ class _Node:
         """Select the dataclass of the union whose family is `value`; if it changes, start from its
         defaults."""
         families = {family_of(arm): arm for arm in self.arms}
-        if value not in families:
+        if not isinstance(value, str) or value not in families:
             names = ", ".join(families)
             bad = BadValue(value, f"must be one of {names}.{nearest(str(value), families)}")
             layer.wrong(bad.sentence(f"{path}family"))
@@ -260,8 +259,10 @@ class _Node:
         if others:
             near = f" It belongs to the family {' or '.join(others)}, and this is {family_of(self.cls)}."
         where = f"{path[:-1]} takes" if path else "known are"
+        known = f"{where} {', '.join(field_types(self.cls))}."
+        told = any(problem.endswith(known) for problem in layer.problems)
         layer.wrong(
-            f"{dotted} is not a setting.{near} Rename or remove it; {where} {', '.join(field_types(self.cls))}."
+            f"{shown(dotted)} is not a setting.{near} Rename or remove it{'.' if told else f'; {known}'}"
         )
 
     def _default(self, name: str) -> Any:
@@ -281,14 +282,8 @@ class _Node:
         if self.refused or None in children.values():
             return None
         made = self.values | children
-        missing = [
-            f.name
-            for f in dataclasses.fields(self.cls)
-            if self.base is None
-            and f.name not in made
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
-        ]
+        missing = required_fields(self.cls) if self.base is None else []
+        missing = [name for name in missing if name not in made]
         origins = " and ".join(self.origins)
         if missing:
             problems.append(f"In {origins}: {', '.join(missing)} must be given for {self.cls.__name__}.")
@@ -319,24 +314,6 @@ def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, list[Any]]:
         else:
             whole[key] = value
     return {key: [part[key] for part in (whole, inside) if key in part] for key in {**whole, **inside}}
-
-
-def _load_yaml(text: str) -> Any:
-    """Safe YAML in which `1e-3` is a float, as in YAML 1.2 but not in PyYAML (YAML 1.1)."""
-    import yaml  # here, because it takes a tenth of the time in which the command line starts
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"),
-        list("-+.0123456789"),
-    )
-    try:
-        return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
@@ -379,5 +356,4 @@ def _dump_value(value: Any) -> str:
         return str(value)
     if isinstance(value, list):
         return f"[{', '.join(_dump_value(entry) for entry in value)}]"
-    # JSON's escapes are valid TOML. \x7f is the one character that JSON does not escape and TOML forbids.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False)  # JSON's escapes are valid TOML

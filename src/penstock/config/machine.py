@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import quoted, shown, write_text
 from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare, nearest
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
 from penstock.errors import ConfigError
@@ -148,10 +148,10 @@ def load_machine(name_or_path: str | Path) -> Machine:
         return _datasheets()[name.lower()][0]
     if Path(name).suffix not in (".toml", ".json"):
         raise ConfigError(
-            f"There is no machine {name!r}.{nearest(name.lower(), known_machines())} Give one of "
+            f"There is no machine {quoted(name)}.{nearest(name.lower(), known_machines())} Give one of "
             f"{', '.join(known_machines())}, or the path of a file that `penstock probe --output FILE` wrote."
         )
-    return from_dict(Machine, read_file(name), origin=name)
+    return from_dict(Machine, read_file(name, "The machine file"), origin=shown(name))
 
 
 def save_machine(machine: Machine, path: str | Path) -> Path:

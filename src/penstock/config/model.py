@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from penstock.config.convert import Checked, Count, Natural, Positive, Probability, nearest, word
+from penstock.boundary.files import quoted
+from penstock.config.convert import (
+    Checked,
+    NotNegative,
+    Positive,
+    Probability,
+    Range,
+    nearest,
+    word,
+)
 from penstock.config.stack import Rotary, Stack
 from penstock.errors import ConfigError
 
@@ -19,6 +28,9 @@ Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
 Init = Literal["normal", "scaled", "fan_in", "xavier"]
 EncoderHead = Literal["words", "classes", "none"]
+Pixels = Annotated[int, Range(1, 1 << 16)]
+Words = Annotated[int, Range(1, 1 << 24)]
+Tokens = Annotated[int, Range(1, 1 << 28)]
 
 
 class _Family(Checked, where="model"):
@@ -45,10 +57,10 @@ class ViTConfig(Stack, _Family):
     """Old names of settings, mapped to their present names."""
 
     family: Literal["vit"] = "vit"
-    image_size: Count = 224
-    patch_size: Count = 16
-    channels: Count = 3
-    classes: Count = 1000
+    image_size: Pixels = 224
+    patch_size: Pixels = 16
+    channels: Annotated[int, Range(1, 1 << 12)] = 3
+    classes: Words = 1000
     classifier: Classifier = "token"
     """What the head reads: a learned class token (`token`), or the mean over patches (`pooled`), which means
     196 tokens instead of 197."""
@@ -57,7 +69,7 @@ class ViTConfig(Stack, _Family):
     pool_norm: PoolNorm = "before"
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
     `fc_norm`)."""
-    layer_scale: float | None = None
+    layer_scale: NotNegative | None = None
     """Initial value of LayerScale (Touvron et al., ICCV 2021); none: no LayerScale."""
     drop_path: Probability = 0.0
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
@@ -102,10 +114,10 @@ class ViTConfig(Stack, _Family):
 class _Text(_Family):
     """Fields of all text models besides their blocks."""
 
-    vocabulary: Count = 50257
-    sequence: Count = 1024
+    vocabulary: Words = 50257
+    sequence: Tokens = 1024
     """Tokens of a sample; for an encoder–decoder, those of the encoder."""
-    max_positions: Count | None = None
+    max_positions: Tokens | None = None
     """Rows in the table of learned positions; none: `sequence`."""
     embedding_norm: bool = False
     """Whether a norm follows the embeddings."""
@@ -148,12 +160,12 @@ class EncoderConfig(_OneStack):
     """A bidirectional encoder with a head for masked words (Devlin et al., NAACL 2019, "BERT")."""
 
     family: Literal["encoder"] = "encoder"
-    token_types: Natural = 0
+    token_types: Annotated[int, Range(0, 1 << 24)] = 0
     """Rows in the table of segment embeddings; 0 means no table."""
     head: EncoderHead = "words"
     """What the model gives: logits of each token over the vocabulary (`words`), logits of each sample over `classes`,
     read from its first token, or each token's features."""
-    classes: Count = 2
+    classes: Words = 2
     output_bias: bool = True
 
 
@@ -165,7 +177,7 @@ class Seq2SeqConfig(_Text):
     family: Literal["seq2seq"] = "seq2seq"
     encoder: Stack = field(default_factory=Stack)
     decoder: Stack = field(default_factory=Stack)
-    decoder_sequence: Count = 1024
+    decoder_sequence: Tokens = 1024
     """Tokens of a sample in the decoder."""
 
     def _problems(self) -> Iterator[str]:
@@ -213,7 +225,7 @@ def preset(name: str) -> ModelConfig:
     """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
     if name not in PRESETS:
         raise ConfigError(
-            f"There is no model preset {name!r}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
+            f"There is no model preset {quoted(name)}.{nearest(name, PRESETS)} Presets are {', '.join(PRESETS)}."
         )
     return PRESETS[name]
 

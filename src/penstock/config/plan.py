@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.trees import parse_toml
 from penstock.config.convert import BadValue, Checked, Count, Range, convert, field_types, nearest, word
-from penstock.config.load import dump_toml, from_dict
+from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
@@ -107,7 +108,7 @@ class Plan(Checked, where="plan"):
     attention and every second matrix product (operators: torch's per-operator policy); or each block from its
     input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
     which omits a block's last product)."""
-    recompute_every: Annotated[float, Range(1)] = 1.0
+    recompute_every: Annotated[float, Range(1, 1 << 14)] = 1.0
     """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
     fp8: Fp8 = False
     """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
@@ -146,22 +147,24 @@ class Plan(Checked, where="plan"):
         """The settings of a line by name."""
         kinds = field_types(cls)
         values: dict[str, Any] = {}
-        problems = []
+        problems: list[str] = []
         if "," in line or ";" in line:
             spaced = " ".join(line.replace(",", " ").replace(";", " ").split())
             raise ConfigError(f"A plan's settings stand apart by spaces, not by commas; write {spaced!r}.")
         for part in line.split():
+            if len(problems) == MOST_PROBLEMS:
+                break
             if part == BASELINE:
                 continue
             name, equals, text = part.partition("=")
             name = cls.RENAMED.get(name, name)
             if not equals:
                 problems.append(
-                    f"The plan's word {part!r} is not a setting; write key=value, or {BASELINE} for the defaults."
+                    f"The plan's word {quoted(part)} is not a setting; write key=value, or {BASELINE} for the defaults."
                 )
             elif name not in kinds:
                 problems.append(
-                    f"plan.{name} is not a setting.{nearest(name, kinds)} A plan takes {', '.join(kinds)}."
+                    f"plan.{shown(name)} is not a setting.{nearest(name, kinds)} A plan takes {', '.join(kinds)}."
                 )
             elif name in values:
                 problems.append(f"plan.{name} is given twice; keep one.")
@@ -199,10 +202,7 @@ class Plan(Checked, where="plan"):
 
         Absent fields keep their defaults. Raises `ConfigError`.
         """
-        try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"The plan is not valid TOML: {error}.") from error
+        values = parse_toml(text, "The plan")
         if values.keys() == {"plan"} and isinstance(values["plan"], dict):
             values = values["plan"]
         return from_dict(cls, values, origin="the plan")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from penstock.boundary.files import quoted
 from penstock.config.convert import (
     Checked,
     Count,
+    Device,
+    FilledText,
+    FunctionPath,
     Natural,
     NotNegative,
     Positive,
+    PositiveShare,
     Probability,
     Range,
     Seed,
@@ -22,8 +26,6 @@ from penstock.config.convert import (
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 
-_DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]+)$")
-_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 SOURCES = ("digits", "imagefolder", "pack", "hf")
 
 
@@ -36,22 +38,20 @@ class DataConfig(Checked, where="data"):
 
     source: str = "digits"
     """`digits` (embedded), `imagefolder:PATH`, `pack:PATH` or `hf:NAME` (a dataset of the Hugging Face hub)."""
-    workers: Natural = 0
+    workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
     """What to do with a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
-    transform: str | None = None
+    transform: FunctionPath | None = None
     """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
 
     def _problems(self) -> Iterator[str]:
-        if self.transform is not None and not _FUNCTION.match(self.transform):
-            yield f"data.transform is {self.transform!r}, but must be package.module:function."
         kind, _, path = self.source.partition(":")
         if kind not in SOURCES or (kind == "digits") == bool(path):
             yield (
-                f"data.source is {self.source!r}, but must be digits, imagefolder:PATH, pack:PATH or hf:NAME."
+                f"data.source is {quoted(self.source)}, but must be digits, imagefolder:PATH, pack:PATH or hf:NAME."
                 f"{nearest(kind, SOURCES)}"
             )
 
@@ -65,9 +65,9 @@ class Augment(Checked, where="recipe.augment"):
     flip: Share = 0.5
     color: Share = 0.0
     """Strength in [0, 1] of random brightness, contrast, saturation and sharpness changes."""
-    color_ops: Natural = 2
+    color_ops: Annotated[int, Range(0, 100)] = 2
     """How many colour operations each image gets when `color` is above 0 (RandAugment's N)."""
-    randaugment: Natural = 0
+    randaugment: Annotated[int, Range(0, 100)] = 0
     """How many of RandAugment's 14 operations each image gets (its N); 0 is off (Cubuk et al., CVPRW 2020)."""
     randaugment_magnitude: Annotated[float, Range(0, 10)] = 9.0
     """How strong they are (its M), of 10."""
@@ -126,9 +126,9 @@ class Recipe(Checked, where="recipe"):
     with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
     spike_deviations: Positive = 8.0
     """A jump is a loss more than this many standard deviations above the mean of the last 50."""
-    ema_decay: Share | None = None
+    ema_decay: Probability | None = None
     """Decay per step of the exponential moving average of the weights that evaluation then uses."""
-    layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
+    layer_decay: PositiveShare = 1.0
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     freeze: tuple[str, ...] = ()
     """Parts that do not learn, by name or pattern, with all that is in them: `stem,positions,blocks.0,blocks.1`."""
@@ -148,29 +148,23 @@ class RunConfig(Checked):
     recipe: Recipe = field(default_factory=Recipe)
     plan: Plan = field(default_factory=Plan)
     """How to run, as one line: `precision=O1 optimizer=fused`, or `baseline`."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    machine: str | None = None
+    machine: FilledText | None = None
     """Name of a shipped Machine, or path of one that `penstock probe` stored; none: the cached one, which is
     probed if missing."""
     seed: Seed = 0
     """Determines weights, sample order, augmentation and dropout."""
-    output: str = "runs/latest"
+    output: FilledText = "runs/latest"
     """Folder for the run's configuration, metrics, checkpoints and exported weights."""
-    init_from: str | None = None
+    init_from: FilledText | None = None
     """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
     `google/vit-base-patch16-224`."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
-    keep: Annotated[int, Range(2)] = 2
+    keep: Annotated[int, Range(2, 2**31 - 1)] = 2
     """Number of newest checkpoints that are kept; at least 2."""
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""
-
-    def _problems(self) -> Iterator[str]:
-        if not _DEVICE.match(self.device):
-            yield f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N."
-        if not self.output:
-            yield "output is empty, but must name the folder of the run."

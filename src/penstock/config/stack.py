@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from penstock.config.convert import Count, Natural, Positive, Probability, Range
+from penstock.config.convert import Count, Positive, Probability, Range
 
 Mlp = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
+Features = Annotated[int, Range(1, 1 << 20)]
+Heads = Annotated[int, Range(1, 1 << 16)]
+Depth = Annotated[int, Range(1, 1 << 14)]
+Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 
@@ -23,7 +27,7 @@ class Rotary:
     scaling: Scaling = "none"
     """How longer texts than those of training are fitted in: `linear` slows all pairs down (Chen et al., 2023);
     `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only."""
-    factor: Annotated[float, Range(1)] = 1.0
+    factor: Annotated[float, Range(1, 1 << 20)] = 1.0
     """How many times longer texts become."""
     trained: Count = 8192
     """Positions of training, for `llama3` and `yarn`."""
@@ -41,16 +45,16 @@ class Stack:
     (6144 / 1408) is not a round number.
     """
 
-    width: Count = 768
-    depth: Count = 12
+    width: Features = 768
+    depth: Depth = 12
     """Number of blocks."""
-    heads: Count = 12
-    kv_heads: Count | None = None
+    heads: Heads = 12
+    kv_heads: Heads | None = None
     """Heads of keys and values, if several queries share them (Ainslie et al., EMNLP 2023); none: as many as
     `heads`."""
-    head_features: Count | None = None
+    head_features: Features | None = None
     """Features of one head; none: `width / heads`."""
-    mlp_width: Count = 3072
+    mlp_width: Features = 3072
     mlp: Mlp = "gelu"
     """Activation of the MLP; `_tanh` is GELU's tanh approximation. `swiglu` and `geglu` have a third weight matrix, the
     gate (Shazeer, 2020)."""
@@ -67,7 +71,7 @@ class Stack:
     """Whether the projections to queries, keys and values have biases."""
     positions: Positions = "learned"
     rotary: Rotary = field(default_factory=Rotary)
-    relative_buckets: Count = 32
+    relative_buckets: Annotated[int, Range(1, 1 << 16)] = 32
     """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
     relative_distance: Count = 128
     """From this distance on they tell nothing apart."""
@@ -81,7 +85,7 @@ class Stack:
     window: Count | None = None
     """Tokens that a token attends to (sliding window), itself counted; without a causal mask, half of them on each
     side. None: all."""
-    global_every: Natural = 0
+    global_every: Annotated[int, Range(0, 1 << 14)] = 0
     """Every n-th block, from the first, attends to all tokens in spite of `window`; 0: none does."""
     dropout: Probability = 0.0
     """Dropout probability of the embeddings and of both residual branches."""
@@ -89,16 +93,16 @@ class Stack:
     """That of attention weights; none: `dropout`."""
     mlp_dropout: Probability | None = 0.0
     """That of the MLP's activations; none: `dropout`."""
-    experts: Natural = 0
+    experts: Experts = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
-    experts_per_token: Count = 1
-    shared_experts: Natural = 0
+    experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1
+    shared_experts: Experts = 0
     """Number of experts that every token visits."""
-    expert_width: Count | None = None
+    expert_width: Features | None = None
     """Hidden width of one expert; none: `mlp_width`."""
-    expert_every: Count = 1
+    expert_every: Depth = 1
     """Every n-th block is a mixture; the others are dense."""
-    capacity: Annotated[float, Range(1)] = 1.0
+    capacity: Annotated[float, Range(1, 1 << 16)] = 1.0
     """Tokens that an expert has room for, as a multiple of an even share; 1 if no tokens are dropped or
     padded."""
 

@@ -20,7 +20,7 @@ from PIL import Image
 from penstock import __version__
 from penstock.boundary.files import Unreadable, content, shown
 from penstock.boundary.images import MAX_BYTES
-from penstock.config.convert import Checked, Count, Natural, Range
+from penstock.config.convert import Checked, Count, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
 from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records
@@ -52,7 +52,7 @@ class Packing(Checked):
     """`fail` stops at an image that cannot be read. `skip` leaves it out and logs its path, up to 1 % of the set."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more pixels is bad, and is not decoded."""
-    threads: Natural = 0
+    threads: Annotated[int, Range(0, 4096)] = 0
     """Decoding threads; 0 takes one per core."""
 
 

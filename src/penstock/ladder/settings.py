@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from penstock.config.convert import Checked, Count, Natural, Positive, Range, Seed
+from penstock.config.convert import (
+    Checked,
+    Count,
+    Device,
+    FilledText,
+    FunctionPath,
+    Natural,
+    Positive,
+    Range,
+    Ranks,
+    Seed,
+)
 from penstock.config.model import PRESETS, ModelConfig, option_words
 from penstock.config.run import DataConfig
 
@@ -21,7 +32,7 @@ class LadderConfig(Checked):
 
     model: ModelConfig = PRESETS["vit-s16"]
     """Name of a preset (`vit-s16`), or `package.module:factory`: a function that returns (model, batch, loss)."""
-    factory: str | None = None
+    factory: FunctionPath | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
     batch: Count | None = None
     """Samples per step of the baseline; none is 8 on a CPU and 64 on a GPU. A factory's batch is taken as it is."""
@@ -31,30 +42,30 @@ class LadderConfig(Checked):
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()
     """Rungs or groups of rungs to leave out, such as `compile`."""
-    procs: Count = 1
+    procs: Ranks = 1
     """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
     quick: bool = False
     """Short rounds and loss runs, and less than half the time: a first impression."""
-    rounds: Annotated[int, Range(2)] = 7
+    rounds: Annotated[int, Range(2, 1_000_000)] = 7
     """The least rounds, in which settings take turns, before a difference under 5 % is believed."""
     round_seconds: Positive = 0.3
     """Least time that one contender is timed in each round; a slower step is timed by itself."""
     loss_steps: Natural = 24
     """Optimizer steps of each loss run; 0 makes none."""
-    seeds: Annotated[int, Range(2)] = 2
+    seeds: Annotated[int, Range(2, 1_000)] = 2
     """Further seeds of the baseline, whose losses say how much chance alone changes."""
     lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
     budget: Positive | None = None
     """Seconds for the whole climb, compiling included; none is 360, with quick 150. More finds what is close to the
     best, and tells smaller gains."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    machine: str | None = None
+    machine: FilledText | None = None
     """Name of a shipped Machine or path of one that `penstock probe` stored; none probes the cached one."""
     seed: Seed = 0
     """Decides weights and sample order."""
-    output: str = "runs/ladder"
+    output: FilledText = "runs/ladder"
     """Folder of the report: ladder.html and ladder.json."""
 
     @property
@@ -68,8 +79,6 @@ class LadderConfig(Checked):
                 f"device is {self.device!r}, one GPU, but procs is {self.procs}, and each process takes one of its "
                 "own; write cuda."
             )
-        if self.factory is not None and ":" not in self.factory:
-            yield f"factory is {self.factory!r}; write package.module:function."
 
 
 def command_of(config: LadderConfig) -> str:

@@ -15,9 +15,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Annotated, Self, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -30,16 +30,56 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
+from penstock.boundary.files import shown
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.convert import Count, FilledText, Natural, Range
+from penstock.config.load import from_dict
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.verdict import Failure, Outcome
 
+T = TypeVar("T")
 _LOOK = 0.5
 """Seconds between two reads of the store."""
+_BOUNDS = Bounds(bytes=64_000_000)
+"""Of a message: it holds the traceback of every rank."""
+_REMEDY = "Start the same version of Penstock on all nodes."
 _GOODBYE = 10.0
 """Seconds for which the agent that serves the store stays, so that the others hear the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What an agent says of itself to the others."""
+
+    place: Natural | None
+    """The number that its --node-rank gave it."""
+    procs: Count
+    address: FilledText
+    """Where rank 0 serves the ranks' store, if it runs here."""
+    port: Annotated[int, Range(1, 65535)]
+    round: Natural
+    restarts: Natural
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """How a life ended on one node."""
+
+    node: Natural
+    outcome: Outcome
+
+
+def understood(cls: type[T], raw: bytes) -> T:
+    """What another agent says. Raises EnvironmentProblem for anything else, such as another version's words."""
+    where = "What another node's agent says"
+    tree = parse_json(raw, where, error=EnvironmentProblem, bounds=_BOUNDS, remedy=_REMEDY)
+    return from_dict(
+        cls, tree, origin=f"what another node's agent says ({_REMEDY})", error=EnvironmentProblem
+    )
 
 
 class Meeting(Nodes):
@@ -51,7 +91,7 @@ class Meeting(Nodes):
         self._handler: DynamicRendezvousHandler | None = None
         self._serves = False
         self._store: Store | None = None
-        self._members: list[dict[str, Any]] = []
+        self._members: list[Member] = []
         self._node = 0
         self._looked = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
@@ -103,18 +143,20 @@ class Meeting(Nodes):
         with self._explained():
             info = self._handler.next_rendezvous()
             self._store = PrefixStore("penstock", info.store)
-            mine = {
-                "place": self._settings.node_rank,
-                "procs": self._procs,
-                "master": self._reserve(_address_towards(self._settings.endpoint()[0])),
-                "round": self._round,
-                "restarts": restarts,
-                "host": socket.gethostname(),
-            }
-            self._store.set(f"member/{info.rank}", json.dumps(mine))
+            address, port = self._reserve(_address_towards(self._settings.endpoint()[0]))
+            mine = Member(
+                place=self._settings.node_rank,
+                procs=self._procs,
+                address=address,
+                port=port,
+                round=self._round,
+                restarts=restarts,
+                host=socket.gethostname(),
+            )
+            self._store.set(f"member/{info.rank}", json.dumps(asdict(mine)))
             keys = [f"member/{node}" for node in range(info.world_size)]
             self._store.wait(keys, timedelta(seconds=self._settings.lost_seconds))
-            members = [json.loads(value) for value in self._store.multi_get(keys)]
+            members = [understood(Member, value) for value in self._store.multi_get(keys)]
         return self._assignment(members, info.rank)
 
     def report(self, outcome: Outcome) -> None:
@@ -123,7 +165,7 @@ class Meeting(Nodes):
         self._goes_on = not outcome.final
         with self._explained():
             number = self._store.add("reports", 1)
-            self._store.set(f"report/{number}", json.dumps({"node": self._node, **asdict(outcome)}))
+            self._store.set(f"report/{number}", json.dumps(asdict(Message(node=self._node, outcome=outcome))))
 
     def heard(self) -> Outcome | None:
         if time.monotonic() - self._looked >= _LOOK:
@@ -137,11 +179,11 @@ class Meeting(Nodes):
     def waiting(self) -> bool:
         return self._waiting or (self._heard is not None and self._heard.regroup)
 
-    def _assignment(self, members: list[dict[str, Any]], rank: int) -> Assignment:
+    def _assignment(self, members: list[Member], rank: int) -> Assignment:
         """Order the nodes by --node-rank if all were given one, else as the rendezvous did."""
-        places = [member["place"] for member in members]
+        places = [member.place for member in members if member.place is not None]
         order = list(range(len(members)))
-        if None not in places:
+        if len(places) == len(members):
             if len(set(places)) < len(places):
                 raise ConfigError(
                     f"Two nodes were given the same --node-rank: {sorted(places)}. Number them 0, 1, …."
@@ -149,13 +191,13 @@ class Meeting(Nodes):
             order.sort(key=lambda index: places[index])
         self._members = [members[index] for index in order]
         self._node = order.index(rank)
-        procs = [member["procs"] for member in self._members]
-        host, port = self._members[0]["master"]
+        procs = [member.procs for member in self._members]
+        master = (self._members[0].address, self._members[0].port)
         # A node that joins late takes over the others' counts.
-        self._round = max(member["round"] for member in members)
-        restarts = max(member["restarts"] for member in members)
+        self._round = max(member.round for member in members)
+        restarts = max(member.restarts for member in members)
         first, world = sum(procs[: self._node]), sum(procs)
-        return Assignment(self._node, len(procs), first, world, (host, port), self._round, restarts)
+        return Assignment(self._node, len(procs), first, world, master, self._round, restarts)
 
     def _reported(self) -> Outcome | None:
         """The first report of another node in this life. One that ends the run comes before one that makes room."""
@@ -163,10 +205,9 @@ class Meeting(Nodes):
         found: list[Outcome] = []
         number = 1
         while self._store.check([f"report/{number}"]):
-            told = json.loads(self._store.get(f"report/{number}"))
-            if told.pop("node") != self._node:
-                failures = tuple(Failure(**failure) for failure in told.pop("failures"))
-                found.append(Outcome(**told, failures=failures))
+            told = understood(Message, self._store.get(f"report/{number}"))
+            if told.node != self._node:
+                found.append(told.outcome)
             number += 1
         return next((outcome for outcome in found if not outcome.regroup), found[0] if found else None)
 
@@ -183,8 +224,9 @@ class Meeting(Nodes):
             self._seen[node] = (count, since if count == before else now)
             silent = now - self._seen[node][1]
             if silent > self._settings.lost_seconds:
-                first = sum(other["procs"] for other in self._members[:node])
-                text = f"Node {node} ({member['host']}) is lost: its agent has not been heard of for {silent:.0f} s."
+                first = sum(other.procs for other in self._members[:node])
+                name = f"Node {node} ({shown(member.host)})"
+                text = f"{name} is lost: its agent has not been heard of for {silent:.0f} s."
                 code = int(ExitCode.ENVIRONMENT)
                 return Outcome(code, (Failure(first, code, text, seconds=time.time()),), final=False)
         return None

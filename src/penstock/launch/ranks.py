@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.boundary.files import printable
 from penstock.errors import ExitCode
 from penstock.launch import ELASTIC, heartbeat, report, worker
 from penstock.launch.heartbeat import Heartbeat
@@ -127,7 +128,9 @@ class Rank:
             )
         # A process that a signal kills writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""
-        text = stack or (self._tail.strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else "")
+        text = stack or (
+            printable(self._tail).strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else ""
+        )
         return Failure(self.number, self.code, text, False, self.ended)
 
     def ask_for_stack(self) -> bool:
@@ -146,7 +149,7 @@ class Rank:
     def read_stack(self) -> str:
         """What is written of them; empty before that."""
         with contextlib.suppress(OSError):
-            return self._stack.read_text(errors="replace")
+            return printable(self._stack.read_text(errors="replace"))
         return ""
 
     def kill(self) -> None:

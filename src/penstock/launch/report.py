@@ -12,11 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from penstock.boundary.files import printable, read_bytes
+from penstock.boundary.trees import Bounds, parse_json
 from penstock.errors import PenstockError
 
 VARIABLE: Final = "PENSTOCK_REPORT"
 """Environment variable with the path that a failing rank writes to; not set where there is no agent."""
 _LIMIT = 1_000_000
+_BOUNDS = Bounds(bytes=16 * _LIMIT)
+"""Of a report: JSON writes up to twelve bytes for a character."""
 _CONSEQUENCES = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|pair closure|broken pipe|peer|remote process"
     r"|socket timeout|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)"
@@ -52,7 +56,7 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
     else:
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     hopeless = isinstance(error, ImportError | SyntaxError)
-    report = Report(time.time(), text[-_LIMIT:], _is_consequence(error), hopeless)
+    report = Report(time.time(), printable(text[-_LIMIT:]), _is_consequence(error), hopeless)
     partial = Path(f"{path}.part")
     partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
     partial.replace(path)  # whole or not at all: the writer may be killed at any instant
@@ -61,10 +65,14 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
 
 def read_report(path: Path) -> Report | None:
     """What a rank wrote, if it did."""
+    from penstock.config.load import from_dict  # here, because every verb imports this module
+
     try:
-        return Report(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        raw = read_bytes(path, "The report", limit=_BOUNDS.bytes)
+        report = from_dict(Report, parse_json(raw, "The report", bounds=_BOUNDS))
+    except PenstockError:
         return None
+    return report
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -8,10 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.convert import Checked
+from penstock.boundary.files import quoted
+from penstock.config.convert import (
+    BadValue,
+    Checked,
+    FilledText,
+    Natural,
+    OutOfRange,
+    Ranks,
+    Seconds,
+    convert,
+)
 from penstock.errors import ConfigError
 
-_ENDPOINT = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[^:\s]+):(?P<port>[0-9]+)$")
+_ENDPOINT = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[^:\s]+):(?P<port>[0-9]{1,5})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,57 +30,48 @@ class LaunchSettings(Checked):
     docstring is one line, as `--help` shows it.
     """
 
-    procs: str = "auto"
+    procs: FilledText = "auto"
     """Ranks on this node; `auto` is one per GPU, or one without GPUs."""
-    nnodes: str = "1"
+    nnodes: FilledText = "1"
     """Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there."""
-    rdzv: str | None = None
+    rdzv: FilledText | None = None
     """HOST:PORT at which the agents of all nodes meet; the agent on HOST serves it. Start the same command on each."""
-    rdzv_id: str = "penstock"
+    rdzv_id: FilledText = "penstock"
     """Name of the run at that endpoint."""
-    node_rank: int | None = None
+    node_rank: Natural | None = None
     """This node's number. The agents choose one if it is left out."""
-    max_restarts: int = 3
+    max_restarts: Natural = 3
     """How often all ranks are restarted after a fault."""
-    hang_seconds: float = 600.0
+    hang_seconds: Seconds = 600.0
     """A rank that finishes no step for so many seconds hangs: stacks are shown, and it is a fault. 0 turns it off."""
-    start_seconds: float = 1800.0
+    start_seconds: Seconds = 1800.0
     """The same limit until the first step, which may compile."""
-    join_seconds: float = 600.0
+    join_seconds: Seconds = 600.0
     """How long to wait for the fewest nodes."""
-    settle_seconds: float = 10.0
+    settle_seconds: Seconds = 10.0
     """How long to wait for more nodes once there are enough."""
-    lost_seconds: float = 15.0
+    lost_seconds: Seconds = 15.0
     """A node that has been silent for so many seconds is lost."""
 
     def _problems(self) -> Iterator[str]:
-        if self.ranks < 1:
-            yield f"--procs is {self.procs}, but must be at least 1."
         low, high = self.nodes
-        if not 1 <= low <= high:
-            yield f"--nnodes is {low}:{high}, but must be N or MIN:MAX with 1 ≤ MIN ≤ MAX."
+        _ = self.ranks
+        if low > high:
+            yield f"--nnodes is {low}:{high}, but must be N or MIN:MAX with MIN ≤ MAX."
         if high > 1 and self.rdzv is None:
             yield "Several nodes need a rendezvous: give each the same --rdzv HOST:PORT, where HOST is one of them."
         if self.rdzv is not None:
             match = _ENDPOINT.match(self.rdzv)
             if match is None or not 0 < int(match["port"]) < 65536:
-                yield f"--rdzv is {self.rdzv!r}, but must be HOST:PORT, such as node-1:29400."
-        if self.node_rank is not None and not 0 <= self.node_rank < high:
+                yield f"--rdzv is {quoted(self.rdzv)}, but must be HOST:PORT, such as node-1:29400."
+        if self.node_rank is not None and self.node_rank >= high:
             yield f"--node-rank is {self.node_rank}, but must be from 0 to {high - 1}, as --nnodes says."
-        if self.max_restarts < 0:
-            yield f"--max-restarts is {self.max_restarts}, but must be at least 0."
-        for name, value in (("hang", self.hang_seconds), ("start", self.start_seconds)):
-            if not value >= 0:
-                yield f"--{name}-seconds is {value:g}, but must be at least 0; 0 turns the limit off."
 
     @property
     def ranks(self) -> int:
         """Ranks on this node. What `auto` means is found without torch and the driver."""
         if self.procs != "auto":
-            try:
-                return int(self.procs)
-            except ValueError:
-                raise ConfigError(f"--procs is {self.procs!r}, but must be a number or auto.") from None
+            return _number("--procs", self.procs, "a number or auto")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             return max(1, sum(device.strip() not in ("", "-1") for device in visible.split(",")))
@@ -81,12 +82,8 @@ class LaunchSettings(Checked):
     def nodes(self) -> tuple[int, int]:
         """The fewest and the most nodes that the run goes on with."""
         low, colon, high = self.nnodes.partition(":")
-        try:
-            return int(low), int(high if colon else low)
-        except ValueError:
-            raise ConfigError(
-                f"--nnodes is {self.nnodes!r}, but must be N or MIN:MAX, such as 4 or 2:4."
-            ) from None
+        words = "N or MIN:MAX, such as 4 or 2:4"
+        return _number("--nnodes", low, words), _number("--nnodes", high if colon else low, words)
 
     @property
     def elastic(self) -> bool:
@@ -98,3 +95,12 @@ class LaunchSettings(Checked):
         assert self.rdzv is not None
         host, _, port = self.rdzv.rpartition(":")
         return host.strip("[]"), int(port)
+
+
+def _number(option: str, text: str, words: str) -> int:
+    """The number of processes or nodes in `text`. Raises ConfigError saying that it must be `words`."""
+    try:
+        return int(convert(text, Ranks, text=True))
+    except BadValue as bad:
+        said = str(bad) if isinstance(bad, OutOfRange) else f"must be {words}."
+        raise ConfigError(f"{option} is {quoted(text)}, but {said}") from None

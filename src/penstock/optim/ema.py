@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.errors import CheckpointError, ConfigError
+from penstock.config.convert import Probability, require
+from penstock.errors import CheckpointError
 from penstock.optim import tensors
 from penstock.optim.remainder import RemainderAdamW
 
@@ -34,10 +35,7 @@ class EMA:
         weights: Mapping[str, Tensor] | None = None,
         publish: Callable[[], None] | None = None,
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ConfigError(
-                f"recipe.ema_decay is {decay}, but must be at least 0 and below 1, such as 0.999."
-            )
+        require("recipe.ema_decay", decay, Probability)
         self.decay = decay
         self._parameters: dict[str, Tensor] = dict(model.named_parameters() if weights is None else weights)
         self._publish = publish

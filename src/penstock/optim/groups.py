@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.config.convert import nearest
+from penstock.config.convert import PositiveShare, nearest, require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
@@ -38,8 +38,7 @@ def parameter_groups(
     exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a model without
     trainable parameters, or one whose blocks cannot be found while `layer_decay` needs them.
     """
-    if not 0.0 < layer_decay <= 1.0:
-        raise ConfigError(f"recipe.layer_decay is {layer_decay}, but must be above 0 and at most 1 (off).")
+    require("recipe.layer_decay", layer_decay, PositiveShare)
     anatomy = _anatomy(model, required=layer_decay != 1.0)
     listed = getattr(model, "no_weight_decay", None)
     undecayed = set(listed()) if callable(listed) else set()

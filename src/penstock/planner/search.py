@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.config import rules
+from penstock.config.convert import Count, require
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks, title
 from penstock.config.plan import Plan
@@ -128,8 +129,7 @@ def explore(
     keep: int | None = 50,
 ) -> Found:
     """As `search`, with what became of the layouts that lose. Raises ConfigError as it does."""
-    if gpus < 1:
-        raise ConfigError(f"gpus is {gpus}, but must be at least 1.")
+    require("gpus", gpus, Count)
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
     problems = rules.problems(base, model, machine, degrees=False)
     if problems:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.convert import Headroom, require
 from penstock.errors import ConfigError, NumericError
 
 LARGEST = 65504.0
@@ -187,8 +188,7 @@ def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0
         ConfigError: the head-room is below 1.
         NumericError: a gradient is not finite, so that no scale helps, or all are zero.
     """
-    if not headroom >= 1.0 or not math.isfinite(headroom):
-        raise ConfigError(f"headroom is {headroom}, but must be a finite factor of at least 1.")
+    require("headroom", headroom, Headroom)
     found = histogram.all if isinstance(histogram, GradientHistogram) else histogram
     if found.wrong:
         raise NumericError(

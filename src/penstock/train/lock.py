@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.errors import EnvironmentProblem
+from penstock.boundary.files import shown
+from penstock.boundary.trees import parse_json
+from penstock.errors import EnvironmentProblem, PenstockError
 
 _TOUCH_SECONDS = 20.0
 _FRESH_SECONDS = 120.0
@@ -76,7 +78,8 @@ class RunLock:
             raise self._refusal(holder)
 
     def _refusal(self, holder: dict[str, Any]) -> EnvironmentProblem:
-        who = f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
+        pid, host = holder.get("pid", "unknown"), holder.get("host", "an unknown host")
+        who = f"process {shown(str(pid))} on {shown(str(host))}"
         return EnvironmentProblem(
             f"{self._path.parent} is in use by {who}. Wait for that run, stop it, or choose another output. "
             f"(If its machine has died, the lock lapses {_FRESH_SECONDS:.0f} seconds after its last step.)"
@@ -85,7 +88,6 @@ class RunLock:
 
 def _holder(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
-    except (OSError, ValueError):
+        return parse_json(os.pread(handle, 4096, 0), "The lock")
+    except (OSError, PenstockError):
         return {}
-    return found if isinstance(found, dict) else {}

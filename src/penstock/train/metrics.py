@@ -8,9 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.boundary.files import naming, write_text
+from penstock.boundary.files import naming, read_bytes, write_text
+from penstock.boundary.trees import parse_json
+from penstock.errors import PenstockError
 from penstock.train.callbacks import Callback, tell
 from penstock.train.display import Display
+
+_LIMIT = 1 << 32
+"""Bytes of a `metrics.jsonl`."""
 
 
 class Records:
@@ -78,12 +83,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    text = read_bytes(path, "The record of the run", limit=_LIMIT).decode(errors="replace")
+    for line in text.splitlines(keepends=True):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = parse_json(line, "The record")
+        except PenstockError:
             continue
-        if line.endswith("\n") and isinstance(record, dict) and record.keys() >= {"event", "step"}:
+        if line.endswith("\n") and isinstance(record.get("step"), int) and "event" in record:
             found.append((line, record))
     return found
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config.model import ViTConfig
+from penstock.boundary.files import quoted
+from penstock.config.convert import Count, Positive, Probability, field_types
+from penstock.config.load import from_dict
+from penstock.config.model import Pixels, ViTConfig
 from penstock.config.stack import Mlp
 from penstock.errors import ConfigError
 from penstock.models.convert.vit import require_representable
@@ -26,8 +30,6 @@ _NAMES = {
     "qkv_bias": "qkv_bias",
 }
 """Fields that both have, by transformers' name."""
-_DEFAULTS = {"norm_eps": 1e-12, "classes": 2}
-"""Defaults of transformers that are not ours."""
 _ACTIVATIONS: dict[str, Mlp] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -58,37 +60,61 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Theirs:
+    """What a config.json says that decides the model, with transformers' defaults."""
+
+    model_type: str = "vit"
+    hidden_act: str = "gelu"
+    image_size: Pixels | tuple[Pixels, ...] = 224
+    patch_size: Pixels | tuple[Pixels, ...] = 16
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_dropout_prob: Probability = 0.0
+    attention_probs_dropout_prob: Probability = 0.0
+    layer_norm_eps: Positive = 1e-12
+    qkv_bias: bool = True
+    num_labels: Count = 2
+    id2label: dict[str, str] | None = None
+    penstock: dict[str, Probability] = field(default_factory=dict)
+
+
 def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     """The model that a config.json of `model_type` vit describes; what is absent has transformers' default.
 
     Raises ConfigError for another model type, or for what Penstock's ViT does not have.
     """
+    known = {name: value for name, value in values.items() if name in field_types(_Theirs)}
+    theirs = from_dict(_Theirs, known, origin="config.json")
     problems = []
-    if values.get("model_type", "vit") != "vit":
-        problems.append(f"config.json is of model_type {values['model_type']!r}; only 'vit' can be read.")
-    activation = values.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
-        problems.append(f"config.json has hidden_act {activation!r}; known are {', '.join(_ACTIVATIONS)}.")
+    if theirs.model_type != "vit":
+        problems.append(f"config.json is of model_type {quoted(theirs.model_type)}; only 'vit' can be read.")
+    if theirs.hidden_act not in _ACTIVATIONS:
+        known_ones = ", ".join(_ACTIVATIONS)
+        problems.append(f"config.json has hidden_act {quoted(theirs.hidden_act)}; known are {known_ones}.")
     if problems:
         raise ConfigError(problems)
-    if values.get("attention_probs_dropout_prob", 0.0):
+    if theirs.attention_probs_dropout_prob:
         log.warning(
             "attention_probs_dropout_prob %s is not applied: Penstock drops after the dense layers only.",
-            values["attention_probs_dropout_prob"],
+            theirs.attention_probs_dropout_prob,
         )
-    found = {ours: values[theirs] for theirs, ours in _NAMES.items() if theirs in values}
-    found |= {name: _side(values, name) for name in ("image_size", "patch_size") if name in values}
-    if "id2label" in values or "num_labels" in values:
-        found["classes"] = len(values["id2label"]) if "id2label" in values else values["num_labels"]
-    drop_path = values.get("penstock", {}).get("drop_path", 0.0)
-    return ViTConfig(**{**_DEFAULTS, **found}, mlp=_ACTIVATIONS[activation], drop_path=drop_path)
+    found = {ours: getattr(theirs, name) for name, ours in _NAMES.items()}
+    found |= {name: _side(theirs, name) for name in ("image_size", "patch_size")}
+    found["classes"] = theirs.num_labels if theirs.id2label is None else len(theirs.id2label)
+    found |= {"mlp": _ACTIVATIONS[theirs.hidden_act], "drop_path": theirs.penstock.get("drop_path", 0.0)}
+    return from_dict(ViTConfig, found, origin="config.json")
 
 
-def _side(values: Mapping[str, Any], key: str) -> int:
+def _side(theirs: _Theirs, key: str) -> int:
     """A size that may be given as one number or as two, which must then be equal."""
-    value = values[key]
-    if isinstance(value, int):
-        return value
-    if isinstance(value, list | tuple) and len(set(value)) == 1 and isinstance(value[0], int):
-        return value[0]
-    raise ConfigError(f"config.json has {key} {value!r}, but Penstock's ViT takes square images and patches.")
+    value: int | tuple[int, ...] = getattr(theirs, key)
+    sides = (value,) if isinstance(value, int) else value
+    if len(set(sides)) != 1:
+        raise ConfigError(
+            f"config.json has {key} {list(sides[:9])}, but Penstock's ViT takes square images and patches."
+        )
+    return sides[0]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.boundary.files import shown
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
@@ -82,23 +83,27 @@ def from_pretrained(
     Raises ConfigError for another family, CheckpointError for broken files.
     """
     folder = local_weights(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json; give the folder that save_pretrained wrote.")
-    values = read_json(folder / "config.json")
-    if "model_type" not in values and "architecture" in values:
-        raise ConfigError(
-            f"{folder} holds timm's {values['architecture']}, whose config.json does not give its shape; "
-            f"create the model from a preset and call load_weights(model, {str(folder)!r})."
-        )
-    kind = values.get("model_type", "vit")
-    config: ModelConfig
-    if kind in OWN_TYPES:
-        origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
-        config = from_dict(OWN_TYPES[kind], values.get("penstock", {}), origin=origin)
-    else:
-        config = config_from_hf(values) if kind == "vit" else read_text_config(values)
+    config = read_config(folder)
     held = sum(tensor.numel() for tensor in described(folder).values())
     require_as_large(config, held, str(folder / "config.json"))
     model: ViT | TextModel = _MODELS[config.family](config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model that the config.json of a folder describes. Raises as `from_pretrained`."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; give the folder that save_pretrained wrote.")
+    values = read_json(folder / "config.json")
+    if "model_type" not in values and "architecture" in values:
+        raise ConfigError(
+            f"{folder} holds timm's {shown(str(values['architecture']))}, whose config.json does not give its shape; "
+            f"create the model from a preset and call load_weights(model, {str(folder)!r})."
+        )
+    kind = values.get("model_type", "vit")
+    if isinstance(kind, str) and kind in OWN_TYPES:
+        origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
+        own = values.get("penstock")
+        return from_dict(OWN_TYPES[kind], own if isinstance(own, dict) else {}, origin=origin)
+    return read_text_config(values) if isinstance(kind, str) and kind != "vit" else config_from_hf(values)

@@ -36,7 +36,7 @@ _NAMES = (
 
 def _seeds() -> dict[str, bytes]:
     """The policy, then an entry a line: class, name and kind by number."""
-    return {"fail": b"000i\n001i\n100i\n101i\n", "skip": b"000i\n001i\n100i\n101d\n110l\n111i\n"}
+    return {"fail": b"000i\n001i\n100i\n101i\n", "skip": b"000i\n011i\n100i\n101d\n111i\n"}
 
 
 def _enter(policy: str, data: bytes) -> None:
@@ -62,17 +62,16 @@ def _enter(policy: str, data: bytes) -> None:
 
 
 def _add(line: bytes) -> None:
-    group, name, kind = (
-        Path(f"set/{line[0] % 4}"),
-        _NAMES[line[1] % len(_NAMES)],
-        _KINDS[line[3] % len(_KINDS)],
-    )
+    group, name = Path(f"set/{line[0] % 4}"), _NAMES[line[1] % len(_NAMES)]
+    kind = chr(line[3]) if chr(line[3]) in _KINDS else _KINDS[line[3] % len(_KINDS)]
     if line[2] % 5 == 1:
         group = Path("set") / ("train", "val")[line[2] % 2] / group.name
     elif line[2] % 5 == 2:
         group = Path("set")
     group.mkdir(parents=True, exist_ok=True)
     path = group / name
+    if os.path.lexists(path):
+        return  # writing to a pipe would wait
     if kind == "d":
         path = path.with_suffix("") / "in.jpg"
         path.parent.mkdir()

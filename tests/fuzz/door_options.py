@@ -113,7 +113,7 @@ def _train(config: Any, **_: Any) -> Any:
     raise _Enough
 
 
-def _climb(*, config: Any, on_result: Any) -> Any:
+def _climb(*, config: Any, **_: Any) -> Any:
     from penstock.config.machine import load_machine
     from penstock.ladder.factory import load_factory
     from penstock.ladder.rung import choose

@@ -17,6 +17,8 @@ from penstock.errors import ExitCode
         (["plan", "gpt2", "--gpus", "9" * 5000], "must be a whole number or none."),
         (["plan", "gpt2", "--machine", " "], "machine is ' ', but must not be empty"),
         (["plan", "gpt2", "--explain", "dp=0"], "plan.dp is 0, but must be at least 1."),
+        (["plan", *["--json"] * 20_000], "has 20,001 words, and at most 1,000 are read"),
+        (["plan", *["x" * 50] * 900], "Unused Tokens"),
         (["plan", "gpt\x1b[2J"], "has the control character '\\x1b'"),
         (["train", "--init_from", ""], "init_from is '', but must not be empty"),
         (["train", "--output", ""], "output is '', but must not be empty"),

@@ -74,7 +74,7 @@ def _enter(name: str, data: bytes) -> None:
     if code:
         message = told.getvalue()
         # Our parser of options draws a box around its words.
-        plain = message.translate(dict.fromkeys(map(ord, "╭╮╰╯│─\n"), " ")).strip()
+        plain = message.translate(dict.fromkeys(map(ord, "╭╮╰╯│─…\n"), " ")).strip()
         raise _ERRORS.get(code, PenstockError)(plain if plain.endswith((".", "!", "?")) else f"{plain}.")
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fuzz.text import deep
+
 _NUMBERS = (
     b"0", b"-1", b"1", b"255", b"65536", b"2147483648", b"4294967295", b"9223372036854775807", b"18446744073709551616",
     b"1e400", b"-0.0", b"NaN", b"Infinity", b"0x10", b"9" * 5000, b"null", b'""', b"[]", b"{}",
@@ -95,12 +97,17 @@ _changes = st.tuples(
 
 
 def _altered(tree: Any, changes: list[tuple[str, Any]], rng: random.Random) -> Any:
+    with deep():
+        return _changed(tree, changes, rng)
+
+
+def _changed(tree: Any, changes: list[tuple[str, Any]], rng: random.Random) -> Any:
     root = [copy.deepcopy(tree)]
     for kind, value in changes:
         places = list(_places(root))
         holder, key = rng.choice(places[1:] or places)
         if kind == "set":
-            holder[key] = value
+            holder[key] = copy.deepcopy(value)  # or later changes would alter ODD
         elif kind == "remove" and holder is not root:
             del holder[key]
         elif kind == "double" and isinstance(holder, list):

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 
 def as_json(tree: Any) -> bytes:
     """JSON with NaN, Infinity and half characters, of any depth."""
-    return _deep(lambda: json.dumps(tree)).encode()
+    with deep():
+        return json.dumps(tree).encode()
 
 
 def as_toml(tree: Any) -> bytes:
     """TOML with a line for each entry, in which inner tables stand in braces."""
     if not isinstance(tree, dict):
         return as_json(tree)
-    return _deep(
-        lambda: "".join(f"{json.dumps(key)} = {_toml(value)}\n" for key, value in tree.items())
-    ).encode()
+    with deep():
+        return "".join(f"{json.dumps(key)} = {_toml(value)}\n" for key, value in tree.items()).encode()
 
 
 def _toml(value: Any) -> str:
@@ -33,10 +34,12 @@ def _toml(value: Any) -> str:
     return '"none"' if value is None else json.dumps(value)
 
 
-def _deep(write: Callable[[], str]) -> str:
+@contextlib.contextmanager
+def deep() -> Iterator[None]:
+    """Let Python's own functions recurse into trees that are thousands of levels deep."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(100_000)
     try:
-        return write()
+        yield
     finally:
         sys.setrecursionlimit(before)

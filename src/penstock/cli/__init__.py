@@ -70,6 +70,10 @@ Three things to type:
 penstock --help lists everything else."""
 _WITH_VALUE = ("--precision", "--dtype", "--option")
 """Options of `run` that take a value. What follows the script's name is the script's."""
+_LONGEST = 2000
+"""Characters of a message about the command line, which repeats what was typed."""
+_MOST_WORDS = 1000
+"""The parser of options takes time with the square of their number."""
 _SPINS = "3000"
 """Rounds for which a thread of GNU OpenMP waits awake at a barrier. docs/decisions/0010 says why they are few."""
 
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # read when torch is loaded, which no verb has done yet
     try:
         words = before_script(given)
-        refuse_control_characters(words)
+        check_words(words)
         result = app(
             words,
             exit_on_error=False,
@@ -121,7 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(error: CycloptsError) -> None:
     """Print what is wrong with the command line; of an unknown option, which one was meant."""
     if not isinstance(error, UnknownOptionError):
-        app.error_console.print(CycloptsPanel(error))
+        words = str(error)
+        if len(words) <= _LONGEST and words.replace("\n", "").isprintable():
+            app.error_console.print(CycloptsPanel(error))
+        else:
+            print(f"penstock: {printable(words[:_LONGEST])}{'…' * (len(words) > _LONGEST)}", file=sys.stderr)
         return
     from penstock.cli._unknown import told
 
@@ -141,9 +149,17 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def refuse_control_characters(words: Sequence[str]) -> None:
-    """Raise ConfigError for an argument of ours that no message could show. What follows `--` is a program's own."""
-    for word in itertools.takewhile(lambda word: word != "--", words):
+def check_words(words: Sequence[str]) -> None:
+    """Raise ConfigError for arguments of ours that are far too many, or that no message could show. What follows `--`
+    is a program's own.
+    """
+    ours = list(itertools.takewhile(lambda word: word != "--", words))
+    if len(ours) > _MOST_WORDS:
+        raise ConfigError(
+            f"The command line has {len(ours):,} words, and at most {_MOST_WORDS:,} are read; put settings into a "
+            "file for --config."
+        )
+    for word in ours:
         if found := control_character(word):
             raise ConfigError(
                 f"The argument {quoted(word)} has {found}, which no name or setting has; remove it."

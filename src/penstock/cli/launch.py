@@ -54,9 +54,9 @@ def python_arguments(program: list[str]) -> list[str]:
         _require_script(Path(program[0]))
         return program
     arguments = program if program[0] == "train" else ["train", *program]
-    from penstock.cli import app, refuse_control_characters
+    from penstock.cli import app, check_words
 
-    refuse_control_characters(arguments)
+    check_words(arguments)
     # Wrong options are reported once here, and not by every rank. The ranks check the settings' values.
     app.parse_args(arguments, exit_on_error=False, print_error=False)
     return ["-m", "penstock", *arguments]

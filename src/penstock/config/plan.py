@@ -150,7 +150,9 @@ class Plan(Checked, where="plan"):
         problems: list[str] = []
         if "," in line or ";" in line:
             spaced = " ".join(line.replace(",", " ").replace(";", " ").split())
-            raise ConfigError(f"A plan's settings stand apart by spaces, not by commas; write {spaced!r}.")
+            raise ConfigError(
+                f"A plan's settings stand apart by spaces, not by commas; write {quoted(spaced, 400)}."
+            )
         for part in line.split():
             if len(problems) == MOST_PROBLEMS:
                 break

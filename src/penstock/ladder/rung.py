@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from penstock.boundary.files import quoted
 from penstock.config import rules
 from penstock.config.convert import nearest
 from penstock.config.machine import Machine
@@ -142,7 +143,8 @@ def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung
     rungs = all_rungs()
     names = {rung.name for rung in rungs} | {_group(rung) for rung in rungs}
     problems = [
-        f"There is no rung {name!r}.{nearest(name, sorted(names))} The rungs are {', '.join(r.name for r in rungs)}."
+        f"There is no rung {quoted(name)}.{nearest(name, sorted(names))} "
+        f"The rungs are {', '.join(r.name for r in rungs)}."
         for name in (*only, *skip)
         if name not in names
     ]

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -72,7 +72,7 @@ def read_report(path: Path) -> Report | None:
         report = from_dict(Report, parse_json(raw, "The report", bounds=_BOUNDS))
     except PenstockError:
         return None
-    return report
+    return replace(report, text=printable(report.text))
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -59,7 +59,7 @@ def test_gradients_that_products_add_up_take_no_pass_of_their_own() -> None:
 
 
 def test_a_window_and_a_shared_norm_are_counted() -> None:
-    """A sliding window bounds the keys of a query; side by side, attention and MLP read one norm and are added one by one."""
+    """A sliding window bounds the keys of a query. Side by side, attention and MLP read one norm."""
     plan = Plan.parse("precision=O2 optimizer=fused compile=blocks attention=flash")
     rates = rates_of(load_machine("h100"), plan)
     long = replace(preset("llama3-8b"), sequence=32768)

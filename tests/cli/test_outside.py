@@ -36,6 +36,11 @@ INPUTS = [
     "checkpoint export it made",
     "checkpoint convert it made",
     "launch -- it.py",
+    "train --config it.toml",
+    "ladder --config it.yaml",
+    "scale --config it.json",
+    "plan --config it.json",
+    "plan gpt2 --gpus 8 --machine it.toml",
 ]
 NO_INPUT = {"run", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""
@@ -66,6 +71,7 @@ def test_every_verb_is_tried() -> None:
 OUTPUTS = [
     "train vit-digits --output {out}",
     "ladder vit-digits --quick --output {out}",
+    "demo --output {out}",
     "scale vit-digits --output {out}",
     "plan vit-s16 --gpus 8 --machine h100 --toml {out}.toml",
     "plan vit-s16 --gpus 8 --machine h100 --html {out}",

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.boundary.files import require_folder, shown
 from penstock.boundary.trees import Bounds, read_tree
-from penstock.errors import ExitCode
+from penstock.errors import DataError, ExitCode
 from penstock.report.demo_figure import Rise, demo_figure
 
 MODEL, BATCH = "vit-digits", 64
@@ -54,9 +55,13 @@ def demo(
     """
     path = output / "demo.json"
     if path.exists():
+        lines = read_tree(path, "The demo's record", bounds=_LARGE).get("lines")
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise DataError(f"The demo's record {shown(path)} has no lines to show. Remove {shown(output)}.")
         print(f"This demo is complete; remove {output} to run it anew.")
-        _end(read_tree(path, "The demo's record", bounds=_LARGE)["lines"], output)
+        _end(lines, output)
         return int(ExitCode.DONE)
+    require_folder(output)
     start = time.monotonic()
     words = ["ladder", MODEL, "--batch", str(BATCH), "--quick", "--budget", f"{budget:g}", "--skip", SKIPPED]
     if code := _run([*words, "--output", str(output / "ladder")]):

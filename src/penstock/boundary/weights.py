@@ -85,8 +85,8 @@ def _checked(header: dict[str, Any], size: int) -> dict[str, TensorInfo]:
         raise _Lie("its metadata is no table of text")
     found, places = {}, []
     for name, entry in header.items():
-        if not 0 < len(name) <= _NAME:
-            raise _Lie(f"a tensor's name has {len(name):,} characters")
+        if not 0 < len(name) <= _NAME or not name.isprintable():  # it is shown in messages
+            raise _Lie(f"{quoted(name)} of {len(name):,} characters is no name of a tensor")
         info, place = _tensor(name, entry)
         found[name] = info
         places.append((*place, name))

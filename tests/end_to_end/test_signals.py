@@ -122,7 +122,7 @@ def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str)
     assert run.end() == 0, run.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("form", "every"), [("alone", 0.05), ("two ranks", 0.2)])
 def test_one_or_two_signals_at_every_moment(tmp_path: Path, form: str, every: float) -> None:

@@ -150,6 +150,9 @@ def mosaicml(chip: str) -> Iterator[Row]:
         )
 
 
+TITAN = Software(norms_apart=True)
+
+
 def _titan_fp8(words: str) -> Any:
     return "rowwise" if "rowwise" in words else "float8" in words
 
@@ -194,7 +197,7 @@ def torchtitan_memory() -> Iterator[Row]:
     for row in read("torchtitan"):
         if row["mem_gib"]:
             model, plan = _titan(row)
-            work = describe(model, plan)
+            work = describe(model, plan, software=TITAN)
             rewrite = _titan_kernels(row)
             if rewrite:
                 work = rewrite(work, plan, load_machine("h100"))
@@ -222,7 +225,7 @@ def torchtitan_speed() -> Iterator[Row]:
         model, plan = _titan(row)
         machine = load_machine("a100-80g") if "A100" in row["table"] else teton
         machine = load_machine("h200") if "H200" in row["table"] else machine
-        seconds = iteration_seconds(model, machine, plan, rewrite=_titan_kernels(row))
+        seconds = iteration_seconds(model, machine, plan, TITAN, rewrite=_titan_kernels(row))
         tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]

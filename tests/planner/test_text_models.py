@@ -15,7 +15,9 @@ from penstock.models import create
 from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
+from penstock.planner.software import PENSTOCK, Software
 
+TITAN = Software(norms_apart=True)
 BUILT = [
     name
     for name, config in PRESETS.items()
@@ -85,3 +87,16 @@ def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool)
             pack(logits)
         nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs[-1].flatten())
     return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "software", "launches"), [("cuda", PENSTOCK, 1), ("cuda", TITAN, 8), ("cpu", PENSTOCK, 8)]
+)
+def test_rms_norms_are_one_kernel_on_a_gpu_of_today(device: str, software: Software, launches: int) -> None:
+    block = describe(PRESETS["llama-tiny"], Plan(precision="O3", micro_batch=1), device, software).blocks[0]
+    norm = next(op for op in block.forward if op.kind == "norm")
+    assert norm.launches == launches
+    if launches == 1:
+        rows, width = 128, 128
+        assert norm.read == norm.written == rows * width * 2
+        assert norm.kept == rows * width * 2 + rows * 4  # what it was given, and one statistic of each row

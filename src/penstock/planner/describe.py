@@ -27,7 +27,7 @@ def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Sof
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
-        gathers_keys=plan.cp_exchange == "gather",
+        norms_apart=software.norms_apart, gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
     return described(model, terms)
 

@@ -11,7 +11,7 @@ from penstock.planner.operators import Op, OpKind, Part
 from penstock.planner.shapes import Block
 
 RMS_KERNELS = 8
-"""Kernels of an RMSNorm written as single operators."""
+"""Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
 
 Form = Literal["plain", "fused", "math"]
 Bytes = tuple[float, float]
@@ -56,6 +56,8 @@ class Terms(NamedTuple):
     """The same of a number of the cache."""
     softmax_apart: bool = False
     """Whether the softmax of scores is computed in fp32, as single operators, even where other operators are fused."""
+    norms_apart: bool = False
+    """Whether a GPU has no kernel for RMSNorm either."""
 
     @property
     def statistic(self) -> float:
@@ -225,7 +227,7 @@ class Lister:
         kept = size * e + (1 if rms else 2) * rows * t.statistic
         both = shift and not rms
         learned, out = width * (2 if both else 1), e if autocast else c
-        if rms and not t.fused:
+        if rms and (t.host or t.norms_apart) and not t.fused:
             # torch computes in fp32, and keeps what it normalised beside what it was given.
             wide = size * 4 + (size * (4 - e) if t.host else size * c)
             self.move(

@@ -17,6 +17,8 @@ class Software(NamedTuple):
     then no pass of its own does."""
     softmax_apart: bool = False
     """Whether the softmax of scores is computed in fp32, by single operators, even where other operators are fused."""
+    norms_apart: bool = False
+    """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
 
 
 PENSTOCK = Software()

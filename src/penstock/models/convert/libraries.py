@@ -169,7 +169,8 @@ LIBRARIES: tuple[Library, ...] = (
             **_LLAMA, "head_dim": (None, ("head_features",)), "attention_bias": (False, ("qkv_bias", "bias")),
             "mlp_bias": (False, ("bias",)),
         },
-        must=_CAUSAL,
+        # transformers' Llama knows no window: it would see all tokens in spite of these.
+        must={**_CAUSAL, "sliding_window": (None,), "use_sliding_window": (False, None)},
         activation=("hidden_act", GATED), default="silu",
         names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
     ),

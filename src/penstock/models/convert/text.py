@@ -59,6 +59,11 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
         problems.append(f"config.json has {option} {activation!r}; known are {', '.join(known)}.")
     if library.rotary:
         found["rotary"] = _rotary(values, problems)
+        if "sliding_attention" in (values.get("layer_types") or ()) and not values.get("use_sliding_window"):
+            problems.append(
+                "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
+                "transformers has no window; set it to true, or remove layer_types."
+            )
     if problems:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)

@@ -10,7 +10,7 @@ import pytest
 from penstock.cli import main
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
-from penstock.config.recipes import preset_run
+from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 
 SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
@@ -40,7 +40,7 @@ def test_a_preset_is_trained_with_its_own_recipe(
     assert "done: top-1" in told
     assert f"weights in {tmp_path / 'run' / 'export'}" in told
     stored = load(RunConfig, file=tmp_path / "run" / "run.toml")
-    assert stored.recipe.augment == preset_run("vit-digits").recipe.augment
+    assert stored.recipe.augment == load_run(overrides={"model": "vit-digits"}).recipe.augment
     assert stored.recipe.augment.flip == 0.0
     assert (stored.recipe.steps, stored.model.width) == (4, 16)
 

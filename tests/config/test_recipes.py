@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from penstock.config.jobs import JOBS
 from penstock.config.load import dump_toml
 from penstock.config.model import PRESETS
-from penstock.config.recipes import RUNS, load_run, preset_run
+from penstock.config.recipes import load_run
 from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
+
+
+def preset_run(name: str) -> RunConfig:
+    return load_run(overrides={"model": name})
 
 
 def test_digits_are_neither_mirrored_nor_cropped_hard() -> None:
@@ -20,7 +26,7 @@ def test_digits_are_neither_mirrored_nor_cropped_hard() -> None:
 
 
 def test_every_recipe_is_that_of_its_preset() -> None:
-    assert all(run.model == PRESETS[name] for name, run in RUNS.items())
+    assert all(preset_run(name).model == PRESETS[name] for name in JOBS)
 
 
 def test_a_preset_without_a_recipe_has_the_general_one() -> None:
@@ -39,7 +45,7 @@ def test_file_and_command_line_go_over_the_preset(tmp_path: Path) -> None:
     file.write_text('model = "vit-digits"\n[recipe]\nlr = 0.5\nepochs = 3.0\n')
     run = load_run(file=file, overrides={"recipe.lr": "0.25"})
     assert (run.recipe.lr, run.recipe.epochs) == (0.25, 3.0)
-    assert run.recipe.augment == RUNS["vit-digits"].recipe.augment
+    assert run.recipe.augment == preset_run("vit-digits").recipe.augment
     assert run.output == "runs/vit-digits"
     assert load_run(file=file, overrides={"model": "vit-ti16"}).recipe == Recipe(lr=0.5, epochs=3.0)
 
@@ -60,3 +66,37 @@ def test_a_stored_run_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="vit-digits"):
         load_run(overrides={"model": "vit-digit"})
+
+
+def test_the_sizes_of_a_text_model_are_those_of_its_weights() -> None:
+    small = replace(PRESETS["bert-tiny"], width=64)
+    start = {"init_from": "somewhere"}
+    run = load_run(overrides={"model": "bert-base", **start}, model_in=lambda _: small)
+    assert (run.model, run.output, run.init_from) == (small, "runs/bert-base", "somewhere")
+    changed = load_run(
+        overrides={"model": "bert-base", "model.dropout": "0", **start}, model_in=lambda _: small
+    )
+    assert changed.model == replace(small, dropout=0.0)
+    assert load_run(overrides=start, model_in=lambda _: small).model == small
+    with pytest.raises(
+        ConfigError, match="holds a model of the family encoder, but the preset is of the family deco"
+    ):
+        load_run(overrides={"model": "gpt-tiny", **start}, model_in=lambda _: small)
+
+
+def test_a_file_that_names_a_preset_may_change_fields_of_the_model_in_the_weights(tmp_path: Path) -> None:
+    small = replace(PRESETS["bert-tiny"], width=64)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: bert-base\nmodel.dropout: 0.25\ninit_from: somewhere\n")
+    assert load_run(file=file, model_in=lambda _: small).model == replace(small, dropout=0.25)
+
+
+def test_a_vit_keeps_the_size_that_its_preset_says() -> None:
+    larger = replace(PRESETS["vit-s16"], image_size=384)
+    assert (
+        load_run(overrides={"model": "vit-s16", "init_from": "x"}, model_in=lambda _: larger).model
+        == PRESETS["vit-s16"]
+    )
+    assert load_run(overrides={"init_from": "x"}, model_in=lambda _: larger).model == larger
+    unknown = load_run(overrides={"model": "vit-s16", "init_from": "x.safetensors"}, model_in=lambda _: None)
+    assert unknown.model == PRESETS["vit-s16"]

@@ -14,12 +14,12 @@ from penstock.cli.plan_config import PlanConfig
 from penstock.cli.scale import ScaleConfig
 from penstock.config import rules
 from penstock.config.load import dump_toml, load, to_dict
-from penstock.config.recipes import load_run, preset_run
+from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.ladder.settings import LadderConfig
 
 _CONFIGS: dict[str, Any] = {
-    "run": preset_run("vit-digits"),
+    "run": load_run(overrides={"model": "vit-digits"}),
     "ladder": LadderConfig(rungs=("fused",), batch=4),
     "plan": PlanConfig(gpus=16),
     "scale": ScaleConfig(batches=2),

@@ -27,6 +27,8 @@ from penstock.report.record import versions
 
 _log = logging.getLogger(__name__)
 
+BESIDE = "tokenizer"
+"""Folder of a run with what its exports hold besides weights: see `save_pretrained`."""
 SHARD_BYTES = 5_000_000_000
 """Hugging Face splits a model's weights into files of this size."""
 
@@ -183,15 +185,16 @@ def export_plain(
 def export_model(
     checkpoint: Checkpoint, folder: Path, which: str, *, state: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder.
+    """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder,
+    and the tokenizer that the checkpoint's run has.
 
     Raises:
-        ConfigError: no such set, or the checkpoint's model is of a family that has no such form here.
+        ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
     """
     from penstock.config.load import from_dict
     from penstock.config.run import RunConfig
-    from penstock.models import ViT, create
-    from penstock.models.convert import require_as_large, save_pretrained
+    from penstock.models import create
+    from penstock.models.convert import fitted, require_as_large, save_pretrained
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
     held = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
@@ -199,19 +202,14 @@ def export_model(
     require_as_large(config.model, held, where, error=CheckpointError, remedy=remedy)
     with torch.device("meta"):
         model = create(config.model)
-    if not isinstance(model, ViT):
-        raise ConfigError(
-            f"{checkpoint.path} holds a {type(model).__name__}, for which there is no Hugging Face form here; "
-            f"export it with --names plain."
-        )
     try:
-        model.load_state_dict(state or read_weights(checkpoint, which), assign=True)
-    except RuntimeError as problem:
+        weights, _ = fitted(model, state or read_weights(checkpoint, which))
+    except ConfigError as problem:
         raise CheckpointError(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "
             f"({problem}); export them with --names plain."
         ) from problem
-    save_pretrained(model, folder)
+    save_pretrained(model, folder, weights=weights, beside=checkpoint.path.parent.parent / BESIDE)
 
 
 def _names(checkpoint: Checkpoint, which: str) -> list[str]:

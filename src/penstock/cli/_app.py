@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -30,13 +30,15 @@ def configured(
     *,
     positional: str | None = None,
     flags: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None,
     loader: Callable[..., Any] = load,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
     The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting. `positional` names a setting that may
     also be its first argument. `flags` are settings that are true where they are named; others that are true or false
-    take a value. `--help` does not list settings of families other than the default's, which are as many again.
+    take a value. `aliases` are other words for the options of settings. `--help` does not list settings of
+    families other than the default's, which are as many again.
 
     The function is called with the loaded configuration first and its own options by keyword. A `loader` takes the same
     arguments as `penstock.config.load.load`, for verbs whose defaults depend on other settings.
@@ -57,7 +59,7 @@ def configured(
         ]
         file = Parameter(help="TOML, YAML or JSON file of settings. Options given here override it.")
         options = [
-            *_options(shown, positional, flags),
+            *_options(shown, positional, flags, aliases or {}),
             _option("config", Path, file),
             *(_unlisted(part, names) for part, names in unlisted.items()),
             *own,
@@ -91,7 +93,7 @@ def _option(
 
 
 def _options(
-    shown: list[Field], positional: str | None, flags: tuple[str, ...]
+    shown: list[Field], positional: str | None, flags: tuple[str, ...], aliases: Mapping[str, str]
 ) -> Iterator[inspect.Parameter]:
     """The listed settings, the positional one first, in a group for each part."""
     parts = {setting.key.partition(".")[0] for setting in shown if "." in setting.key}
@@ -101,7 +103,7 @@ def _options(
         head = head if head in parts else _GENERAL
         first, flag = setting.key == positional, setting.key in flags
         about = Parameter(
-            name=f"--{setting.key}",
+            name=[f"--{setting.key}", *([f"--{aliases[setting.key]}"] if setting.key in aliases else [])],
             help=setting.help + (_ELSEWHERE if setting.key.endswith(".family") else ""),
             group=groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups))),
             metavar=None if flag else type_word(setting.kind),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from penstock.cli._app import configured
+from penstock.config.model import ModelConfig
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 
@@ -16,7 +18,17 @@ _TRACK = "Pass the run's numbers on to tensorboard, wandb or mlflow, or to sever
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
 
 
-@configured(RunConfig, positional="model", loader=load_run)
+def _model_in(weights: str) -> ModelConfig | None:
+    from penstock.models.convert import model_in
+
+    return model_in(weights)
+
+
+ALIASES = {"init_from": "from"}
+"""Shorter words for options."""
+
+
+@configured(RunConfig, positional="model", aliases=ALIASES, loader=partial(load_run, model_in=_model_in))
 def train(
     config: RunConfig,
     *,

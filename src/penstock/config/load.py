@@ -50,9 +50,11 @@ def load(
     file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     base: T | None = None,
+    stored: Mapping[str, Any] | None = None,
     origin: str = COMMAND_LINE,
 ) -> T:
-    """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`.
+    """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`. `stored` is what
+    `file` holds, where it has been read already.
 
     Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a
     nested part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it.
@@ -61,7 +63,7 @@ def load(
     """
     layers: list[tuple[Mapping[str, Any], str, bool]] = []
     if file is not None:
-        layers.append((read_file(file), str(file), False))
+        layers.append((read_file(file) if stored is None else stored, str(file), False))
     if overrides:
         layers.append((overrides, origin, True))
     return cast(T, _assemble(cls, base, layers))
@@ -69,7 +71,12 @@ def load(
 
 @overload
 def from_dict(
-    cls: type[T], values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...
+    cls: type[T],
+    values: Mapping[str, Any],
+    *,
+    origin: str = ...,
+    error: type[PenstockError] = ...,
+    base: T | None = ...,
 ) -> T: ...
 @overload
 def from_dict(
@@ -81,13 +88,14 @@ def from_dict(
     *,
     origin: str = "the given values",
     error: type[PenstockError] = ConfigError,
+    base: Any = None,
 ) -> Any:
     """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
-    Absent fields keep their defaults. Raises `error` with every problem, each naming `origin`.
+    Absent fields keep their defaults, or what `base` has. Raises `error` with every problem, each naming `origin`.
     """
     try:
-        return _assemble(cls, None, [(values, origin, False)])
+        return _assemble(cls, base, [(values, origin, False)])
     except ConfigError as problem:
         raise problem if error is ConfigError else error(str(problem)) from None
 

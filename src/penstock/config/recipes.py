@@ -1,43 +1,22 @@
-"""The defaults of `penstock train NAME`: a recipe and a batch that suit the preset."""
+"""The settings of a run: defaults, then those of the preset's job, a file, and the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.load import load, read_file
-from penstock.config.model import PRESETS, preset
-from penstock.config.plan import Plan
-from penstock.config.run import Augment, Recipe, RunConfig
+from penstock.boundary.files import quoted
+from penstock.config.convert import NONE_WORDS
+from penstock.config.jobs import JOBS
+from penstock.config.load import from_dict, load, read_file
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks, title
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
 
-RUNS: dict[str, RunConfig] = {
-    # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
-    # mild, because one of eight pixels already moves a stroke.
-    "vit-digits": RunConfig(
-        model=PRESETS["vit-digits"],
-        recipe=Recipe(
-            epochs=60.0,
-            lr=5e-4,
-            warmup_steps=20,
-            weight_decay=0.05,
-            eval_every_epochs=10.0,
-            augment=Augment(flip=0.0, crop_scale_min=0.7),
-        ),
-        plan=Plan(micro_batch=64),
-    ),
-}
-
-
-def preset_run(name: str) -> RunConfig:
-    """The run of model preset `name`, with output `runs/NAME`; general defaults if it has no recipe of its
-    own.
-
-    Raises ConfigError naming the nearest preset.
-    """
-    run = RUNS.get(name) or RunConfig(model=preset(name))
-    return replace(run, output=f"runs/{name}")
+_log = logging.getLogger(__name__)
 
 
 def load_run(
@@ -45,15 +24,50 @@ def load_run(
     *,
     file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    model_in: Callable[[str], ModelConfig | None] | None = None,
 ) -> RunConfig:
-    """A run from the recipe of the preset that `overrides` or `file` name as `model`, then `file`, then
-    `overrides`.
+    """A run from general defaults, then the job of the preset that `overrides` or `file` name as `model`, then `file`,
+    then `overrides`. Without a model, the preset is `vit-digits`.
 
-    Without a model, the recipe is that of `vit-digits`. Raises ConfigError as `penstock.config.load.load`
-    does.
+    `model_in` gives the model that a folder of weights describes, or None if it describes none. With it, a run that
+    starts from weights of a text model has the sizes of that model, and so has one that names no model at all.
+
+    Raises ConfigError as `penstock.config.load.load` does.
     """
-    model = (overrides or {}).get("model")
-    if model is None:
-        model = read_file(file).get("model") if file is not None else "vit-digits"
-    base = preset_run(model) if isinstance(model, str) and model in PRESETS else None
-    return load(cls, file=file, overrides=overrides, base=base)
+    given = dict(overrides or {})
+    stored = read_file(file) if file is not None else {}
+    name: Any = given.get("model", stored.get("model"))
+    weights: Any = given.get("init_from", stored.get("init_from"))
+    known = isinstance(name, str) and name in PRESETS
+    found = None
+    if name is None or (known and not isinstance(PRESETS[name], ViTConfig)):  # images can be of another size
+        given_weights = isinstance(weights, str) and weights.lower() not in NONE_WORDS
+        found = model_in(weights) if model_in and given_weights else None
+    if name is None and file is None and found is None:
+        name, known = "vit-digits", True
+    base = _job(name) if known else RunConfig()
+    if found is not None:
+        base = replace(base, model=_of_weights(found, weights, base.model if known else None))
+        # The preset's name has done its work. Changes to single fields of the model still apply.
+        given.pop("model", None)
+        stored = {key: value for key, value in stored.items() if key != "model"}
+    return load(cls, file=file, stored=stored, overrides=given, base=base)
+
+
+def _job(name: str) -> RunConfig:
+    settings = {"output": f"runs/{name}", **JOBS.get(name, {})}
+    return from_dict(RunConfig, settings, origin=f"the job of {name}", base=RunConfig(model=PRESETS[name]))
+
+
+def _of_weights(found: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:
+    """The model in a folder of weights, in place of a preset of its family."""
+    if preset is None:
+        return found
+    if preset.family != found.family:
+        raise ConfigError(
+            f"init_from is {quoted(weights)}, which holds a model of the family {found.family}, but the preset is of "
+            f"the family {preset.family}; name a preset of that family, or none."
+        )
+    if stacks(preset) != stacks(found):
+        _log.warning("The model has the sizes of %s: %s.", weights, title(found))
+    return found

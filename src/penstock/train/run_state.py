@@ -85,7 +85,9 @@ class RunState:
 
     def _restore(self, stored: Checkpoint, *, rewinding: bool) -> None:
         built, dims = self.built, self.dims
-        found = stored.load(dict(built.model.named_parameters()), rank=dims.rank, world=dims.size)
+        # Weights that are tied have several names, and are read under each.
+        parameters = dict(built.model.named_parameters(remove_duplicate=False))
+        found = stored.load(parameters, rank=dims.rank, world=dims.size)
         built.model.load_state_dict(found.weights["weights"])
         if built.ema is not None:
             built.ema.load_state_dict(found.weights["ema"])

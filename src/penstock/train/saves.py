@@ -10,6 +10,7 @@ from typing import Any
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import main_first
+from penstock.checkpoint.rewrite import BESIDE
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.models.convert import save_pretrained
@@ -64,7 +65,7 @@ def export(model: Any, output: Path, dims: ParallelDims) -> Path:
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        save_pretrained(model, partial, weights=weights)
+        save_pretrained(model, partial, weights=weights, beside=output / BESIDE)
         set_aside(folder)
         partial.rename(folder)
 

@@ -8,9 +8,11 @@ from penstock.models.convert.files import read_state_dict as read_state_dict
 from penstock.models.convert.hf import config_from_hf as config_from_hf
 from penstock.models.convert.hf import hf_config as hf_config
 from penstock.models.convert.load import Loaded as Loaded
+from penstock.models.convert.load import fitted as fitted
 from penstock.models.convert.load import load_weights as load_weights
 from penstock.models.convert.load import require_as_large as require_as_large
 from penstock.models.convert.pretrained import from_pretrained as from_pretrained
+from penstock.models.convert.pretrained import model_in as model_in
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained
 from penstock.models.convert.text import read_text_config as read_text_config
 from penstock.models.convert.text import text_from_hf as text_from_hf

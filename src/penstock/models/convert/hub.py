@@ -8,7 +8,10 @@ from pathlib import Path
 from penstock.errors import ConfigError, EnvironmentProblem
 
 _NAME = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
-_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json",
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.spm", "*.model",
+)  # fmt: skip
 OFFLINE = (
     "Fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that cache; or give a "
     "folder with its files."
@@ -17,7 +20,8 @@ OFFLINE = (
 
 def local_weights(source: str | Path) -> Path:
     """A path as it is; of a name on the hub (`google/vit-base-patch16-224`, with `@REVISION` if you like) the folder
-    in the cache, to which it is fetched once. Only safetensors and config.json are fetched.
+    in the cache, to which it is fetched once. Only safetensors, config.json and a tokenizer's
+    files are fetched.
 
     Raises:
         ConfigError: neither a path nor a model on the hub, or one without safetensors.

@@ -65,11 +65,11 @@ def load_weights(
     if isinstance(source, str | Path):
         source = local_weights(source)
         if not isinstance(model, TextModel):  # what theirs share is told by its values
-            _fitted(model, described(source), new_head)  # before anything is read
+            fitted(model, described(source), new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
     else:
         state = source
-    state, loaded = _fitted(model, state, new_head)
+    state, loaded = fitted(model, state, new_head)
     if loaded.ignored:
         log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
     with torch.no_grad():
@@ -77,10 +77,12 @@ def load_weights(
     return loaded
 
 
-def _fitted(
-    model: nn.Module, given: Mapping[str, Tensor], new_head: bool
+def fitted(
+    model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False
 ) -> tuple[dict[str, Tensor], Loaded]:
-    """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones."""
+    """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones,
+    and the model may be on the meta device. Raises ConfigError as `load_weights`.
+    """
     state, expected = dict(given), model.state_dict()
     if isinstance(model, TextModel):
         return _fitted_text(model, state, new_head)

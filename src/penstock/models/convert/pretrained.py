@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.boundary.files import shown
 from penstock.config.load import from_dict, to_dict
@@ -40,18 +41,29 @@ _MODELS: dict[str, Any] = {"vit": ViT, "decoder": Decoder, "encoder": Encoder, "
 
 
 def save_pretrained(
-    model: ViT | TextModel, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    beside: Path | None = None,
 ) -> None:
     """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
     such a model, else in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
 
     Each file appears whole or not at all; weights are written last. `weights` replace the model's state dict, if the
-    model holds only a part of it.
+    model holds only a part of it. `beside` is a folder whose files are written too, those of a tokenizer; what its
+    config.json holds, such as the numbers of special tokens, goes into the model's.
     """
-    folder, config = Path(folder), model.config
+    folder, config = Path(folder), cast(Any, model).config
     folder.mkdir(parents=True, exist_ok=True)
     state: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
     values, state = _in_their_form(config, state)
+    if beside is not None and beside.is_dir():
+        for file in beside.iterdir():
+            if file.name == "config.json":
+                values |= read_json(file)
+            else:
+                replace_file(folder / file.name, lambda path: shutil.copyfile(file, path))  # noqa: B023 (called at once)
     # Copied, because parameters may be views of one flat buffer, which safetensors refuses to write.
     tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
     replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
@@ -89,6 +101,17 @@ def from_pretrained(
     model: ViT | TextModel = _MODELS[config.family](config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model
+
+
+def model_in(source: str | Path) -> ModelConfig | None:
+    """The model that a folder, or a name on the hub, describes; None of weights without a config.json, and of timm's.
+
+    Raises ConfigError for a model of another family, and as `local_weights`.
+    """
+    folder = local_weights(source)
+    if not (folder / "config.json").is_file() or "model_type" not in read_json(folder / "config.json"):
+        return None
+    return read_config(folder)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -1,0 +1,93 @@
+"""One small model of every family, with batches and a loss: what the tests that all families share run on.
+
+A family is enrolled by a line in `ENROLLED`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import (
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    ViTConfig,
+    preset,
+)
+
+WORDS, TOKENS, OTHERS = 13, 6, 5
+"""Vocabulary, tokens of a sample, and tokens of what it is turned into. Neither 2 nor 4 ranks can share them evenly."""
+
+
+class Enrolled(NamedTuple):
+    """A small model, and the transformers class that its export is read by; none where transformers has none."""
+
+    config: ModelConfig
+    reader: str | None
+
+
+def small(name: str, **changes: Any) -> ModelConfig:
+    """A text preset at 16 features and two blocks, without dropout."""
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": 0.0}
+    config: Any = preset(name)
+    if isinstance(config, Seq2SeqConfig):
+        features: dict[str, Any] = {"head_features": 8} if config.encoder.head_features else {}
+        sides = (replace(stack, **sizes, **features) for stack in (config.encoder, config.decoder))
+        sizes = {**dict(zip(("encoder", "decoder"), sides)), "decoder_sequence": 16}
+    elif config.kv_heads:
+        sizes["kv_heads"] = 1
+    made: ModelConfig = replace(config, vocabulary=WORDS, sequence=16, **sizes, **changes)
+    return made
+
+
+_VIT = ViTConfig(
+    image_size=8, patch_size=2, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10
+)  # fmt: skip
+ENROLLED = {
+    "vit": Enrolled(_VIT, "AutoModelForImageClassification"),
+    "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
+    "llama": Enrolled(small("llama-tiny"), "AutoModelForCausalLM"),
+    "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
+    "bert of classes": Enrolled(
+        small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
+    ),
+    "modernbert": Enrolled(small("modernbert-tiny"), None),
+    "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
+    "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
+    "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),
+}  # fmt: skip
+
+
+def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:
+    """The model's arguments, then its targets: the same for the same step, on every rank."""
+    generator = torch.Generator().manual_seed(step)
+
+    def numbers(count: int, *shape: int) -> Tensor:
+        return torch.randint(0, count, shape, generator=generator)
+
+    if isinstance(config, ViTConfig):
+        shape = (samples, config.channels, config.image_size, config.image_size)
+        return torch.randn(shape, generator=generator), numbers(config.classes, samples)
+    tokens = numbers(WORDS, samples, TOKENS)
+    if isinstance(config, DecoderConfig):
+        return tokens, numbers(WORDS, samples, TOKENS)
+    lengths = numbers(TOKENS, samples) + 1
+    if isinstance(config, Seq2SeqConfig):
+        return tokens, numbers(WORDS, samples, OTHERS), lengths, numbers(WORDS, samples, OTHERS)
+    assert isinstance(config, EncoderConfig)
+    targets = (
+        numbers(config.classes, samples) if config.head == "classes" else numbers(WORDS, samples, TOKENS)
+    )
+    return tokens, lengths, targets
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """Mean cross entropy of a batch of `batches`."""
+    *arguments, targets = batch
+    logits = model(*arguments)
+    return nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.flatten())

@@ -28,7 +28,7 @@ from penstock.build import Built, build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.config.trainable import require_trainable
+from penstock.config.trainable import require_vision
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
 from penstock.report.record import environment
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    config = SMALL if arguments.model == "small" else require_trainable(PRESETS[arguments.model])
+    config = SMALL if arguments.model == "small" else require_vision(PRESETS[arguments.model])
     ranks, cuda = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     plan = Plan(precision="O1", optimizer="fused", sharding="fsdp", dp=ranks, micro_batch=arguments.batch)

@@ -36,7 +36,7 @@ import penstock
 from fp8_linear import SHAPES, SMOKE, Block, Shape
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.trainable import require_trainable
+from penstock.config.trainable import require_vision
 from penstock.errors import PenstockError
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
@@ -114,7 +114,7 @@ def task(name: str, batch: int, device: torch.device) -> tuple[Callable[[], nn.M
         classes = 16
         make: Callable[[], nn.Module] = lambda: Stack(shape, DEPTH[name], classes)  # noqa: E731
     else:
-        config = require_trainable(PRESETS[name])
+        config = require_vision(PRESETS[name])
         inputs = torch.randn(
             batch, config.channels, config.image_size, config.image_size, generator=generator
         )

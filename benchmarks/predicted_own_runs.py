@@ -32,7 +32,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.config.trainable import require_trainable
+from penstock.config.trainable import require_vision
 from penstock.containers import tensors as tensors_in
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload
@@ -131,7 +131,7 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
     plan, batch = case.plan, case.plan.micro_batch
     recipe = Recipe()
     if case.model in PRESETS:
-        config = require_trainable(PRESETS[case.model])
+        config = require_vision(PRESETS[case.model])
         built = build(config, plan, device=device, recipe=recipe)
         images = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
         targets = torch.randint(0, config.classes, (batch,), device=device)

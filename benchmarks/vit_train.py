@@ -35,7 +35,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
-from penstock.config.trainable import require_trainable
+from penstock.config.trainable import require_vision
 from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm
@@ -368,7 +368,7 @@ def main() -> None:
 
     device = resolve_device(options.device)
     machine = machine_for(device)
-    config = replace(require_trainable(PRESETS[options.model]), classifier=options.classifier)
+    config = replace(require_vision(PRESETS[options.model]), classifier=options.classifier)
     plans = [Plan.parse(line) for line in options.plan or []] or default_plans(device, machine)
     entries = contestants(config, device, machine, options.batch, plans, compiled=options.compile)
     size = config.image_size

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
@@ -15,6 +16,7 @@ from penstock.config.plan import Plan
 from penstock.config.recipes import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
+from penstock.models.anatomy import set_loss
 from penstock.models.positions import visible
 from penstock.models.stack import TextModel
 
@@ -192,3 +194,53 @@ def test_what_cannot_be_is_said() -> None:
         replace(ROTARY, head_features=7)
     with pytest.raises(ConfigError, match="norm_first"):
         replace(ENCODER, parallel=True)
+
+
+TARGETED = ("gpt", "rotary", "bert", "t5", "marian")
+
+
+@pytest.mark.parametrize("form", ["whole", "chunked"])
+@pytest.mark.parametrize("name", TARGETED)
+def test_a_model_makes_the_summed_loss_of_targets(
+    name: str, form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.stack.LOSS_BUDGET", 1000)
+    model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
+    logits = model(*inputs)
+    targets = torch.randint(0, 50, logits.shape[:2])
+    targets[:, ::3] = -100
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.set_loss(form)
+    found = model(*inputs, targets=targets)
+    assert found.shape == ()
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    for one, other in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(one.grad, other)
+
+
+@pytest.mark.parametrize("name", TARGETED)
+def test_only_chosen_rows_reach_the_head(name: str) -> None:
+    model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
+    logits = model(*inputs).flatten(0, 1)
+    rows = torch.tensor([0, 5, 9, 9])
+    torch.testing.assert_close(model(*inputs, rows=rows), logits[rows])
+    targets = torch.tensor([3, -100, 7, 1])
+    expected = F.cross_entropy(logits[rows], targets, reduction="sum")
+    torch.testing.assert_close(model(*inputs, targets=targets, rows=rows), expected)
+
+
+def test_smoothing_is_that_of_torch() -> None:
+    model, inputs = _model(MODELS["marian"]), _inputs(MODELS["marian"])
+    logits = model(*inputs)
+    targets = torch.randint(0, 50, logits.shape[:2])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(model(*inputs, targets=targets, smoothing=0.1), expected)
+
+
+def test_a_model_without_a_loss_of_its_own_has_no_form_of_it() -> None:
+    with pytest.raises(ConfigError, match=r"Linear does not make its loss itself, so plan\.loss 'chunked'"):
+        set_loss(nn.Linear(2, 2), "chunked")

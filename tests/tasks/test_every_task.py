@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.model import ModelConfig, ViTConfig
+from helpers.texts import TEXT, Windows
+from penstock.config.model import DecoderConfig, ModelConfig, ViTConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.containers import tensors
 from penstock.data import Loader
-from penstock.data.source import Source
+from penstock.data.source import Source, Split
 from penstock.models import create
-from penstock.tasks import ImageClassification, Task
+from penstock.tasks import ImageClassification, NextToken, Task
 from penstock.train.evaluate import Evaluation, evaluate
+
+Sizes = dict[str, Any]
+SIZES: Sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 16}
 
 
 class Enrolled(NamedTuple):
@@ -23,33 +29,48 @@ class Enrolled(NamedTuple):
 
     task: Task
     model: ModelConfig
-    data: DataConfig
+    source: Callable[[Task, ModelConfig, Split], Source]
+    samples: int
+    """Of the validation split."""
+
+
+def _digits(task: Task, model: ModelConfig, split: Split) -> Source:
+    return task.open(DataConfig(source="digits"), model, split)
+
+
+def _windows(task: Task, model: ModelConfig, split: Split) -> Source:
+    return Windows(TEXT, 17, stride=16, ends=50)
 
 
 ENROLLED = {
     "image classification": Enrolled(
         ImageClassification(),
-        ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=16),
-        DataConfig(source="digits"),
+        ViTConfig(image_size=8, patch_size=4, channels=1, **SIZES),
+        _digits,
+        355,
     ),
+    "next token": Enrolled(NextToken(), DecoderConfig(sequence=16, **SIZES), _windows, 170),
 }
 
 
 @pytest.fixture(params=ENROLLED)
 def enrolled(request: pytest.FixtureRequest) -> Enrolled:
-    task, model, data = ENROLLED[request.param]
-    return Enrolled(task, task.fit(model, task.open(data, model, "train")), data)
+    task, model, source, samples = ENROLLED[request.param]
+    return Enrolled(task, task.fit(model, source(task, model, "train")), source, samples)
 
 
-def _loader(enrolled: Enrolled, split: Any, batch: int, augment: Augment | None = None) -> Loader:
-    source: Source = enrolled.task.open(enrolled.data, enrolled.model, split)
+def _source(enrolled: Enrolled, split: Split) -> Source:
+    return enrolled.source(enrolled.task, enrolled.model, split)
+
+
+def _loader(enrolled: Enrolled, split: Split, batch: int, augment: Augment | None = None) -> Loader:
+    source = _source(enrolled, split)
     prepare = enrolled.task.prepare(source, enrolled.model, augment=augment, seed=1)
     return Loader(source, prepare, batch=batch, seed=1, endless=split == "train")
 
 
 def test_a_model_that_fits_the_data_is_left_as_it_is(enrolled: Enrolled) -> None:
-    source = enrolled.task.open(enrolled.data, enrolled.model, "train")
-    assert enrolled.task.fit(enrolled.model, source) == enrolled.model
+    assert enrolled.task.fit(enrolled.model, _source(enrolled, "train")) == enrolled.model
 
 
 @pytest.mark.parametrize("augment", [None, Augment(mixup=0.5, label_smoothing=0.1)])
@@ -74,25 +95,28 @@ def test_the_loss_is_made_of_the_outputs_alone(enrolled: Enrolled) -> None:
 
 def test_a_blank_sample_runs_through_the_model(enrolled: Enrolled) -> None:
     blank = enrolled.task.blank(enrolled.model, torch.device("cpu"))
-    outputs = create(enrolled.model)(*blank)
+    model = create(enrolled.model)
+    outputs = model(*blank)
     assert all(tensor.shape[0] == 1 for tensor in (*blank, outputs) if isinstance(tensor, Tensor))
+    enrolled.task.accompany(model, blank)
 
 
 def test_metrics_do_not_depend_on_how_samples_are_batched(enrolled: Enrolled) -> None:
     task, model = enrolled.task, create(enrolled.model)
     found: list[Evaluation] = []
-    for size in (7, 355):
+    for size in (7, enrolled.samples):
         with _loader(enrolled, "val", size) as batches:
             found.append(evaluate(task, model, batches))
     first, second = found
-    assert first.samples == second.samples == 355
+    assert first.samples == second.samples == enrolled.samples
     assert first.metrics == pytest.approx(second.metrics, rel=1e-5)
 
 
 def test_metrics_have_names_words_and_a_form_to_store(enrolled: Enrolled) -> None:
     task = enrolled.task
-    metrics = task.metrics(4, dict.fromkeys(task.sums, 2.0))
-    found = Evaluation(4, metrics)
+    with _loader(enrolled, "val", 4) as batches:
+        found = evaluate(task, create(enrolled.model), itertools.islice(batches, 2))
+    metrics = found.metrics
     assert "loss" in metrics
     assert found.loss == metrics["loss"]
     assert Evaluation.of_record(found.record()) == found
@@ -103,3 +127,16 @@ def test_metrics_have_names_words_and_a_form_to_store(enrolled: Enrolled) -> Non
     assert task.describe_model(enrolled.model)
     assert task.unit.endswith("s")
     assert task.size_setting.startswith("model.")
+
+
+def test_a_sample_is_shown_if_there_is_text(enrolled: Enrolled) -> None:
+    model, source = create(enrolled.model).eval(), _source(enrolled, "val")
+    with torch.no_grad():
+        said = enrolled.task.sample(model, source, torch.device("cpu"))
+    assert bool(said) is not isinstance(enrolled.task, ImageClassification)
+
+
+def test_padding_is_not_counted_among_tokens(enrolled: Enrolled) -> None:
+    with _loader(enrolled, "train", 6) as batches:
+        batch = next(batches)
+    assert (enrolled.task.tokens(batch) > 6) is not isinstance(enrolled.task, ImageClassification)

@@ -18,7 +18,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
 from penstock.data import Batch
 from penstock.errors import ConfigError
-from penstock.tasks import ImageClassification, classification_loss, task_of
+from penstock.tasks import ImageClassification, classification_loss
 
 TASK = ImageClassification()
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=16, classes=10)
@@ -77,7 +77,6 @@ def test_metrics_are_told_in_words() -> None:
     assert TASK.describe_model(TINY) == "10 classes"
 
 
-def test_a_family_has_a_task_or_is_refused_by_name() -> None:
-    assert task_of(PRESETS["vit-s16"]).unit == "images"
-    with pytest.raises(ConfigError, match=r"model\.family=decoder .* there is no task yet"):
-        task_of(PRESETS["gpt2"])
+def test_only_images_are_classified() -> None:
+    with pytest.raises(ConfigError, match=r"model\.family is decoder, but only a vit takes images"):
+        TASK.open(DataConfig(), PRESETS["gpt2"], "train")

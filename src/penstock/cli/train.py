@@ -52,6 +52,6 @@ def train(
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
     found = result.evaluation
-    task = task_of(config.model)
+    task = task_of(config.model, config.task, init_from=config.init_from)
     print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")
     print(f"weights in {result.export}, metrics in {result.metrics}")

@@ -24,6 +24,9 @@ AUTO_PLAIN_TOKENS = 512
 """Longest sequence for which `attention=auto` is the plain form on a CPU that multiplies bf16, where it beats torch's
 fused kernel forward and backward together: 4.1 against 13.8 ms with matrix units and 3.3 against 8.6 with vectors of
 512 bits, at 197 tokens and 8 and 2 samples of 6 heads."""
+LossForm = Literal["whole", "chunked"]
+LOSS_BUDGET = 64 * 2**20
+"""Bytes that the logits of `loss=chunked`, and what is made of them, take at one time."""
 Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
@@ -68,6 +71,9 @@ class Plan(Checked, where="plan"):
     attention: AttentionBackend = "sdpa"
     """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
     and sequence length; the others fix one backend of SDPA."""
+    loss: LossForm = "whole"
+    """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
+    made along with it, so that logits take 64 MiB at the most."""
     compile: Compile = "none"
     """What torch.compile compiles: nothing, each repeated block (`blocks`; they share one compilation), or
     the whole model."""

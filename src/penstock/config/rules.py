@@ -16,7 +16,7 @@ from typing import Literal
 
 from penstock.config.convert import word
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, sequences, stacks
+from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, sequences, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems, plan_problems
@@ -291,6 +291,16 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
         yield (
             f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "
             f"{widest}; use more model.heads, or attention=math."
+        )
+
+
+@_rule("types")
+def _chunked_loss_is_over_words(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`loss=chunked` needs a model whose outputs are logits over a vocabulary."""
+    words = not isinstance(model, ViTConfig | EncoderConfig) or getattr(model, "head", None) == "words"
+    if plan.loss == "chunked" and not words:
+        yield (
+            "plan.loss=chunked cuts up logits over a vocabulary, which this model's outputs are not; leave loss out."
         )
 
 

@@ -26,6 +26,17 @@ from penstock.config.convert import (
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 
+TaskName = Literal[
+    "auto",
+    "images",
+    "next_token",
+    "masked_words",
+    "sentences",
+    "pairs",
+    "span_corruption",
+    "translation",
+    "embedding",
+]
 SOURCES = ("digits", "imagefolder", "pack", "hf")
 
 
@@ -143,6 +154,9 @@ class RunConfig(Checked):
 
     model: ModelConfig = PRESETS["vit-digits"]
     """Name of a preset (`vit-s16`); single fields can be overridden."""
+    task: TaskName = "auto"
+    """What the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a decoder,
+    masked words for an encoder (`pairs` where its head gives classes), span corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
     """`digits`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config.convert import word
-from penstock.config.model import ModelConfig, ViTConfig, stack_names, stacks
+from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, stack_names, stacks
 from penstock.config.plan import Plan
+from penstock.config.run import TaskName
 from penstock.errors import ConfigError
+
+M = TypeVar("M", bound=ModelConfig)
 
 _ONLY: dict[str, Any] = {
     "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
@@ -26,11 +29,61 @@ _VIT_HAS: dict[str, tuple[Any, ...]] = {
 """Fields of a stack that our Vision Transformer does not support for all values, with those that it does."""
 
 
-def require_buildable(model: ModelConfig) -> None:
-    """Raises ConfigError for a model that can only be planned."""
-    problems = list(model_problems(model)) if isinstance(model, ViTConfig) else list(_not_built(model))
-    if problems:
+TASKS: dict[str, tuple[str, ...]] = {
+    "images": ("vit",),
+    "next_token": ("decoder",),
+    "masked_words": ("encoder",),
+    "sentences": ("encoder",),
+    "pairs": ("encoder",),
+    "span_corruption": ("seq2seq",),
+    "translation": ("seq2seq",),
+    "embedding": ("encoder",),
+}
+"""Families that each task trains; the first task that names a family is what it is trained for unless told."""
+
+
+def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
+    """The task that a model is trained for, where `auto` is that of its family. Raises ConfigError for a task that does
+    not fit the family."""
+    fitting = [name for name, families in TASKS.items() if model.family in families]
+    if task == "auto":
+        classes = isinstance(model, EncoderConfig) and model.head == "classes"
+        return "pairs" if classes else fitting[0]  # type: ignore[return-value]
+    if task not in fitting:
+        raise ConfigError(
+            f"task is {task}, which trains models of the family {' or '.join(TASKS[task])}, but model.family is "
+            f"{model.family}; use task {' or '.join(fitting)}, or another model."
+        )
+    return task
+
+
+def require_trainable(model: M) -> M:
+    """`model`, if it can be built and trained. Raises ConfigError for a model that can only be planned."""
+    if problems := list(model_problems(model)):
         raise ConfigError(problems)
+    return model
+
+
+def require_vision(model: ModelConfig) -> ViTConfig:
+    """`model`, if it is a Vision Transformer that can be built. Raises ConfigError."""
+    if not isinstance(model, ViTConfig):
+        raise ConfigError(
+            f"model.family is {model.family}, but only a vit takes images; choose a preset such as vit-s16."
+        )
+    return require_trainable(model)
+
+
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Every reason why a model cannot be built and trained."""
+    if not isinstance(model, ViTConfig):
+        yield from _not_built(model)
+        return
+    for name, values in _VIT_HAS.items():
+        if getattr(model, name) not in values:
+            yield (
+                f"model.{name}={word(getattr(model, name))} can be predicted by `penstock plan`, but our Vision "
+                f"Transformer is built with {name}={' or '.join(map(word, values))} only; use that."
+            )
 
 
 def _not_built(model: ModelConfig) -> Iterator[str]:
@@ -40,30 +93,6 @@ def _not_built(model: ModelConfig) -> Iterator[str]:
             yield (
                 f"{name}.experts={stack.experts} can be predicted by `penstock plan`, but mixtures of experts "
                 f"cannot be built yet; use {name}.experts=0."
-            )
-
-
-def require_trainable(model: ModelConfig) -> ViTConfig:
-    """`model`, if it can be built and trained. Raises ConfigError for a model that can only be planned."""
-    if problems := list(model_problems(model)):
-        raise ConfigError(problems)
-    assert isinstance(model, ViTConfig)
-    return model
-
-
-def model_problems(model: ModelConfig) -> Iterator[str]:
-    """Every reason why a model cannot be built and trained."""
-    if not isinstance(model, ViTConfig):
-        yield (
-            f"model.family={model.family} can be predicted by `penstock plan` and made by `penstock.create`, but there "
-            "is no task yet that trains it; choose a model of the family vit."
-        )
-        return
-    for name, values in _VIT_HAS.items():
-        if getattr(model, name) not in values:
-            yield (
-                f"model.{name}={word(getattr(model, name))} can be predicted by `penstock plan`, but our Vision "
-                f"Transformer is built with {name}={' or '.join(map(word, values))} only; use that."
             )
 
 

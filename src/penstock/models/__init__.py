@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.config.model import ModelConfig
-from penstock.config.trainable import require_buildable
+from penstock.config.trainable import require_trainable
 from penstock.models import families as families  # enrols them
 from penstock.models.decoder import Decoder
 from penstock.models.encoder import Encoder
@@ -31,5 +31,5 @@ def create(
     On the meta device nothing is allocated or computed; call `to_empty(device=…)` and `init_weights()` afterwards.
     Raises ConfigError for what can be planned but not built yet.
     """
-    require_buildable(config)
+    require_trainable(config)
     return _FAMILIES[config.family](config, device=device, dtype=dtype)

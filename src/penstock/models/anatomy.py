@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from penstock.config.plan import AttentionBackend, TokenOrder
+from penstock.config.plan import AttentionBackend, LossForm, TokenOrder
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import set_sdpa
 from penstock.models.roles import Compound, Role, owned, placed, walk
@@ -109,11 +109,13 @@ def _nearest(table: dict[str, T], parameter: str) -> T | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is treated: its anatomy, and how it switches attention and token order, if it can."""
+    """How one family of models is treated: its anatomy, and how it switches attention, token order and the form of its
+    loss, if it can."""
 
     anatomy: Callable[[Any], Anatomy]
     set_attention: Callable[[Any, AttentionBackend], None] | None = None
     set_token_order: Callable[[Any, TokenOrder], None] | None = None
+    set_loss: Callable[[Any, LossForm], None] | None = None
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -165,6 +167,19 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         blocks = []
     for module in (model, *blocks):
         set_sdpa(module, backend)
+
+
+def set_loss(model: nn.Module, form: LossForm) -> None:
+    """Choose how a model makes the loss over its vocabulary. Raises ConfigError where it makes none itself."""
+    model = uncompiled(model)
+    family = _family_of(model)
+    if family is not None and family.set_loss is not None:
+        family.set_loss(model, form)
+    elif form != "whole":
+        raise ConfigError(
+            f"{_path(type(model))} does not make its loss itself, so plan.loss {form!r} cannot be applied to it; leave "
+            "plan.loss at whole, or use Penstock's own decoder, encoder or encoder–decoder."
+        )
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -18,8 +18,17 @@ class Decoder(TextModel):
         self.decoder = TokenStack(config, config, causal=True, **where)  # type: ignore[arg-type]
         self.head = self._make_head(**where)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        rows: Tensor | None = None,
+        smoothing: float = 0.0,
+    ) -> Tensor:
         """Padding comes last in a sample, where no token before it sees it. `documents` (B, N) are numbers that change
-        where another document begins: attention does not cross from one to the next, and positions start again.
+        where another document begins: attention does not cross from one to the next, and positions start again. With
+        `targets` (B, N), or of `rows` (M,), the summed loss: see `TextModel`.
         """
-        return self.logits(self.decoder(self.embed(tokens), documents=documents))
+        x = self.decoder(self.embed(tokens), documents=documents)
+        return self.words(self.chosen(x, rows), targets, smoothing)

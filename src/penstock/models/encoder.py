@@ -69,16 +69,19 @@ class Encoder(TextModel):
         lengths: Tensor | None = None,
         segments: Tensor | None = None,
         documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last. `segments` (B, N) are
-        kinds of segments, none: all 0. `documents` (B, N) are as a decoder takes them.
+        kinds of segments, none: all 0. `documents` (B, N) are as a decoder takes them. With `targets` (B, N), or of
+        `rows` (M,), the summed loss of a head for words: see `TextModel`.
         """
         x = self.embed(tokens)
         if self.types is not None:
             x = x + self.types(torch.zeros_like(tokens) if segments is None else segments)
         x = self.encoder(x, lengths, documents)
         if self.transform is not None:
-            return self.logits(self.transform(x))
+            return self.words(self.transform(self.chosen(x, rows)), targets)
         if self.pooler is None or self.head is None:
             return x  # type: ignore[no-any-return]
         pooled = self.pooler(x)

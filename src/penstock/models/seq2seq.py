@@ -24,10 +24,21 @@ class Seq2Seq(TextModel):
         self.decoder = TokenStack(config, config.decoder, causal=True, cross=True, **where)
         self.head = self._make_head(**where)
 
-    def forward(self, source: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """`lengths` (B,) are how many tokens of each source are no padding, which comes last."""
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        lengths: Tensor | None = None,
+        targets: Tensor | None = None,
+        rows: Tensor | None = None,
+        smoothing: float = 0.0,
+    ) -> Tensor:
+        """`lengths` (B,) are how many tokens of each source are no padding, which comes last. With `targets` (B, N) of
+        the target's tokens, or of `rows` (M,), the summed loss: see `TextModel`.
+        """
         memory = self.encode(source, lengths)
-        return self.logits(self.decoder(self.embed(target), memory=memory, memory_lengths=lengths))
+        x = self.decoder(self.embed(target), memory=memory, memory_lengths=lengths)
+        return self.words(self.chosen(x, rows), targets, smoothing)
 
     def encode(self, source: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The encoder's features of a source, (B, M, D)."""

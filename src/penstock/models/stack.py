@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from penstock.config.plan import LOSS_BUDGET, LossForm
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.base import Switched, Undrawn
 from penstock.models.block import Attention, Block, Context, CrossAttention, make_norm
 from penstock.models.positions import (
@@ -109,14 +111,39 @@ class TokenStack(nn.Module):
         )
 
 
+class Vocabulary(nn.Linear):
+    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d."""
+
+    budget: int | None = None
+    """Bytes that logits may take where only their loss is asked for; none: what all take."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        return linear_cross_entropy(
+            x, self.weight, self.bias, targets, smoothing=smoothing, budget=self.budget
+        )
+
+
 class TextModel(Switched):
-    """What decoders, encoders and encoder–decoders share: the table of tokens, and how weights are drawn.
+    """What decoders, encoders and encoder–decoders share: the table of tokens, the loss, and how weights are drawn.
+
+    A forward pass that is given `targets`, int64, of which −100 counts nothing, returns the sum of −log p over them,
+    0-d in fp32, with `smoothing` for that of labels, as `penstock.kernels.linear_cross_entropy` makes it. `rows` (M,)
+    are numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are (M, V) and
+    targets (M,).
 
     With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`.
     """
 
     tokens: nn.Embedding
     head: nn.Linear | None
+
+    def set_loss(self, form: LossForm) -> None:
+        """Choose how the loss is made of targets; results stay as they are."""
+        for module in self.modules():
+            if isinstance(module, Vocabulary):
+                module.budget = LOSS_BUDGET if form == "chunked" else None
 
     def __init__(
         self,
@@ -134,6 +161,11 @@ class TextModel(Switched):
     def _build(self, **where: Any) -> None:
         raise NotImplementedError
 
+    @staticmethod
+    def chosen(x: Tensor, rows: Tensor | None) -> Tensor:
+        """Features (B, N, D), or those of some tokens, (M, D)."""
+        return x if rows is None else x.flatten(0, 1).index_select(0, rows)
+
     @property
     def _width(self) -> int:
         config = self.config
@@ -141,7 +173,7 @@ class TextModel(Switched):
 
     def _make_head(self, **where: Any) -> nn.Linear:
         config = self.config
-        return nn.Linear(self._width, config.vocabulary, bias=config.output_bias, **where)
+        return Vocabulary(self._width, config.vocabulary, bias=config.output_bias, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token numbers (B, N) to vectors (B, N, D)."""
@@ -153,10 +185,11 @@ class TextModel(Switched):
         x: Tensor = self.tokens(tokens)
         return x * self._width**0.5 if self.config.scale_embeddings else x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Features (B, N, D) to logits over the vocabulary (B, N, V)."""
+    def words(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+        """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…)."""
         assert self.head is not None
-        return self.head(x * self._width**-0.5 if self.config.scale_outputs else x)  # type: ignore[no-any-return]
+        x = x * self._width**-0.5 if self.config.scale_outputs else x
+        return self.head(x) if targets is None else self.head(x, targets, smoothing)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def init_weights(self) -> None:

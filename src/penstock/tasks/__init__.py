@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from penstock.config.model import ModelConfig
-from penstock.config.trainable import require_trainable
+from penstock.config.run import TaskName
+from penstock.config.trainable import require_trainable, task_name
 from penstock.tasks.image_classification import ImageClassification, classification_loss
+from penstock.tasks.next_token import NextToken
 from penstock.tasks.task import Loss, Prepare, Task
+from penstock.tasks.text import TextBatch, TextTask
 
-__all__ = ["ImageClassification", "Loss", "Prepare", "Task", "classification_loss", "task_of"]
+__all__ = [
+    "ImageClassification",
+    "Loss",
+    "NextToken",
+    "Prepare",
+    "Task",
+    "TextBatch",
+    "TextTask",
+    "classification_loss",
+    "task_of",
+]
+
+_TEXT: dict[str, type[TextTask]] = {"next_token": NextToken}
 
 
-def task_of(model: ModelConfig) -> Task:
-    """What a model of this family is trained for. Raises ConfigError for a family that cannot be trained yet."""
+def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
+    """What a model is trained for; `auto` is the task of its family. `init_from` are the weights that it starts from.
+
+    Raises ConfigError for a model that cannot be trained yet, and for a task that does not fit it.
+    """
     require_trainable(model)
-    return classification_loss
+    name = task_name(model, task)
+    return classification_loss if name == "images" else _TEXT[name](init_from)

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.config.trainable import require_trainable
+from penstock.config.trainable import require_vision
 from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Source, Split
 from penstock.errors import ConfigError
-from penstock.tasks.task import Prepare, Task
+from penstock.tasks.task import Prepare, Task, plain
 
 _log = logging.getLogger(__name__)
 
@@ -36,15 +36,14 @@ class ImageClassification(Task):
 
     unit = "images"
     size_setting = "model.image_size"
-    sums = ("top1", "top5", "loss")
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
-        model = require_trainable(model)
+        model = require_vision(model)
         return open_source(data, split=split, channels=model.channels, image_size=model.image_size)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """As many classes as the data has, where the model was left at its default number; that is said."""
-        model = require_trainable(model)
+        model = require_vision(model)
         assert isinstance(source, ImageSource)
         found = len(source.classes)
         if found == model.classes:
@@ -61,13 +60,13 @@ class ImageClassification(Task):
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
         assert isinstance(source, ImageSource)
-        model = require_trainable(model)
+        model = require_vision(model)
         return PrepareImages(
             source, image_size=model.image_size, classes=model.classes, augment=augment, seed=seed
         )
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        model = require_trainable(model)
+        model = require_vision(model)
         return (torch.zeros(1, model.channels, model.image_size, model.image_size, device=device),)
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
@@ -86,16 +85,16 @@ class ImageClassification(Task):
         loss = F.cross_entropy(logits, targets, reduction="sum")
         return torch.cat([torch.stack([hits[:, 0].sum(), hits.sum()]).double(), loss.double()[None]])
 
-    def metrics(self, samples: int, sums: Mapping[str, float]) -> dict[str, float]:
-        return {name: total / samples for name, total in sums.items()}
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        return dict(zip(("top1", "top5", "loss"), (total / samples for total in sums), strict=True))
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
-        loss = metrics["loss"]
-        said = "not finite" if loss is None else f"{loss:.4f}"
-        return f"top-1 {metrics['top1']:.2%}  top-5 {metrics['top5']:.2%}  loss {said}"
+        return (
+            f"top-1 {metrics['top1']:.2%}  top-5 {metrics['top5']:.2%}  loss {plain(metrics['loss'], '.4f')}"
+        )
 
     def describe_model(self, model: ModelConfig) -> str:
-        return f"{require_trainable(model).classes} classes"
+        return f"{require_vision(model).classes} classes"
 
 
 def _split(batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ A new task is one file beside this one and a line in `task_of`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ class Task(ABC):
     """What a sample is called, in the plural."""
     size_setting: str
     """The setting that makes each sample smaller."""
-    sums: tuple[str, ...]
-    """What `tally` adds up, by name."""
 
     # -- data
 
@@ -70,14 +68,27 @@ class Task(ABC):
         """Forward pass and loss in one."""
         return self.loss(model(*self.inputs(batch)), batch)
 
+    def tokens(self, batch: Any) -> int:
+        """Tokens of a batch that are no padding, for their number per second; 0 where samples are no text."""
+        return 0
+
     # -- evaluation
 
     @abstractmethod
     def tally(self, outputs: Any, batch: Any) -> Tensor:
-        """What the batch adds to `sums`, in their order: (len(sums),) float64, on the device."""
+        """What the batch adds to the sums that metrics are made of: (K,) float64, on the device, K the same for all
+        batches of a split."""
+
+    def assess(self, model: nn.Module, batch: Any) -> Tensor:
+        """Forward pass and tally in one, in evaluation mode; a task that generates does so here."""
+        return self.tally(model(*self.inputs(batch)), batch)
+
+    def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:
+        """The forward passes of `assess` with nothing, for a rank without samples whose model is sharded."""
+        model(*blank)
 
     @abstractmethod
-    def metrics(self, samples: int, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         """Metrics by name, of so many samples with these sums."""
 
     @abstractmethod
@@ -87,3 +98,14 @@ class Task(ABC):
     @abstractmethod
     def describe_model(self, model: ModelConfig) -> str:
         """What the model's outputs tell, in a few words."""
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """A few lines that show what the model makes of a sample, for people; empty where there is nothing to show. The
+        model is in evaluation mode and without gradients; ranks that share its weights must all call this.
+        """
+        return ""
+
+
+def plain(value: float | None, form: str) -> str:
+    """A metric as people read it; None is a number that is not finite."""
+    return "not finite" if value is None else format(value, form)

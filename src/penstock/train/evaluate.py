@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from penstock.parallel import ALONE, ParallelDims
-from penstock.parallel.agree import add_up
+from penstock.parallel.agree import add_up, slowest
 from penstock.tasks import Task
 
 
@@ -59,19 +60,21 @@ def evaluate(
     try:
         for batch in batches:
             seen += 1
-            sums = task.tally(model(*task.inputs(batch)), batch)
+            sums = task.assess(model, batch)
             totals = sums if totals is None else totals + sums
             samples += len(batch)
         for _ in range(rounds - seen):
             assert blank is not None
-            model(*blank)
+            task.accompany(model, blank)
     finally:
         model.train(training)
-    own = torch.zeros(len(task.sums), dtype=torch.float64) if totals is None else totals
+    own = torch.zeros(0, dtype=torch.float64) if totals is None else totals
+    # A rank that had no batch learns from the others how many sums there are.
+    own = F.pad(own, (0, int(slowest(len(own), dims)) - len(own)))
     counted = own.new_tensor([samples])  # exact to 2^53
     device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own.device)
     *found, every = add_up(torch.cat([own, counted]).to(device), dims).tolist()
     samples = int(every)
     if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")
-    return Evaluation(samples, task.metrics(samples, dict(zip(task.sums, found, strict=True))))
+    return Evaluation(samples, task.metrics(samples, found))

@@ -101,7 +101,7 @@ def train(
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
     require(config.plan, run=True)
-    task = task_of(config.model)
+    task = task_of(config.model, config.task, init_from=config.init_from)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
@@ -143,7 +143,7 @@ class _Run:
         # What is trained, on what, and how long that should take.
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
         self.machine = main_first(lambda: machine_of(config, device))
-        self.task = task_of(config.model)
+        self.task = task_of(config.model, config.task, init_from=config.init_from)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
+from penstock.config.plan import LossForm
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
 from penstock.models.base import Switched
@@ -131,6 +132,10 @@ def _anatomy(model: Any) -> Anatomy:
     return vit_anatomy(config) if isinstance(config, ViTConfig) else text_anatomy(config)
 
 
+def _set_loss(model: Any, form: LossForm) -> None:
+    model.set_loss(form)
+
+
 for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
     enrol(
         f"penstock.models.{_path}",
@@ -138,5 +143,6 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             anatomy=_anatomy,
             set_attention=Switched.set_attention,
             set_token_order=Switched.set_token_order,
+            set_loss=None if _path == "vit.ViT" else _set_loss,
         ),
     )

@@ -1,0 +1,215 @@
+"""The loss over a large vocabulary: a linear layer and cross entropy, without holding all logits.
+
+Shapes: R rows of features, D features, V entries of the vocabulary. For logits z = x Wᵀ + b, p = softmax(z), a target t
+and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gradient are
+
+    −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
+
+The plain form holds R·V logits, and several copies of them in fp32. The chunked form takes some rows at a time. It
+makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
+repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
+and b.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.config.plan import LOSS_BUDGET
+
+IGNORED = -100
+"""A target that counts nothing, as torch's cross entropy has it."""
+ALIVE_BYTES = {torch.float32: 8, torch.float64: 16}
+"""Bytes that a logit takes at the most: itself and its log-probability."""
+ALIVE_BYTES_HALF = 10
+"""The same in half precision: itself, its cast to fp32, and its log-probability."""
+_FP16_SCALE = 256.0
+"""Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
+by this factor."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    smoothing: float = 0.0,
+    budget: int | None = LOSS_BUDGET,
+) -> Tensor:
+    """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
+
+    x: (…, D), weight: (V, D), bias: (V), targets: (…) int64, of which −100 counts nothing. `budget` are the bytes that
+    logits and what is made of them may take at one time, at least those of one row; None holds them all, in the plain
+    form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
+    differentiated once.
+    """
+    x, targets = x.flatten(0, -2), targets.flatten()
+    if budget is None:
+        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing)
+    # A product of no rows tells which type a linear layer has here.
+    with torch.no_grad():
+        dtype = F.linear(x[:0], weight[:1]).dtype
+    wanted = torch.is_grad_enabled()
+    asked = [wanted and t is not None and t.requires_grad for t in (x, weight, bias)]
+    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked)[0]
+    return loss
+
+
+def plain_linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0
+) -> Tensor:
+    """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
+    logits = F.linear(x, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+
+
+def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget."""
+    most = max(1, budget // (ALIVE_BYTES.get(dtype, ALIVE_BYTES_HALF) * columns))
+    return -(-rows // -(-rows // most)) if rows else 1
+
+
+# One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be
+# free to put that off, and keep the logits until then.
+@torch.library.custom_op("penstock::linear_cross_entropy", mutates_args=())
+def _chunked(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    budget: int,
+    dtype: torch.dtype,
+    to_x: bool,
+    to_weight: bool,
+    to_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
+    with torch.autocast(x.device.type, enabled=False):
+        sums = _Sums.of(x, weight, dtype, smoothing, to_x, to_weight, to_bias)
+        cast, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        step = rows_at_once(budget, len(x), len(weight), dtype)
+        for start in range(0, len(x), step):
+            here = slice(start, start + step)
+            sums.add(here, x[here].to(dtype), cast, offset, targets[here])
+        kept = weight.dtype
+        return (
+            sums.loss,
+            sums.x,
+            sums.weight if kept == torch.float16 else sums.weight.to(kept),
+            sums.bias if kept == torch.float16 else sums.bias.to(kept),
+        )
+
+
+@_chunked.register_fake
+def _shapes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
+    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
+    return (
+        x.new_empty((), dtype=_sums_type(dtype)),
+        torch.empty_like(x) if to_x else x.new_empty(0),
+        weight.new_empty(weight.shape if to_weight else (0,), dtype=kept),
+        weight.new_empty(weight.shape[:1] if to_bias else (0,), dtype=kept),
+    )
+
+
+def _sums_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Sums(NamedTuple):
+    """What chunks add up to: the loss, and the gradients, which are empty where nobody asks for them."""
+
+    loss: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    smoothing: float
+    scale: float
+
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor, dtype: torch.dtype, smoothing: float, to_x: bool, to_weight: bool,
+        to_bias: bool,
+    ) -> _Sums:  # fmt: skip
+        wide = _sums_type(dtype)
+        return cls(
+            loss=x.new_zeros((), dtype=wide),
+            x=torch.empty_like(x) if to_x else x.new_empty(0),
+            weight=weight.new_zeros(weight.shape if to_weight else (0,), dtype=wide),
+            bias=weight.new_zeros(weight.shape[:1] if to_bias else (0,), dtype=wide),
+            smoothing=smoothing,
+            scale=_FP16_SCALE if dtype == torch.float16 else 1.0,
+        )
+
+    def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+        """Take some rows: x (r, D) and weight (V, D) in the type of products."""
+        logits = F.linear(x, weight, bias)  # (r, V)
+        p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
+        dtype = logits.dtype
+        del logits
+        counted = targets != IGNORED
+        index = targets.where(counted, 0)[:, None]
+        loss = p.gather(1, index).squeeze(1) * (self.smoothing - 1.0)
+        if self.smoothing:
+            loss -= p.sum(1) * (self.smoothing / p.shape[1])
+        self.loss.add_(loss.where(counted, 0).sum())
+        if not (self.x.numel() or self.weight.numel() or self.bias.numel()):
+            return
+        p.exp_()
+        if self.smoothing:
+            p.sub_(self.smoothing / p.shape[1])
+        p.scatter_add_(1, index, p.new_full((1, 1), self.smoothing - 1.0).expand(len(p), 1))
+        if self.scale != 1.0:
+            p.mul_(self.scale)
+        # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
+        counts = counted[:, None].to(dtype)
+        if self.bias.numel():
+            self.bias.add_(counts.to(p.dtype).T.mm(p)[0])
+        gradient = p.to(dtype)
+        del p
+        if self.x.numel():
+            torch.mul(gradient.mm(weight), counts, out=self.x[here])
+        if self.weight.numel():
+            self._learn(gradient, x * counts)
+
+    def _learn(self, gradient: Tensor, x: Tensor) -> None:
+        """Add what the rows say of the weight: (V, r) @ (r, D), summed in fp32."""
+        if x.dtype == self.weight.dtype:
+            self.weight.addmm_(gradient.T, x)
+        elif x.is_cuda:
+            self.weight.add_(torch.mm(gradient.T, x, out_dtype=self.weight.dtype))
+        elif x.dtype == torch.float16:
+            # A sum over rows can leave fp16's range.
+            self.weight.addmm_(gradient.T.float(), x.float())
+        else:
+            self.weight.add_(gradient.T.mm(x))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+    ctx.scale = _FP16_SCALE if inputs[6] == torch.float16 else 1.0
+    ctx.asked, ctx.types = inputs[7:], [None if t is None else t.dtype for t in inputs[:3]]
+
+
+def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients for the gradient of the sum. They are changed in place, so torch refuses a second backward pass."""
+    found: list[Tensor | None] = [None, None, None]
+    if loss is not None:
+        factor = loss / ctx.scale
+        for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
+            if asked:
+                found[i] = kept.mul_(factor).to(dtype)
+    return (*found, *[None] * 7)
+
+
+_chunked.register_autograd(_scaled, setup_context=_remember)

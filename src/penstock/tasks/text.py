@@ -1,0 +1,182 @@
+"""What tasks on text share: batches, the tokenizer, sizes that compiled code meets again, and metrics of a loss.
+
+Shapes: B samples, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.run import DataConfig
+from penstock.config.trainable import require_trainable
+from penstock.data.source import Source, Split
+from penstock.errors import ConfigError
+from penstock.tasks.task import Task, plain
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
+
+_log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=ModelConfig)
+Tokens = NDArray[np.integer[Any]]
+SIZES = 8
+"""Lengths that batches are cut to, so that code that was compiled for one is used again."""
+VOCABULARY_MULTIPLE = 8
+"""Rows of logits then start at a multiple of 16 bytes in half precision, which matrix units ask for."""
+MOST_NATS = 80.0
+"""A loss beyond it is told as the perplexity of this one: e⁸⁰ still fits fp32."""
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """What a training step takes."""
+
+    inputs: tuple[Any, ...]
+    """The model's arguments."""
+    ids: NDArray[np.int64]
+    """(B,) sample numbers, on the host."""
+    tokens: int
+    """That are no padding."""
+    labels: Tensor | None = None
+    """What is compared with the outputs, where the model has not done so itself."""
+    count: Tensor | None = None
+    """Targets that the loss is the mean over, 0-d fp32, at least 1."""
+    bytes: float = 0.0
+    """Of the text that the targets stand for; 0 where it is not known."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TextTask(Task):
+    """A task on token numbers. `init_from` are the weights that the model starts from, whose tokenizer is taken."""
+
+    unit = "sequences"
+    size_setting = "model.sequence"
+
+    def __init__(self, init_from: str | None = None) -> None:
+        self.init_from = init_from
+
+    def tokenizer(self, data: DataConfig) -> Tokenizer:
+        """The tokenizer of a run."""
+        from penstock.data.text.open import open_tokenizer  # type: ignore[import-not-found,unused-ignore]
+
+        return open_tokenizer(data, self.init_from)
+
+    def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
+        return self.read(data, model, self.tokenizer(data), split)
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        """The samples of a split in a tokenizer's numbers."""
+        raise NotImplementedError
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """With a vocabulary as large as the tokenizer's; loaded weights have theirs."""
+        return self.fit_vocabulary(model, tokenizer_of(source))
+
+    def fit_vocabulary(self, model: C, tokenizer: Tokenizer) -> C:
+        """The model with room for all numbers of a tokenizer. Raises ConfigError where loaded weights lack it."""
+        assert not isinstance(model, ViTConfig)
+        wanted = -(-tokenizer.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        if self.init_from is not None:
+            if model.vocabulary < tokenizer.size:
+                raise ConfigError(
+                    f"model.vocabulary is {model.vocabulary}, but the tokenizer {tokenizer.name} has {tokenizer.size} "
+                    "entries; use the tokenizer that belongs to the weights of init_from, or leave init_from out."
+                )
+            return model
+        if model.vocabulary != wanted:
+            _log.warning(
+                "model.vocabulary is set to %d, which the tokenizer %s needs.", wanted, tokenizer.name
+            )
+        return replace(model, vocabulary=wanted)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        return (torch.zeros(1, 1, dtype=torch.int64, device=device),)
+
+    def inputs(self, batch: TextBatch) -> tuple[Any, ...]:
+        return batch.inputs
+
+    def tokens(self, batch: TextBatch) -> int:
+        return batch.tokens
+
+    def describe_model(self, model: ModelConfig) -> str:
+        assert not isinstance(model, ViTConfig)
+        return f"{model.tokens} tokens of {require_trainable(model).vocabulary:,} words"
+
+
+class WordTask(TextTask):
+    """A task whose model sums the loss of target tokens itself.
+
+    Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the loss in bits over the
+    bytes of text that the targets stand for, so that tokenizers can be compared.
+    """
+
+    def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        assert batch.count is not None
+        return outputs / batch.count
+
+    def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        assert batch.count is not None
+        known = batch.count.new_tensor(batch.bytes, dtype=torch.float64)
+        return torch.stack([outputs.double(), batch.count.double(), known])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        total, targets, size = sums[:3]
+        loss = total / max(targets, 1.0)
+        found = {"loss": loss, "perplexity": math.exp(min(loss, MOST_NATS)) if math.isfinite(loss) else loss}
+        if size:
+            found["bits_per_byte"] = total / math.log(2) / size
+        return found
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        said = [f"loss {plain(metrics['loss'], '.4f')}", f"perplexity {plain(metrics['perplexity'], '.2f')}"]
+        if "bits_per_byte" in metrics:
+            said.append(f"{plain(metrics['bits_per_byte'], '.3f')} bits per byte")
+        return "  ".join(said)
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    """The tokenizer whose numbers a source gives."""
+    return cast(Any, source).tokenizer
+
+
+def rounded(length: int, most: int) -> int:
+    """The smallest of at most eight sizes up to `most` that is no less than `length`."""
+    step = -(-most // SIZES)
+    return min(most, -(-max(length, 1) // step) * step)
+
+
+def on_device(array: Tokens, device: torch.device) -> Tensor:
+    """Numbers as int64 on the device, without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def counted(targets: Tokens, device: torch.device) -> Tensor:
+    """How many targets there are, 0-d fp32 on the device, at least 1."""
+    return torch.full((), max(1, int((targets != IGNORED).sum())), dtype=torch.float32, device=device)
+
+
+def documents_of(tokens: Tokens, end: int | None) -> Tokens | None:
+    """Numbers of the documents that tokens (B, N) belong to, each ended by `end`; None where each sample has one."""
+    if end is None:
+        return None
+    ends = tokens == end
+    if not ends[:, :-1].any():
+        return None
+    return cast(Tokens, ends.cumsum(axis=1) - ends)

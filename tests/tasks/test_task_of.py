@@ -1,0 +1,29 @@
+"""Which task trains which model."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.model import PRESETS
+from penstock.config.run import TaskName
+from penstock.config.trainable import task_name
+from penstock.errors import ConfigError
+from penstock.tasks import ImageClassification, NextToken, task_of
+
+
+def test_a_family_has_a_task_of_its_own() -> None:
+    assert isinstance(task_of(PRESETS["vit-s16"]), ImageClassification)
+    assert isinstance(task_of(PRESETS["gpt2"]), NextToken)
+
+
+@pytest.mark.parametrize(
+    ("task", "model"), [("images", "gpt2"), ("next_token", "t5-small"), ("pairs", "vit-s16")]
+)
+def test_a_task_of_another_family_is_refused(task: TaskName, model: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task is {task}, which trains models of the family .* use task "):
+        task_name(PRESETS[model], task)
+
+
+def test_what_cannot_be_built_has_no_task() -> None:
+    with pytest.raises(ConfigError, match=r"mixtures of experts cannot be built yet"):
+        task_of(PRESETS["mixtral-8x7b"])

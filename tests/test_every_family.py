@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ import pytest
 import torch
 
 from helpers.equality import Trained, alone, trained
-from helpers.families import ENROLLED, Enrolled, batches, loss
+from helpers.families import ENROLLED, Enrolled, batches, loss, small
 from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
-from penstock.config.run import Recipe, RunConfig
+from penstock.config.run import Lora, Recipe, RunConfig
+from penstock.errors import ConfigError
 from penstock.models import create
+from penstock.models.anatomy import anatomy_of
+from penstock.models.convert import from_pretrained, load_weights, model_in, save_pretrained
+from penstock.models.lora import add_adapters, gives_classes
 
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
 RECIPE = Recipe(lr=3e-3, eps=1e-4, ema_decay=0.5)
@@ -153,8 +158,6 @@ def test_a_model_goes_on_from_its_checkpoint_bit_for_bit(enrolled: Enrolled, tmp
 def test_an_export_is_the_model_and_transformers_reads_it(
     enrolled: Enrolled, which: str, tmp_path: Path
 ) -> None:
-    from penstock.models.convert import from_pretrained
-
     built = _saved(enrolled, tmp_path)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "words.txt").write_text("a tokenizer's file")
@@ -183,6 +186,116 @@ def test_an_export_is_the_model_and_transformers_reads_it(
         torch.testing.assert_close(theirs(**given).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def _blocks(enrolled: Enrolled) -> tuple[str, str]:
+    """Names of the first and the last block."""
+    blocks = anatomy_of(create(enrolled.config)).blocks
+    return blocks[0], blocks[-1]
+
+
+def test_frozen_parts_stay_and_layers_learn_at_their_own_rate(enrolled: Enrolled) -> None:
+    first, last = _blocks(enrolled)
+    built = build(
+        enrolled.config,
+        Plan(micro_batch=4),
+        recipe=replace(RECIPE, freeze=(first,), layer_decay=0.5),
+        loss=loss,
+    )
+    before = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
+    built.step([batches(enrolled.config, 0, 4)])
+    moved = {
+        name for name, tensor in built.model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
+    assert not any(name.startswith(f"{first}.") for name in moved)
+    assert f"{last}.mlp.up.weight" in moved
+    scales = {
+        name: group["lr_scale"] for group in built.optimizer.param_groups for name in group["param_names"]
+    }
+    assert scales[f"{last}.mlp.up.weight"] == 0.5
+    assert min(scales.values()) < 0.25
+
+
+def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
+    enrolled: Enrolled, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    recipe = replace(RECIPE, lr=3e-2, lora=Lora(rank=2))
+    settings = RunConfig(model=enrolled.config, recipe=recipe)
+    start = build(enrolled.config, Plan(), loss=loss).model.state_dict()
+    built = build(enrolled.config, Plan(micro_batch=4), recipe=recipe, loss=loss)
+    losses = [float(built.step([batches(enrolled.config, 0, 4)]).loss) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.02
+    head = gives_classes(built.model)
+    for name, tensor in built.model.state_dict().items():
+        if ".lora_" not in name and not (head and name.startswith(("head.", "pooler."))):
+            assert torch.equal(tensor, start[name.replace(".base_layer.", ".")]), name
+    weights = {"weights": built.model.state_dict()}
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(12, weights, {}, to_dict(settings)))
+    rewrite.export_model(rewrite.open_newest(tmp_path), tmp_path / "export", "weights")
+    exported = from_pretrained(tmp_path / "export").eval()
+    *arguments, _ = batches(enrolled.config, 9, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(*arguments), built.model.eval()(*arguments), rtol=1e-4, atol=1e-5)
+    for module in built.model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.merge()
+    whole = exported.state_dict()
+    for name, tensor in built.model.state_dict().items():
+        if ".lora_" not in name:
+            torch.testing.assert_close(whole[name.replace(".base_layer.", ".")], tensor, msg=name)
+
+
+def test_adapters_start_from_weights_and_go_on_from_a_checkpoint(enrolled: Enrolled, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    torch.manual_seed(3)
+    start = create(enrolled.config)
+    save_pretrained(start, tmp_path)
+    recipe = replace(RECIPE, lora=Lora(rank=2, parts="attention", alpha=1.0))
+    one, other = (
+        build(enrolled.config, Plan(micro_batch=4), recipe=recipe, loss=loss, seed=s) for s in (0, 1)
+    )
+    load_weights(one.model, tmp_path)
+    *arguments, _ = batch = batches(enrolled.config, 9, 4)
+    with one.inference():
+        torch.testing.assert_close(one.model(*arguments), start.eval()(*arguments))
+    one.step([batch])
+    other.model.load_state_dict(one.model.state_dict())
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    assert torch.equal(one.step([batch]).loss, other.step([batch]).loss)
+
+
+def test_adapters_that_cannot_be_are_refused() -> None:
+    pytest.importorskip("peft")
+    model = create(ENROLLED["gpt"].config)
+    with pytest.raises(ConfigError, match=r"recipe\.lora\.also names 'nothing'"):
+        add_adapters(model, Lora(rank=2, also=("nothing",)))
+    with pytest.raises(ConfigError, match=r"does not know which parts|no such parts|No repeated blocks"):
+        add_adapters(torch.nn.Linear(2, 2), Lora(rank=2))
+
+
+def _adapted(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
+    config = small("gpt-tiny", vocabulary=700)
+    recipe = replace(RECIPE, lora=Lora(rank=8))
+    options: dict[str, Any] = {
+        "steps": 3,
+        "recipe": recipe,
+        "batches": partial(batches, config),
+        "loss": loss,
+    }
+    plans = [Plan.parse(line) for line in lines]
+    return [(p.line(), trained(config, p, **options), trained(config, alone(p), **options)) for p in plans]
+
+
+@pytest.mark.alone
+def test_adapters_learn_over_ranks_what_they_learn_in_one_process() -> None:
+    pytest.importorskip("peft")
+    lines = ["dp=2 micro_batch=2 sharding=fsdp", "dp=2 micro_batch=2 accumulate=2"]
+    for said, got, expected in spawn(_adapted, 2, lines, timeout=120)[0]:
+        for name, value in expected.weights.items():
+            torch.testing.assert_close(
+                got.weights[name], value, rtol=1e-3, atol=2e-5, msg=lambda t, n=name, s=said: f"{s}: {n}: {t}"
+            )
+
+
 def _names(enrolled: Enrolled) -> tuple[str, ...]:
     """What transformers calls the model's arguments."""
     return {
@@ -195,8 +308,6 @@ def _names(enrolled: Enrolled) -> tuple[str, ...]:
 
 def test_weights_start_a_run_of_the_same_family(enrolled: Enrolled, tmp_path: Path) -> None:
     """As `--from` does: all weights are taken, and what learns anew is said."""
-    from penstock.models.convert import load_weights, model_in, save_pretrained
-
     torch.manual_seed(3)
     model = create(enrolled.config)
     save_pretrained(model, tmp_path)

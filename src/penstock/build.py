@@ -21,6 +21,7 @@ from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_token_order
+from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
@@ -109,12 +110,18 @@ def build(
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded:
+    elif sharded and not recipe.lora.rank:
         drawing = drawing_of(dims)
         module = _created(model, seed, drawing)
         rows = dict(shares(module, drawing))
     else:
         module = _created(model, seed)
+
+    # Adapters are linears beside linears: whatever follows treats them as parts of the model.
+    if recipe.lora.rank:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            add_adapters(module, recipe.lora)
 
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.

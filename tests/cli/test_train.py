@@ -79,7 +79,7 @@ def test_exit_codes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["train", "vit-digits", *options, "--device", "cuda:7"]) == 3
     assert "cuda:7" in capsys.readouterr().err
     assert main(["train", "vit-digits", *options[:-1], "9"]) == 2
-    assert "recipe.warmup_steps is 9" in capsys.readouterr().err
+    assert "recipe.warmup_steps is 9 steps" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert main(["train", "vit-digits", *options]) == 0
     assert main(["train", "vit-digits", *options, "--recipe.lr", "0.5"]) == 2

@@ -41,7 +41,7 @@ def small(name: str, **changes: Any) -> ModelConfig:
         sizes = {**dict(zip(("encoder", "decoder"), sides)), "decoder_sequence": 16}
     elif config.kv_heads:
         sizes["kv_heads"] = 1
-    made: ModelConfig = replace(config, vocabulary=WORDS, sequence=16, **sizes, **changes)
+    made: ModelConfig = replace(config, **{"vocabulary": WORDS, "sequence": 16, **sizes, **changes})
     return made
 
 

@@ -37,6 +37,16 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
         learning_rate(0, Recipe(warmup_steps=10), 10)
 
 
+def test_a_warm_up_may_be_a_share_of_the_run() -> None:
+    share = Recipe(lr=1.0, warmup_share=0.1)
+    assert [learning_rate(s, share, 40) for s in range(40)] == [
+        learning_rate(s, Recipe(lr=1.0, warmup_steps=4), 40) for s in range(40)
+    ]
+    assert learning_rate(0, Recipe(lr=1.0, warmup_steps=2, warmup_share=0.5), 40) == 0.5
+    with pytest.raises(ConfigError, match=r"warmup_share is 10 steps, but the run has 10 steps"):
+        learning_rate(0, Recipe(warmup_share=1.0), 10)
+
+
 def test_groups_keep_their_scale() -> None:
     groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr_scale": 0.5}]
     optimizer = torch.optim.SGD(groups, lr=1.0)

@@ -195,6 +195,7 @@ def export_model(
     from penstock.config.run import RunConfig
     from penstock.models import create
     from penstock.models.convert import fitted, require_as_large, save_pretrained
+    from penstock.models.lora import merged
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
     held = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
@@ -203,7 +204,7 @@ def export_model(
     with torch.device("meta"):
         model = create(config.model)
     try:
-        weights, _ = fitted(model, state or read_weights(checkpoint, which))
+        weights, _ = fitted(model, merged(state or read_weights(checkpoint, which), config.recipe.lora))
     except ConfigError as problem:
         raise CheckpointError(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "

@@ -110,6 +110,22 @@ class Lists(Checked, where="recipe.lists"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora(Checked, where="recipe.lora"):
+    """Low-rank adapters that learn in place of the weights (Hu et al., ICLR 2022)."""
+
+    rank: Annotated[int, Range(0, 1 << 16)] = 0
+    """Rank of an adapter; 0: there are none, and all weights learn."""
+    alpha: Positive | None = None
+    """An adapter's output is multiplied by alpha / rank; none: by 2."""
+    dropout: Probability = 0.0
+    """Dropout probability of an adapter's input."""
+    parts: Literal["attention", "perceptron", "all"] = "all"
+    """Which parts of the blocks have adapters beside their linears."""
+    also: tuple[str, ...] = ()
+    """Other parts that learn, by name or pattern; the head of a model that gives classes does in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(Checked, where="recipe"):
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
@@ -122,6 +138,8 @@ class Recipe(Checked, where="recipe"):
     """Learning rate at the end of the cosine."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises linearly."""
+    warmup_share: Share = 0.0
+    """The same as a share of all steps, where `warmup_steps` is 0."""
     weight_decay: NotNegative = 0.05
     """Not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
@@ -145,6 +163,7 @@ class Recipe(Checked, where="recipe"):
     """Parts that do not learn, by name or pattern, with all that is in them: `stem,positions,blocks.0,blocks.1`."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
+    lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)
 
 

@@ -94,17 +94,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def learning_rate(step: int, recipe: Recipe, total_steps: int) -> float:
-    """Rate of step `step` (from 0): a linear warm-up over `recipe.warmup_steps`, then half a cosine from
-    `recipe.lr` down to `recipe.min_lr` (Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts).
+    """Rate of step `step` (from 0): a linear warm-up over `recipe.warmup_steps`, or `recipe.warmup_share` of
+    `total_steps`, then half a cosine from `recipe.lr` down to `recipe.min_lr` (Loshchilov and Hutter, SGDR, ICLR 2017,
+    equation 5, without restarts).
 
     The first step is not wasted on a rate of 0, and steps after `total_steps` keep `min_lr`. Raises
     ConfigError when the warm-up does not fit into the run.
     """
-    warmup = recipe.warmup_steps
+    warmup = recipe.warmup_steps or round(recipe.warmup_share * total_steps)
     if warmup >= total_steps and warmup:
+        setting = "warmup_steps" if recipe.warmup_steps else "warmup_share"
         raise ConfigError(
-            f"recipe.warmup_steps is {warmup}, but the run has {total_steps} steps in all, so the learning rate "
-            f"would never come down; use fewer than {total_steps} warm-up steps, or train longer."
+            f"The warm-up of recipe.{setting} is {warmup} steps, but the run has {total_steps} steps in all, so the "
+            f"learning rate would never come down; use fewer than {total_steps} warm-up steps, or train longer."
         )
     if step < warmup:
         return recipe.lr * (step + 1) / warmup

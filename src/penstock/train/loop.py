@@ -337,7 +337,7 @@ class _Run:
         """Export what was evaluated, and set what was predicted beside what was measured."""
         assert self.state.evaluation is not None  # the last step evaluates before it saves
         with self._final_weights():
-            folder = export(self.built.model, self.output, self.dims)
+            folder = export(self.built.model, self.output, self.dims, self.config.recipe.lora)
         if speed := self.speedometer.whole_run():
             self._record(
                 "summary",

@@ -11,9 +11,10 @@ from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import BESIDE
-from penstock.config.run import RunConfig
+from penstock.config.run import Lora, RunConfig
 from penstock.errors import PenstockError
 from penstock.models.convert import save_pretrained
+from penstock.models.lora import merged
 from penstock.parallel import ParallelDims, whole_state
 from penstock.train.resume import set_aside
 
@@ -58,14 +59,16 @@ class Saves:
                 self._saver.close()
 
 
-def export(model: Any, output: Path, dims: ParallelDims) -> Path:
-    """Write the model as a Hugging Face folder; one of an earlier run is set aside. All ranks must call this."""
+def export(model: Any, output: Path, dims: ParallelDims, lora: Lora) -> Path:
+    """Write the model as a Hugging Face folder, with adapters merged into their weights; one of an earlier run is set
+    aside. All ranks must call this.
+    """
     folder, partial = output / "export", output / "export.tmp"
     weights = whole_state(model, dims)
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        save_pretrained(model, partial, weights=weights, beside=output / BESIDE)
+        save_pretrained(model, partial, weights=merged(weights, lora), beside=output / BESIDE)
         set_aside(folder)
         partial.rename(folder)
 

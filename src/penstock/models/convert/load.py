@@ -18,6 +18,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import shares_head
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
+from penstock.models.lora import without_adapters
 from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
 from penstock.planner.describe import totals
@@ -52,7 +53,7 @@ def load_weights(
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
     size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
-    takes its own names only.
+    takes its own names only. Adapters stay as they are.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -62,6 +63,11 @@ def load_weights(
             "Weights cannot be loaded into a model on the meta device; call model.to_empty(device=…) and "
             "model.init_weights() first."
         )
+    with without_adapters(model):
+        return _load(model, source, new_head)
+
+
+def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool) -> Loaded:
     if isinstance(source, str | Path):
         source = local_weights(source)
         if not isinstance(model, TextModel):  # what theirs share is told by its values

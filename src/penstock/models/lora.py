@@ -1,0 +1,124 @@
+"""Low-rank adapters beside frozen linears (Hu et al., ICLR 2022, "LoRA"), through peft.
+
+Of a linear with weight W the adapted one gives W·x + scale · B·(A·x), where A is drawn and B begins at zero, and only A
+and B learn. In a state dict W lies at `NAME.base_layer.weight`, A at `NAME.lora_A.default.weight` (rank, in) and B at
+`NAME.lora_B.default.weight` (out, rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from penstock.config.convert import nearest
+from penstock.config.model import EncoderConfig, ViTConfig
+from penstock.config.run import Lora
+from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.models.anatomy import anatomy_of
+from penstock.models.roles import Attention, Head, Linear, Perceptron, Pooler, walk
+
+_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Put an adapter beside the linears that `lora` names by their role, and freeze all else but what `also` names.
+
+    The head and the pooler of a model that gives classes learn too. A is drawn from torch's global generator.
+
+    Raises:
+        ConfigError: the model's parts are not known, it has none of these roles, or `also` fits nothing.
+        EnvironmentProblem: peft is missing.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"recipe.lora needs the package peft, which cannot be imported ({error}). Install it with: "
+            f"pip install 'penstock[lora]', or set recipe.lora.rank to 0."
+        ) from None
+    names = adapted(model, lora)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.rank * scale_of(lora),
+        lora_dropout=lora.dropout,
+        target_modules=names,
+        fan_in_fan_out=any(linear.transposed for linear in _linears(model)),
+    )
+    learning = [
+        role.name
+        for role in walk(anatomy_of(model).stacks)
+        if isinstance(role, Head | Pooler) and gives_classes(model)
+    ]
+    parameters = [name for name, _ in model.named_parameters()]
+    for pattern in lora.also:
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in parameters):
+            raise ConfigError(
+                f"recipe.lora.also names {pattern!r}, but the model has no such part.{nearest(pattern, parameters)}"
+            )
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        for pattern in (*learning, *lora.also):
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
+                parameter.requires_grad_(True)
+
+
+def gives_classes(model: nn.Module) -> bool:
+    """Whether the head of one of our models gives classes, and no words."""
+    config = getattr(model, "config", None)
+    return isinstance(config, ViTConfig) or (isinstance(config, EncoderConfig) and config.head == "classes")
+
+
+def adapted(model: nn.Module, lora: Lora) -> list[str]:
+    """Qualified names of the linears that get an adapter. Raises ConfigError where there are none."""
+    kinds = {"attention": (Attention,), "perceptron": (Perceptron,), "all": (Attention, Perceptron)}[
+        lora.parts
+    ]
+    parts = [role for role in walk(anatomy_of(model).stacks) if isinstance(role, kinds)]
+    names = [role.name for part in parts for role in walk(part) if isinstance(role, Linear)]
+    if not names:
+        raise ConfigError(
+            f"recipe.lora.parts is {lora.parts}, but {type(model).__name__} has no such parts that are known; enrol it "
+            f"with penstock.models.anatomy.enrol, or set recipe.lora.rank to 0."
+        )
+    return names
+
+
+def _linears(model: nn.Module) -> Iterator[Linear]:
+    return (role for role in walk(anatomy_of(model).stacks) if isinstance(role, Linear))
+
+
+def scale_of(lora: Lora) -> float:
+    """The factor of adapters' outputs."""
+    return (lora.alpha or 2 * lora.rank) / lora.rank
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has its frozen linears alone, under their own names: for loading weights into them."""
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    try:
+        for name, module in found.items():
+            model.set_submodule(name, module.get_submodule("base_layer"))
+        yield
+    finally:
+        for name, module in found.items():
+            model.set_submodule(name, module)
+
+
+def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """A state dict with each adapter added to its weight, in fp32, under the names of the model without adapters."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith((_A, _B)):
+            continue
+        plain = name.replace(_BASE, ".")
+        outer, _, kind = name.rpartition(_BASE)
+        if outer and kind == "weight":
+            added = state[outer + _B].float() @ state[outer + _A].float() * scale_of(lora)
+            added = added if added.shape == tensor.shape else added.T
+            tensor = (tensor.float() + added.to(tensor.device)).to(tensor.dtype)
+        found[plain] = tensor
+    return found

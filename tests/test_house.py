@@ -27,7 +27,7 @@ BASE = {"boundary", "config", "errors"}
 ASKED = {"planner", "report", "schedules"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "boundary": {"errors"},
+    "boundary": {"errors", "leftovers"},
     "disk": {"boundary", "errors"},
     "leftovers": set(),
     "config": {"boundary", "errors"},

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -32,6 +32,18 @@ def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Itera
         _remove(path)
         if handle is not None:
             os.close(handle)
+
+
+def replace_file(target: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `target`, then move it there in one step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with temporary(target.parent, ".penstock-", folder=False) as partial:
+        write(partial)
+        make_public(partial)
+        partial.replace(target)
 
 
 def make_public(path: Path) -> None:
@@ -57,9 +69,12 @@ def _make(parent: Path, prefix: str, folder: bool) -> tuple[Path, int | None]:
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    for path in parent.iterdir() if parent.is_dir() else ():
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # a folder may be there to write to, and not to be looked into
+        found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
+    for path in found:
         with contextlib.suppress(OSError):
-            if path.name.startswith(prefix) and path.lstat().st_uid == os.getuid() and not path.is_symlink():
+            if path.lstat().st_uid == os.getuid() and not path.is_symlink():
                 handle = _lock(path)
                 if handle is not None:
                     _remove(path)

@@ -31,7 +31,7 @@ def _refused(parse: Parser, raw: bytes | str, said: str, **options: Any) -> None
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ('{"a":' * 10_000, "64 levels deep"),
+        pytest.param('{"a":' * 10_000, "64 levels deep", id="deep JSON"),
         ('{"a":' + "[" * LEVELS + "]" * LEVELS + "}", "64 levels deep"),
         ('{"a":[' + "[]," * 300_000 + "1]}", "more than 100,000 values"),
         ('{"a": ' + "1" * 1_000_000 + "}", "thousands of digits"),
@@ -79,7 +79,7 @@ def test_toml_that_could_hurt_is_refused(raw: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (LAUGHS, "more than 10,000 values"),
+        pytest.param(LAUGHS, "more than 10,000 values", id="YAML aliases"),
         (MERGES, "more than 10,000 values"),
         ("a: &a [*a]", "the alias 'a' inside of what it stands for"),
         ("a0: &a0 1\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99)), "64 levels deep"),

@@ -158,6 +158,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert path.read_text() == "two"
     assert os.listdir(path.parent) == ["file.txt"]
     write_text("/dev/null", "x")
+    (path.parent / ".penstock-8f3a").touch()  # as a kill in the middle leaves one
+    write_text(path, "three")
+    assert os.listdir(path.parent) == ["file.txt"]
 
 
 def test_errors_of_the_system_are_explained_and_others_are_not(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,25 @@ def test_settings_are_checked_together() -> None:
         Packing(size=0, format="zip", quality=101)  # type: ignore[arg-type]
     assert len(caught.value.problems) == 3
     assert json.dumps(caught.value.problems)
+
+
+@pytest.mark.parametrize(("limit", "ahead"), [(1 << 30, 32), (1 << 20, 3), (1, 1)])
+def test_what_is_in_flight_is_limited_in_bytes_too(
+    limit: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of 300 pixels takes 270 kB and a little, so three of them fit into a megabyte."""
+    monkeypatch.setattr(packing, "IN_FLIGHT_BYTES", limit)
+    image, taken = encoded(smooth(300, 300)), 0
+
+    def samples() -> Iterator[packing.Sample]:
+        nonlocal taken
+        for number in range(40):
+            taken += 1
+            yield packing.Sample(image, number, str(number))
+
+    most = 0
+    for number, done in enumerate(packing._in_threads(samples(), Packing(size=16, threads=8))):
+        assert isinstance(done, packing.Sample)
+        assert done.label == number
+        most = max(most, taken - number - 1)
+    assert most == ahead

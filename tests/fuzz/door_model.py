@@ -1,11 +1,13 @@
-"""Folders of a model: its configuration, and its weights in the names of transformers, and in our own."""
+"""Folders of a ViT: its configuration, and its weights in the names of transformers, and in our own."""
 
 from __future__ import annotations
 
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -17,12 +19,8 @@ _NAMES = ("config.json", "model.safetensors")
 
 
 @functools.cache
-def _seeds() -> dict[str, bytes]:
-    import torch
-
+def _models() -> dict[str, bytes]:
     from penstock.config.model import ViTConfig
-    from penstock.models import ViT
-    from penstock.models.convert import save_pretrained
 
     sizes = {
         "image_size": 8,
@@ -33,42 +31,54 @@ def _seeds() -> dict[str, bytes]:
         "mlp_width": 16,
         "classes": 3,
     }
+    own = {"classifier": "pooled", "qk_norm": True, "stem": "conv"}
+    return folders({"hf": ViTConfig(**sizes), "own": ViTConfig(**sizes, **own)})  # type: ignore[arg-type]
+
+
+def folders(models: dict[str, Any]) -> dict[str, bytes]:
+    """The files of a folder per model, by `KIND/NAME`, from configurations by kind."""
+    import torch
+
+    from penstock.models import create
+    from penstock.models.convert import save_pretrained
+
     found = {}
-    for kind, more in {"hf": {}, "own": {"classifier": "pooled", "qk_norm": True, "stem": "conv"}}.items():
+    for kind, config in models.items():
         torch.manual_seed(0)
-        save_pretrained(ViT(ViTConfig(**sizes, **more)), kind)  # type: ignore[arg-type]
+        save_pretrained(create(config), kind)  # type: ignore[arg-type]
         found |= {f"{kind}/{name}": Path(kind, name).read_bytes() for name in _NAMES}
         shutil.rmtree(kind)
     return found
 
 
-def _enter(name: str, data: bytes) -> None:
-    from penstock.models.convert import from_pretrained
+def door(seeds: Callable[[], dict[str, bytes]], *tokens: bytes) -> Door:
+    """A door for folders of which one file is changed."""
 
-    kind = name.partition("/")[0]
-    Path(kind).mkdir(exist_ok=True)
-    for other in _NAMES:
-        Path(kind, other).write_bytes(data if name == f"{kind}/{other}" else _seeds()[f"{kind}/{other}"])
-    from_pretrained(kind)
+    def enter(name: str, data: bytes) -> None:
+        from penstock.models.convert import from_pretrained
 
+        kind = name.partition("/")[0]
+        Path(kind).mkdir(exist_ok=True)
+        for other in _NAMES:
+            Path(kind, other).write_bytes(data if name == f"{kind}/{other}" else seeds()[f"{kind}/{other}"])
+        from_pretrained(kind)
 
-def _made() -> st.SearchStrategy[Case]:
-    return st.one_of(
-        *(
-            st.tuples(
-                st.just(name),
-                altered_file(content)
-                if name.endswith(".safetensors")
-                else altered_tree(json.loads(content)).map(lambda tree: json.dumps(tree).encode()),
+    def made() -> st.SearchStrategy[Case]:
+        return st.one_of(
+            *(
+                st.tuples(
+                    st.just(name),
+                    altered_file(content)
+                    if name.endswith(".safetensors")
+                    else altered_tree(json.loads(content)).map(lambda tree: json.dumps(tree).encode()),
+                )
+                for name, content in seeds().items()
             )
-            for name, content in _seeds().items()
         )
-    )
+
+    return Door(seeds=seeds, enter=enter, made=made, tokens=tokens)
 
 
-DOOR = Door(
-    seeds=_seeds,
-    enter=_enter,
-    made=_made,
-    tokens=(b"40000", b'"I8"', b"vit.encoder.layer.1.", b"positions", b"hidden_size", b"\x00\x00\x80\x7f"),
+DOOR = door(
+    _models, b"40000", b'"I8"', b"vit.encoder.layer.1.", b"positions", b"hidden_size", b"\x00\x00\x80\x7f"
 )

@@ -7,8 +7,8 @@ import importlib
 from fuzz.door import Door
 
 DOORS = (
-    "files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack", "model", "settings",
-    "plan_line", "machine", "model_config", "messages", "options",
+    "files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack", "model",
+    "text_model", "settings", "plan_line", "machine", "model_config", "messages", "options",
 )  # fmt: skip
 
 

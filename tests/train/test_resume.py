@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.checkpoints import numbered
+from penstock import checkpoint
+from penstock.checkpoint import Checkpoint
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
-from penstock.errors import ConfigError
-from penstock.train.resume import changes, set_aside
+from penstock.errors import CheckpointError, ConfigError
+from penstock.train.resume import changes, restored, set_aside
 
 BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
 
@@ -64,3 +67,47 @@ def test_what_was_there_is_kept_under_a_free_name(tmp_path: Path) -> None:
     set_aside(tmp_path / "absent")
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"metrics.before-1.jsonl": "first", "metrics.before-2.jsonl": "second"}
+
+
+class _State:
+    """A run's state that takes the checkpoints of some steps only."""
+
+    def __init__(self, *fits: int) -> None:
+        self.fits = fits
+        self.tried: list[int] = []
+
+    def restore(self, stored: Checkpoint) -> None:
+        self.tried.append(stored.step)
+        if stored.step not in self.fits:
+            raise CheckpointError(f"Step {stored.step} is no state of this run.")
+
+
+def _three_steps(folder: Path) -> Checkpoint:
+    for step in (1, 2, 3):
+        checkpoint.save(folder, numbered(step), keep=3)
+    found = checkpoint.find(folder)
+    assert found is not None
+    return found
+
+
+def test_a_state_of_another_run_is_passed_over_for_the_newest_that_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, state = _three_steps(tmp_path), _State(1)
+    assert restored(state, stored).step == 1  # type: ignore[arg-type]
+    assert state.tried == [3, 2, 1]
+    assert "Step 3 is no state of this run. The checkpoint before it is tried." in caplog.text
+    assert checkpoint.steps(tmp_path) == [1]
+    assert (tmp_path / "step-3.refused").is_dir()
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+
+
+def test_a_state_that_fits_moves_nothing(tmp_path: Path) -> None:
+    assert restored(_State(3), _three_steps(tmp_path)).step == 3  # type: ignore[arg-type]
+    assert checkpoint.steps(tmp_path) == [1, 2, 3]
+
+
+def test_where_no_state_fits_the_oldest_refusal_is_raised_and_all_stay(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="Step 1 is no state"):
+        restored(_State(), _three_steps(tmp_path))  # type: ignore[arg-type]
+    assert checkpoint.steps(tmp_path) == [1, 2, 3]

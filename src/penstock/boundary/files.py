@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.errors import DataError, EnvironmentProblem, PenstockError
+from penstock.leftovers import replace_file
 
 AnyPath = str | os.PathLike[str]
 
@@ -123,14 +124,7 @@ def write_text(path: AnyPath, text: str) -> None:
             file.write_text(text, encoding="utf-8")
             return
         # Whoever reads meanwhile sees the file of before or the new one.
-        target = Path(os.path.realpath(file))
-        partial = target.with_name(f".penstock-{os.getpid()}.part")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        replace_file(Path(os.path.realpath(file)), lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as problem:
         raise EnvironmentProblem(
             f"{shown(path)} cannot be written: {why(problem)}. {remedy_for(problem)}"

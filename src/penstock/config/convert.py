@@ -119,16 +119,20 @@ class BadValue(ValueError):
 
     def sentence(self, key: str) -> str:
         """The whole sentence about the setting `key`."""
-        try:
-            told = repr(plain(self.value))
-        except (ValueError, RecursionError):  # Python prints no number of thousands of digits
-            told = f"too large a {type(self.value).__name__} to show"
-        told = told if len(told) <= 80 else f"{told[:77]}..."
-        return f"{shown(key + self.path)} is {told}, but {self}"
+        return f"{shown(key + self.path)} is {told(self.value)}, but {self}"
 
 
 class OutOfRange(BadValue):
     """A value of the right type that its field does not allow."""
+
+
+def told(value: Any) -> str:
+    """A value from outside in a message, shortened; control characters in it are spelled out."""
+    try:
+        text = repr(plain(value))
+    except (ValueError, RecursionError):  # Python prints no number of thousands of digits
+        return f"too large a {type(value).__name__} to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -19,7 +20,7 @@ from PIL import Image
 
 from penstock import __version__
 from penstock.boundary.files import Unreadable, content, shown
-from penstock.boundary.images import MAX_BYTES
+from penstock.boundary.images import MAX_BYTES, check_image
 from penstock.config.convert import Checked, Count, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
@@ -33,6 +34,8 @@ from penstock.leftovers import make_public, temporary
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
+IN_FLIGHT_BYTES = 1 << 30
+"""What all threads together may hold; a single image may take more (see `data.max_pixels`)."""
 
 Progress = Callable[[int], None]
 """Called with the number of images done."""
@@ -242,20 +245,35 @@ class _Writer:
 
 
 def _in_threads(samples: Iterator[Found], packing: Packing) -> Iterator[Found]:
-    """Convert in threads, in order, with a bounded number in flight."""
+    """Convert in threads, in order, with a bounded number and a bounded size in flight."""
     threads = packing.threads or os.cpu_count() or 1
-    in_flight: deque[Future[Found]] = deque()
+    in_flight: deque[tuple[int, Future[Found]]] = deque()
+    held = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
         try:
             for sample in samples:
-                in_flight.append(pool.submit(_convert, sample, packing))
-                if len(in_flight) >= 4 * threads:
-                    yield in_flight.popleft().result()
+                size = _size(sample, packing)
+                while in_flight and (held + size > IN_FLIGHT_BYTES or len(in_flight) >= 4 * threads):
+                    done, future = in_flight.popleft()
+                    yield future.result()
+                    held -= done
+                in_flight.append((size, pool.submit(_convert, sample, packing)))
+                held += size
             while in_flight:
-                yield in_flight.popleft().result()
+                yield in_flight.popleft()[1].result()
         finally:
-            for future in in_flight:
+            for _, future in in_flight:
                 future.cancel()
+
+
+def _size(sample: Found, packing: Packing) -> int:
+    """Bytes that converting a sample takes: its own, its pixels', and those of the result before it is encoded."""
+    if isinstance(sample, BadSample):
+        return 0
+    with suppress(Unreadable):
+        pixels = check_image(sample.data, packing.max_pixels).pixels
+        return len(sample.data) + 3 * (pixels + packing.size**2)
+    return len(sample.data)  # it will not be decoded
 
 
 def _number(labels: list[int | str], classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], list[int]]:

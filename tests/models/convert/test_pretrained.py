@@ -127,7 +127,7 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         read_state_dict(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.int64], ids=str)
 def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     save_pretrained(ViT(TINY), tmp_path)
     state = read_state_dict(tmp_path)

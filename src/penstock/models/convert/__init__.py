@@ -14,10 +14,10 @@ from penstock.models.convert.load import require_as_large as require_as_large
 from penstock.models.convert.pretrained import from_pretrained as from_pretrained
 from penstock.models.convert.pretrained import model_in as model_in
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained
-from penstock.models.convert.text import read_text_config as read_text_config
 from penstock.models.convert.text import text_from_hf as text_from_hf
 from penstock.models.convert.text import text_to_hf as text_to_hf
-from penstock.models.convert.text import write_text_config as write_text_config
+from penstock.models.convert.text_config import read_text_config as read_text_config
+from penstock.models.convert.text_config import write_text_config as write_text_config
 from penstock.models.convert.vit import from_hf as from_hf
 from penstock.models.convert.vit import from_timm as from_timm
 from penstock.models.convert.vit import resize_positions as resize_positions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_weight_map
 from penstock.errors import CheckpointError, ConfigError
-from penstock.leftovers import make_public, temporary
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,11 +83,3 @@ def read_json(path: Path) -> dict[str, Any]:
     raw = read_bytes(path, "The file", limit=_CONFIG.bytes, error=CheckpointError, remedy=_REMEDY)
     where = f"{path} cannot be read as JSON: it"
     return parse_json(raw, where, error=CheckpointError, bounds=_CONFIG, remedy=_REMEDY)
-
-
-def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `target`, then move it there in one step."""
-    with temporary(target.parent, f".{target.name}.", folder=False) as partial:
-        write(partial)
-        make_public(partial)
-        partial.replace(target)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.convert.files import described, read_state_dict
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.names import shares_head
+from penstock.models.convert.names import misfit, shares_head
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
@@ -70,8 +71,7 @@ def load_weights(
 def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool) -> Loaded:
     if isinstance(source, str | Path):
         source = local_weights(source)
-        if not isinstance(model, TextModel):  # what theirs share is told by its values
-            fitted(model, described(source), new_head)  # before anything is read
+        fitted(model, described(source), new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
     else:
         state = source
@@ -104,8 +104,8 @@ def fitted(
     drawn: tuple[str, ...] = ()
     if new_head:
         head = ("head.weight", "head.bias")
-        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
-        drawn = head if drawn else ()
+        fits = all(name in state and not misfit(name, state[name], expected[name]) for name in head)
+        drawn = () if fits else head
         state |= {name: expected[name] for name in drawn}
     _check(expected, state, ("head.weight", "head.bias"))
     return state, Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
@@ -139,22 +139,22 @@ def require_as_large(
 def _fitted_text(
     model: TextModel, state: dict[str, Tensor], new_head: bool
 ) -> tuple[dict[str, Tensor], Loaded]:
-    expected, names, ignored = model.state_dict(), "penstock", tuple[str, ...]()
-    if "tokens.weight" not in state:
-        names = "hf"
-        state, left_out, unknown = text_from_hf(state, model)
-        ignored = tuple(left_out)
-        state |= dict.fromkeys(unknown, torch.empty(0))
+    expected, ignored, misfits = model.state_dict(), tuple[str, ...](), dict[str, str]()
+    names: Names = "penstock" if "tokens.weight" in state else "hf"
+    if names == "hf":
+        ours, free = text_from_hf(state, model)
+        state, misfits, ignored = ours.state, ours.misfits, tuple(free)
+        state |= dict.fromkeys(ours.left, torch.empty(0))
     elif shares_head(model.config):
         state["head.weight"] = state["tokens.weight"]
     # What turns features into outputs, and may be learned anew.
     head = tuple(name for name in expected if name.startswith(("head.", "pooler.", "transform.")))
     drawn: tuple[str, ...] = ()
     if new_head and not shares_head(model.config):
-        drawn = tuple(n for n in head if n not in state or state[n].shape != expected[n].shape)
+        drawn = tuple(n for n in head if n not in state or misfit(n, state[n], expected[n]))
         state |= {name: expected[name] for name in drawn}
-    _check(expected, state, head)
-    return state, Loaded(names=names, drawn=drawn, ignored=ignored)  # type: ignore[arg-type]
+    _check(expected, state, head, misfits)
+    return state, Loaded(names=names, drawn=drawn, ignored=ignored)
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:
@@ -193,42 +193,33 @@ def _resized(
     return state | {"positions": resized}, positions.shape[0]
 
 
-def _check(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tuple[str, ...]) -> None:
-    """Every name and shape that does not fit, at once."""
+def _check(
+    expected: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    head: tuple[str, ...],
+    misfits: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Every name, shape and type that does not fit, at once; `misfits` are known to be such, and not in `state`."""
     problems = []
-    missing = [name for name in expected if name not in state]
+    missing = [name for name in expected if name not in state and name not in misfits]
     if missing:
         problems.append(f"The weights lack {_some(missing)}.")
     extra = [name for name in state if name not in expected]
     if extra:
         problems.append(f"The model has no place for {_some(extra)}.")
-    odd = [name for name in expected if name in state and state[name].shape != expected[name].shape]
-    problems += [
-        f"{name} is {tuple(state[name].shape)}, but the model's is {tuple(expected[name].shape)}."
-        for name in odd[:4]
-    ]
-    if len(odd) > 4:
-        problems.append(f"{len(odd) - 4} more have other shapes than the model's.")
-    other = [name for name in expected if name in state and not _same_kind(state[name], expected[name])]
-    problems += [
-        f"{name} is of {state[name].dtype}, but the model's is of {expected[name].dtype}; give floating-point weights."
-        for name in other[:4]
-    ]
+    found = {name: misfit(name, state[name], ours) for name, ours in expected.items() if name in state}
+    odd = {name: sentence for name, sentence in {**misfits, **found}.items() if sentence}
+    sentences = list(dict.fromkeys(odd.values()))  # what is tied is told once
+    problems += sentences[:4]
+    if len(sentences) > 4:
+        problems.append(f"{len(sentences) - 4} more have other shapes or types than the model's.")
     if not problems:
         return
-    if head and set(missing + odd) <= set(head) and not extra:
+    if head and {*missing, *odd} <= set(head) and not extra:
         problems.append("Pass new_head=True to keep the model's own head, for fine-tuning to other classes.")
     else:
         problems.append("Build the model with the configuration that the weights were trained with.")
     raise ConfigError(problems)
-
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def _same_kind(given: Tensor, expected: Tensor) -> bool:
-    """Whether both are floating-point numbers, or neither is: anything else would be cast without a word."""
-    return (given.dtype in _FLOATS) is expected.is_floating_point() and not given.is_complex()
 
 
 def _some(names: list[str]) -> str:

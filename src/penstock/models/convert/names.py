@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.config.model import Seq2SeqConfig
 from penstock.config.stack import Stack
-from penstock.errors import ConfigError
 from penstock.models.stack import TextConfig
 
 
@@ -179,41 +178,75 @@ def to_theirs(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> 
     """Our state dict in transformers' names and shapes; what is tied appears once."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name == "head.weight" and shares_head(config):
-            continue
-        entry, names = _places(name, table)
-        parts = _apart(tensor, name, entry, config)
-        if len(names) == 1 and len(parts) > 1:
-            parts = [torch.cat(parts)]
-        for theirs, part in zip(names, parts):
-            if theirs == "final_logits_bias":
-                part = part[None]
-            found[theirs] = part.T if entry.transposed and part.ndim == 2 else part
+        if name != "head.weight" or not shares_head(config):
+            found |= _as_theirs(name, tensor, config, table)
     return found
+
+
+def _as_theirs(name: str, tensor: Tensor, config: TextConfig, table: Names) -> dict[str, Tensor]:
+    """One of our weights in transformers' names and shapes."""
+    entry, names = _places(name, table)
+    parts = _apart(tensor, name, entry, config)
+    if len(names) == 1 and len(parts) > 1:
+        parts = [torch.cat(parts)]
+    if names == ("final_logits_bias",):
+        parts = [parts[0][None]]
+    turned = (part.T if entry.transposed and part.ndim == 2 else part for part in parts)
+    return dict(zip(names, turned))
+
+
+class Ours(NamedTuple):
+    """transformers' state dict in our names and shapes."""
+
+    state: dict[str, Tensor]
+    """A name of ours for which theirs lack a weight, or have one that does not fit, is absent."""
+    misfits: dict[str, str]
+    """For a name of ours, the sentence about the weight of theirs that does not fit."""
+    left: list[str]
+    """Which of theirs were not used."""
 
 
 def from_theirs(
     state: Mapping[str, Tensor], config: TextConfig, table: Names, expected: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """transformers' state dict in our names and shapes, `expected` being ours; and which of theirs were left.
-
-    A name of ours for which theirs lack a weight is absent.
+) -> Ours:
+    """transformers' state dict in our names and shapes, `expected` being ours. Each weight is held to the shape and
+    the type that it must have there, before anything is made of it.
     """
-    found: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for name in expected:
+    found, misfits, used = dict[str, Tensor](), dict[str, str](), set[str]()
+    for name, ours in expected.items():
         if name == "head.weight" and shares_head(config):
             continue
-        entry, names = _places(name, table)
-        if not all(theirs in state for theirs in names):
+        wanted = _as_theirs(name, ours.to("meta"), config, table)
+        if not wanted.keys() <= state.keys():
             continue
-        used |= set(names)
-        parts = [state[theirs] for theirs in names]
+        used |= wanted.keys()
+        wrong = [problem for theirs in wanted if (problem := misfit(theirs, state[theirs], wanted[theirs]))]
+        if wrong:
+            misfits[name] = wrong[0]
+            continue
+        entry, _ = _places(name, table)
+        parts = [state[theirs] for theirs in wanted]
         parts = [part.T if entry.transposed and part.ndim == 2 else part for part in parts]
         found[name] = _together(parts, name, entry, config)
     if shares_head(config) and "tokens.weight" in found:
         found["head.weight"] = found["tokens.weight"]
-    return found, [name for name in state if name not in used]
+    elif shares_head(config) and "tokens.weight" in misfits:
+        misfits["head.weight"] = misfits["tokens.weight"]
+    return Ours(found, misfits, [name for name in state if name not in used])
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
+    """Why a weight cannot be the model's, as a sentence. One type of floating-point numbers may become another;
+    anything else would be cast without a word.
+    """
+    if given.shape != expected.shape:
+        return f"{name} is {tuple(given.shape)}, but the model's is {tuple(expected.shape)}."
+    if given.is_complex() or (given.dtype in _FLOATS) is not expected.is_floating_point():
+        return f"{name} is of {given.dtype}, but the model's is of {expected.dtype}; give floating-point weights."
+    return None
 
 
 def shares_head(config: TextConfig) -> bool:
@@ -250,15 +283,8 @@ def _together(parts: list[Tensor], name: str, entry: Theirs, config: TextConfig)
     if len(parts) == 1:
         heads = parts[0].shape[0] // features // sum(each)
         parts = list(parts[0].split_with_sizes([heads * n * features for n in each]))
-    try:
-        groups = [part.reshape(-1, n, features, *part.shape[1:]) for part, n in zip(parts, each)]
-        return torch.cat(groups, dim=1).flatten(0, 2)
-    except RuntimeError as error:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise ConfigError(
-            f"The weights of {name} have the shapes {shapes}, which are not of heads of {features} features; build the "
-            "model with the configuration that they were trained with."
-        ) from error
+    groups = [part.reshape(-1, n, features, *part.shape[1:]) for part, n in zip(parts, each)]
+    return torch.cat(groups, dim=1).flatten(0, 2)
 
 
 def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:

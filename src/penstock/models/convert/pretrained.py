@@ -17,12 +17,14 @@ from penstock.boundary.files import shown
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
-from penstock.models.convert.files import WEIGHTS, described, read_json, replace_file
+from penstock.leftovers import replace_file
+from penstock.models.convert.files import WEIGHTS, described, read_json
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.names import shares_head
-from penstock.models.convert.text import read_text_config, text_to_hf, write_text_config
+from penstock.models.convert.text import text_to_hf
+from penstock.models.convert.text_config import read_text_config, write_text_config
 from penstock.models.convert.vit import to_hf, unrepresentable
 from penstock.models.decoder import Decoder
 from penstock.models.encoder import Encoder

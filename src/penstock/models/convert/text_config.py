@@ -1,0 +1,362 @@
+"""Text models to transformers' config.json and back, by the tables of `libraries`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, Literal, cast
+
+from penstock.boundary.files import quoted, shown
+from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, field_types, told
+from penstock.config.load import MOST_PROBLEMS, from_dict
+from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, Tokens, Words, stacks
+from penstock.config.stack import Rotary, Scaling
+from penstock.errors import ConfigError
+from penstock.models.convert.libraries import FREE, LIBRARIES, Library
+from penstock.models.stack import TextConfig
+
+_OWN = ("init", "sequence", "decoder_sequence")
+
+
+def library_of(model_type: Any) -> Library:
+    """The entry of a config.json's model_type. Raises ConfigError for one that is not known."""
+    for library in LIBRARIES:
+        if library.model_type == model_type:
+            return library
+    known = ", ".join(repr(library.model_type) for library in LIBRARIES)
+    raise ConfigError(f"config.json is of model_type {told(model_type)}; known are 'vit', {known}.")
+
+
+def read_text_config(values: Mapping[str, Any]) -> TextConfig:
+    """The model that a config.json of transformers describes; what is absent has transformers' default.
+
+    Raises ConfigError with every option that our models cannot honour.
+    """
+    library = library_of(values.get("model_type"))
+    kind = _record(library.model_type)
+    options = {name: value for name, value in values.items() if name in field_types(kind)}
+    given: Any = from_dict(kind, options, origin="config.json")
+    problems = list(islice(_refused(values, library), MOST_PROBLEMS))
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for option in library.options:
+        for ours in library.options[option][1]:
+            value = _value(given, option, library)
+            if option == "n_inner" and value is None:
+                value = 4 * given.n_embd
+            if ours in found and found[ours] != value:
+                problems.append(
+                    f"config.json has {option} {value!r} and {origin[ours]} {found[ours]!r}, but Penstock's model has "
+                    f"one {ours.rpartition('.')[2]} for both."
+                )
+            found[ours], origin[ours] = value, option
+    option, known = library.activation
+    activation = getattr(given, option)
+    if activation not in known:
+        problems.append(f"config.json has {option} {told(activation)}; known are {', '.join(known)}.")
+    if library.rotary:
+        found["rotary"] = _rotary(given, problems)
+        if "sliding_attention" in (given.layer_types or ()) and not given.use_sliding_window:
+            problems.append(
+                "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
+                "transformers has no window; set it to true, or remove layer_types."
+            )
+    if problems:
+        raise ConfigError(problems)
+    both = isinstance(library.base, Seq2SeqConfig)
+    found |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
+    if library.rotary and given.use_sliding_window:
+        found["window"] = _window(given)
+    if isinstance(library.base, EncoderConfig):
+        found |= _head(given, library)
+    own = {name: getattr(given.penstock, name) for name in _OWN if hasattr(library.base, name)}
+    found |= {name: value for name, value in own.items() if value is not None}
+    found.setdefault("sequence", found.get("max_positions", 512))
+    if both:
+        found.setdefault("decoder_sequence", found["sequence"])
+    return settled(_with(library.base, found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rope:
+    """Rotary positions of a config.json."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Annotated[float, Range(1, 1 << 20)] | None = None
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: NotNegative | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: NotNegative | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own:
+    """What config.json keeps under `penstock`, because transformers has no field for it."""
+
+    init: Init | None = None
+    sequence: Tokens | None = None
+    decoder_sequence: Tokens | None = None
+
+
+_LABELS: dict[str, tuple[Any, Any]] = {
+    "architectures": (tuple[str, ...] | None, None),
+    "id2label": (dict[str, str] | None, None),
+    "num_labels": (Words | None, None),
+}
+_TURNING: dict[str, tuple[Any, Any]] = {
+    "rope_theta": (Positive | None, None),
+    "rope_scaling": (_Rope | None, None),
+    "rope_parameters": (_Rope | None, None),
+    "use_sliding_window": (bool | None, None),
+    "sliding_window": (Count | None, None),
+    "max_window_layers": (Natural | None, None),
+    "layer_types": (tuple[Literal["full_attention", "sliding_attention"], ...] | None, None),
+}
+"""Options of libraries with rotary positions."""
+
+
+@cache
+def _record(model_type: str) -> type:
+    """What the config.json of a library may hold: each option with the type and the range of our field that it is."""
+    library = library_of(model_type)
+    entries = {
+        **_LABELS,
+        library.activation[0]: (str, library.default),
+        **(_TURNING if library.rotary else {}),
+    }
+    for option, (default, ours) in library.options.items():
+        follows = isinstance(default, str) and default.startswith("=")
+        kind: Any = type(library.base)
+        for part in ours[0].split("."):
+            kind = field_types(kind)[part]
+        entries[option] = (kind | None, None) if default is None or follows else (kind, default)
+    made = [(name, kind, field(default=default)) for name, (kind, default) in entries.items()]
+    own = ("penstock", _Own, field(default_factory=_Own))
+    return make_dataclass("ConfigJson", [*made, own], frozen=True, kw_only=True)
+
+
+def _value(given: Any, option: str, library: Library) -> Any:
+    """What config.json says of an option, or its default there."""
+    default, found = library.options[option][0], getattr(given, option)
+    if found is None and isinstance(default, str):
+        return _value(given, default.removeprefix("="), library)
+    return found
+
+
+def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
+    """Each option that has no place in our models, or another value than they have."""
+    known = {*field_types(_record(library.model_type)), *FREE}
+    for option, value in values.items():
+        if option in library.must:
+            allowed = library.must[option]
+            if value not in allowed:
+                yield f"config.json has {option} {told(value)}, but Penstock's model has {allowed[0]!r} only."
+        elif option not in known and not option.startswith("_"):
+            yield (
+                f"config.json has {shown(option)} {told(value)}, of which Penstock does not know what it changes; "
+                "remove it if it changes nothing that the model computes."
+            )
+
+
+def _rotary(config: Any, problems: list[str]) -> Rotary:
+    """What version 4 of transformers writes as rope_theta and rope_scaling, and version 5 as rope_parameters."""
+    given = config.rope_parameters or config.rope_scaling or _Rope()
+    base = given.rope_theta or config.rope_theta or Rotary.base
+    kind = given.rope_type or given.type or "default"
+    same: dict[str, tuple[Any, ...]] = {
+        "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True),
+        "partial_rotary_factor": (None, 1.0),
+    }  # fmt: skip
+    problems += [
+        f"config.json has {name} {getattr(given, name)!r} for its rotary positions, which Penstock's do not have."
+        for name, allowed in same.items()
+        if getattr(given, name) not in allowed
+    ]
+    if kind == "default":
+        return Rotary(base=base)
+    if kind not in ("linear", "llama3", "yarn"):
+        problems.append(
+            f"config.json has rope_type {told(kind)}; Penstock's rotary positions have default, linear, llama3 and "
+            "yarn."
+        )
+        return Rotary(base=base)
+    if given.factor is None:
+        problems.append(f"config.json has rope_type {kind!r} without its factor; add it.")
+        return Rotary(base=base)
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    trained = given.original_max_position_embeddings or config.max_position_embeddings
+    return Rotary(
+        base=base,
+        scaling=cast(Scaling, kind),
+        factor=given.factor,
+        trained=trained if kind != "linear" else Rotary.trained,
+        low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
+        high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
+    )
+
+
+def _window(given: Any) -> int | None:
+    """The window that all blocks have. Raises ConfigError where only some have it."""
+    depth = given.num_hidden_layers
+    first = depth if given.max_window_layers is None else given.max_window_layers
+    kinds = given.layer_types or [
+        "full_attention" if i < first else "sliding_attention" for i in range(depth)
+    ]
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) == {"sliding_attention"}:
+        return cast(int | None, given.sliding_window)
+    raise ConfigError(
+        "config.json has use_sliding_window with layer_types of both kinds, but Penstock reads models that have the "
+        "window in all blocks, or in none."
+    )
+
+
+def _head(given: Any, library: Library) -> dict[str, Any]:
+    """What an encoder gives, by the class in config.json's architectures."""
+    name = (given.architectures or ["BertForMaskedLM"])[0]
+    heads = {theirs: ours for ours, theirs in library.architectures.items()} | {"BertForPreTraining": "words"}
+    if name not in heads:
+        raise ConfigError(f"config.json is of {quoted(name)}; known are {', '.join(heads)}.")
+    classes = len(given.id2label or ()) or given.num_labels or 2
+    return {
+        "head": heads[name],
+        "output_bias": True,
+        **({"classes": classes} if heads[name] == "classes" else {}),
+    }
+
+
+def _with(config: Any, found: Mapping[str, Any]) -> Any:
+    """A configuration with other values at dotted paths."""
+    changes: dict[str, Any] = {}
+    for path, value in found.items():
+        name, dot, rest = path.partition(".")
+        if dot:
+            changes[name] = _with(changes.get(name, getattr(config, name)), {rest: value})
+        else:
+            changes[name] = value
+    return replace(config, **changes)
+
+
+def settled(config: TextConfig) -> TextConfig:
+    """The same model with nothing stated that follows from other fields, so that equal models are equal."""
+    sides = {stack: _settled(stack) for stack in stacks(config)}
+    if isinstance(config, Seq2SeqConfig):
+        config = replace(config, encoder=sides[config.encoder], decoder=sides[config.decoder])
+    else:
+        config = sides[config]
+    learned = any(stack.positions == "learned" for stack in stacks(config))
+    same = config.max_positions in (None, config.sequence)
+    return config if learned and not same else replace(config, max_positions=None)
+
+
+def _settled(stack: Any) -> Any:
+    changes: dict[str, Any] = {}
+    if stack.kv == stack.heads:
+        changes["kv_heads"] = None
+    if stack.head_width * stack.heads == stack.width:
+        changes["head_features"] = None
+    if stack.weights_dropout == stack.dropout:
+        changes["attention_dropout"] = None
+    if stack.hidden_dropout in (0.0, stack.dropout):
+        changes["mlp_dropout"] = None if stack.hidden_dropout else 0.0
+    return replace(stack, **changes)
+
+
+def write_text_config(config: TextConfig) -> dict[str, Any]:
+    """The config.json of the model of transformers that computes the same. Raises ConfigError, with what the nearest
+    one lacks, if there is none.
+    """
+    best: list[str] | None = None
+    for library in LIBRARIES:
+        if type(library.base) is not type(config):
+            continue
+        values = _written(config, library)
+        try:
+            lacks = list(_differences(settled(config), read_text_config(values), "model"))
+        except ConfigError as error:
+            lacks = [str(error)]
+        if not lacks:
+            return values
+        lacks = [f"transformers' {library.model_type} has no {each}." for each in lacks]
+        best = lacks if best is None or len(lacks) < len(best) else best
+    raise ConfigError([*(best or []), "Save such a model in Penstock's own names with save_pretrained."])
+
+
+def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+    for one in fields(ours):
+        mine, other = getattr(ours, one.name), getattr(theirs, one.name)
+        if is_dataclass(mine):
+            yield from _differences(mine, other, f"{path}.{one.name}")
+        elif mine != other:
+            yield f"{path}.{one.name}={mine}"
+
+
+def _written(config: TextConfig, library: Library) -> dict[str, Any]:
+    """config.json as a library has it, whether it can say all that the configuration says or not."""
+    head = getattr(config, "head", "words")
+    values: dict[str, Any] = {
+        "architectures": [library.architectures.get(head, library.architectures["words"])],
+        "model_type": library.model_type,
+        **{
+            option: allowed[0]
+            for option, allowed in library.must.items()
+            if option != "partial_rotary_factor"
+        },
+    }
+    for option, (_, ours) in library.options.items():
+        values[option] = _at(config, ours[0])
+    values |= dict.fromkeys(library.last_token, config.vocabulary - 1)
+    stack = stacks(config)[0]
+    option, known = library.activation
+    values[option] = next((theirs for theirs, ours in known.items() if ours == stack.mlp), library.default)
+    if library.rotary:
+        values |= _written_rotary(stack.rotary)
+        if stack.window is not None and library.model_type != "llama":
+            kinds = ["sliding_attention"] * stack.depth
+            values |= {"use_sliding_window": True, "sliding_window": stack.window, "layer_types": kinds}
+            values["max_window_layers"] = 0
+    if isinstance(config, EncoderConfig) and config.head == "classes":
+        values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.classes)}
+        values["label2id"] = {f"LABEL_{i}": i for i in range(config.classes)}
+    values["penstock"] = {name: getattr(config, name) for name in _OWN if hasattr(config, name)}
+    return values
+
+
+def _at(config: TextConfig, path: str) -> Any:
+    """A value of ours, with what follows from other fields put in."""
+    side, dot, name = path.rpartition(".")
+    holder: Any = getattr(config, side) if dot else config
+    known: dict[str, Callable[[], Any]] = {
+        "kv_heads": lambda: holder.kv,
+        "head_features": lambda: holder.head_width,
+        "attention_dropout": lambda: holder.weights_dropout,
+        "mlp_dropout": lambda: holder.hidden_dropout,
+        "max_positions": lambda: config.max_positions or config.sequence,
+    }
+    return known[name]() if name in known else getattr(holder, name)
+
+
+def _written_rotary(rotary: Rotary) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_theta": rotary.base}
+    if rotary.scaling == "none":
+        return values
+    scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}
+    if rotary.scaling != "linear":
+        low, high = (
+            ("low_freq_factor", "high_freq_factor")
+            if rotary.scaling == "llama3"
+            else ("beta_slow", "beta_fast")
+        )
+        scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
+    return {**values, "rope_scaling": scaling}

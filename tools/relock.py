@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("images", "hf", "track", "test", "check", "docs")
+EXTRAS = ("images", "hf", "text", "track", "test", "check", "docs")
 # What only pip's own environment for editable builds has.
 BUILD = {"editables": ("0.6", "MIT")}
 # Where a package's own metadata gives no SPDX expression: read from its licence file.
@@ -28,6 +28,7 @@ LICENCES = {
     "mdurl": "MIT",
     "mergedeep": "MIT",
     "mpmath": "BSD-3-Clause",
+    "num2words": "LGPL-2.1",
     "numpy": "BSD-3-Clause",
     "opencv-python-headless": "Apache-2.0; its wheel bundles FFmpeg (LGPL-2.1)",
     "pathspec": "MPL-2.0",

@@ -22,7 +22,7 @@ def test_words() -> None:
     assert type_word(found["data.bad_images"].kind) == "fail|skip"
     assert type_word(found["model.qk_norm"].kind) == "true|false"
     assert default_word(found["model"].default) == "vit-digits"
-    assert default_word(found["data"].default) == "digits"
+    assert default_word(found["data"].default) == "auto"
     assert default_word(found["plan"].default) == "baseline"
     assert default_word(found["machine"].default) == "none"
     assert found["plan.precision"].help.startswith("O0: fp32 throughout.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -37,7 +39,10 @@ TaskName = Literal[
     "translation",
     "embedding",
 ]
-SOURCES = ("digits", "imagefolder", "pack", "hf")
+SOURCES = ("auto", "digits", "stdlib", "numbers", "imagefolder", "text", "pairs", "pack", "hf")
+_WITHOUT_PATH = ("auto", "digits", "stdlib")
+_WITH_PATH = ("imagefolder", "text", "pairs", "pack", "hf")
+_WEIGHTED = r"[^=]+=[0-9.]+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,9 @@ class DataConfig(Checked, where="data"):
     SHORT_FIELD: ClassVar[str] = "source"
     """What `--data TEXT` sets."""
 
-    source: str = "digits"
-    """`digits` (embedded), `imagefolder:PATH`, `pack:PATH` or `hf:NAME` (a dataset of the Hugging Face hub)."""
+    source: str = "auto"
+    """`auto` (what the task brings), `digits`, `stdlib`, `numbers` (embedded), `imagefolder:PATH`, `text:PATH`,
+    `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
@@ -57,14 +63,49 @@ class DataConfig(Checked, where="data"):
     """An image whose header claims more is refused before it is decoded."""
     transform: FunctionPath | None = None
     """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
+    tokenizer: FilledText = "auto"
+    """`auto` (that of the weights to start from or of the pack, else `bytes`), `bytes`, a folder, a `tokenizer.json`, a
+    sentencepiece `.model`, or a name on the Hugging Face hub."""
+    columns: tuple[str, ...] = ()
+    """Columns of a table that are read: text, or first and second text, then the label. Numbers from 1 name those of a
+    table without a first line of names."""
+    group_by_length: bool = False
+    """Whether batches hold rows of similar length, which saves padding."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do with a broken line or row of text: end the run, or log and skip it (up to 1 % of the rows)."""
+    limit: Count | None = None
+    """How many documents or rows are read of each source at most; none: all."""
+    streaming: bool = False
+    """Whether a text dataset `hf:NAME` is read while it is fetched, without a copy of it on the disk."""
+
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """Each source and its share of the samples. The shares sum to 1."""
+        if not re.fullmatch(f"{_WEIGHTED}(,{_WEIGHTED})+", self.source):
+            return ((self.source, 1.0),)
+        pairs = [part.rpartition("=") for part in self.source.split(",")]
+        total = math.fsum(_weight(weight) for _, _, weight in pairs)
+        return tuple((source, _weight(weight) / total if total else 0.0) for source, _, weight in pairs)
 
     def _problems(self) -> Iterator[str]:
-        kind, _, path = self.source.partition(":")
-        if kind not in SOURCES or (kind == "digits") == bool(path):
-            yield (
-                f"data.source is {quoted(self.source)}, but must be digits, imagefolder:PATH, pack:PATH or hf:NAME."
-                f"{nearest(kind, SOURCES)}"
-            )
+        parts = self.parts()
+        for source, share in parts:
+            kind, _, path = source.partition(":")
+            if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
+                yield (
+                    f"data.source is {quoted(source)}, but must be auto, digits, stdlib, numbers, imagefolder:PATH, "
+                    f"text:PATH, pairs:PATH, pack:PATH or hf:NAME.{nearest(kind, SOURCES)}"
+                )
+            elif share <= 0:
+                yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
+            elif len(parts) > 1 and kind in ("auto", "digits", "imagefolder"):
+                yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +218,7 @@ class RunConfig(Checked):
     """What the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a decoder,
     masked words for an encoder (`pairs` where its head gives classes), span corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
-    """`digits`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`."""
+    """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)
     plan: Plan = field(default_factory=Plan)
     """How to run, as one line: `precision=O1 optimizer=fused`, or `baseline`."""

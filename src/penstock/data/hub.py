@@ -33,7 +33,7 @@ class HubImages(ImageSource):
     """
 
     def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
-        splits = _opened(name)
+        splits = opened_dataset(name)
         own = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
         train = splits["train"] if "train" in splits else next(iter(splits.values()))
         rows = splits[own] if split == "val" and own is not None else train
@@ -66,8 +66,11 @@ class HubImages(ImageSource):
             raise BadSample(where, "it holds no image") from error
 
 
-def _opened(name: str) -> dict[str, Any]:
-    """The splits of a dataset by name."""
+def opened_dataset(name: str, configuration: str | None = None, *, streaming: bool = False) -> dict[str, Any]:
+    """The splits of a dataset by name. With `streaming` they are read while they are fetched.
+
+    Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
+    """
     try:
         import datasets
     except ImportError:
@@ -80,7 +83,7 @@ def _opened(name: str) -> dict[str, Any]:
         ):
             found = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name)
+            found = datasets.load_dataset(name, configuration, streaming=streaming)
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         offline = (
             isinstance(error, ConnectionError) or "internet" in str(error) or "offline" in str(error).lower()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from penstock.boundary.files import quoted
 from penstock.config.run import DataConfig
 from penstock.data.source import ImageSource, Split, stored_size
 from penstock.errors import ConfigError
 
 
 def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
-    """Open `digits`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
+    """Open `digits` (which `auto` means here), `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
 
     `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
     of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
@@ -21,6 +22,11 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
+    if kind not in ("auto", "digits", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
+        problems.append(
+            f"data.source is {quoted(config.source)}, which is text, but the model takes images; choose digits, "
+            "imagefolder:PATH, pack:PATH or hf:NAME."
+        )
     if problems:
         raise ConfigError(problems)
     source = _opened(kind, path, config, split, channels, image_size)
@@ -35,7 +41,7 @@ def _opened(
     kind: str, path: str, config: DataConfig, split: Split, channels: int, image_size: int
 ) -> ImageSource:
     # Late: each kind of source brings the libraries that it reads with.
-    if kind == "digits":
+    if kind in ("auto", "digits"):
         from penstock.data.digits import Digits
 
         return Digits(split, channels)

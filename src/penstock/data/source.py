@@ -54,6 +54,12 @@ class Source(ABC):
     """The form of one sample: a numpy type with a shape, such as `np.dtype((np.int32, (1024,)))`; or a structured type
     whose fields are such types. All samples have the same form."""
     bad_samples: Literal["fail", "skip"] = "fail"
+    policy: str = "data.bad_images"
+    """The setting that `bad_samples` comes from."""
+    lengths: NDArray[np.int32] | None = None
+    """(N,) how much of each sample is no padding, where samples differ in that."""
+    group_by_length: bool = False
+    """Whether a Loader's batches hold samples of similar length."""
 
     @abstractmethod
     def load(self, index: int, out: Any) -> None:
@@ -85,7 +91,7 @@ class Source(ABC):
                 if self.bad_samples == "fail":
                     raise DataError(
                         f"The sample {error.path} cannot be read: {error.why}. Repair or remove it, or set "
-                        "data.bad_images to 'skip' to read another in its place (up to 1 % of the set)."
+                        f"{self.policy} to 'skip' to read another in its place (up to 1 % of the set)."
                     ) from error
                 bad.append((error.path, error.why))
                 word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]

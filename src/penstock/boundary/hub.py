@@ -1,0 +1,92 @@
+"""The Hugging Face hub: files by a name there, through huggingface_hub's cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.boundary.files import quoted
+from penstock.errors import ConfigError, EnvironmentProblem
+
+_NAME = re.compile(r"^(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?$")
+OFFLINE = (
+    "Fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that cache; or give a "
+    "folder with its files."
+)
+
+
+def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool]) -> Path | None:
+    """The folder in the cache with the `files` (names or patterns) of `name` on the hub, to which they are fetched
+    once: `google/vit-base-patch16-224`, with `@REVISION` if you like. None where what is there is not `enough`.
+
+    Raises:
+        ConfigError: there is no such name on the hub. EnvironmentProblem: there is no network, or the extra `hf` is
+            missing.
+    """
+    match = _NAME.match(name)
+    if match is None:
+        raise ConfigError(
+            f"There is no file or folder {quoted(name)}, nor can that be a name on the Hugging Face hub."
+        )
+    hub = _hub(name)
+    options = {"repo_id": match["repo"], "revision": match["revision"], "allow_patterns": list(files)}
+    folder = _cached(hub, options, enough) or _fetched(hub, options)
+    return folder if enough(folder) else None
+
+
+def _hub(name: str) -> object:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise EnvironmentProblem(
+            f"There is no file or folder {name}. If it is a name on the Hugging Face hub, install what fetches it: "
+            f"pip install 'penstock[hf]'."
+        ) from None
+    return huggingface_hub
+
+
+def _cached(hub: object, options: dict[str, object], enough: Callable[[Path], bool]) -> Path | None:
+    """The folder in the cache, without asking the network whether there is a newer one."""
+    try:
+        folder = Path(hub.snapshot_download(**options, local_files_only=True))  # type: ignore[attr-defined]
+    except OSError:  # huggingface_hub's LocalEntryNotFoundError is one
+        return None
+    return folder if enough(folder) else None
+
+
+def _fetched(hub: object, options: dict[str, object]) -> Path:
+    """Fetch the files. A network that is not there is noticed at once, and one that is silent after ten seconds."""
+    from huggingface_hub import errors
+
+    name = str(options["repo_id"])
+    try:
+        return Path(hub.snapshot_download(**options, etag_timeout=10))  # type: ignore[attr-defined]
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        at = f" at the revision {options['revision']}" if options["revision"] else ""
+        raise ConfigError(
+            f"There is no file or folder {name}, and no such name on the Hugging Face hub{at}. Check the name; for a "
+            f"private or gated one run `hf auth login` first."
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise EnvironmentProblem(
+            f"{name} is not in the cache of the Hugging Face hub ({_home()}), and cannot be fetched: "
+            f"{_reason(error)}. {OFFLINE.format(name=name)}"
+        ) from error
+
+
+def _home() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+def _reason(error: BaseException) -> str:
+    """What lies at the bottom of a chain of exceptions, in one line."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,299 @@
+"""Making packs of tokens: rows of text in, numbers out, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock import __version__
+from penstock.data.pack import MANIFEST, File
+from penstock.data.source import Tally
+from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
+from penstock.data.text.tokenpack import (
+    BLOCK_BYTES,
+    PARTS,
+    Manifest,
+    Part,
+    Vocabulary,
+    index_type,
+    token_type,
+)
+from penstock.disk import digest_file, sync_folder, write_file
+from penstock.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+
+PIECE_CHARACTERS = 1 << 18
+"""Longer texts are tokenised in pieces of this length, cut before a space."""
+_BATCH_CHARACTERS, _BATCH_TEXTS = 1 << 20, 4096
+_MOST_CLASSES = 10_000
+_MOST_LABELS = 1 << 24
+
+
+class Row(NamedTuple):
+    """A row of a table or a document, or, with `more`, a piece of one that goes on in the next."""
+
+    texts: tuple[str, ...]
+    label: str | None
+    path: str
+    line: int
+    more: bool = False
+
+
+class Bad(NamedTuple):
+    """A row that cannot be used, and why."""
+
+    path: str
+    line: int
+    why: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, line {self.line:,}" if self.line else self.path
+
+
+Found = Row | Bad
+Progress = Callable[[int], None]
+"""Called with the bytes of text that were tokenised since."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a pack is to hold."""
+
+    form: Literal["documents", "rows"]
+    fields: int = 1
+    labels: bool = False
+    bad_rows: Literal["fail", "skip"] = "fail"
+
+
+def write_pack(
+    target: Path,
+    parts: Iterable[Iterator[Found]],
+    shape: Shape,
+    tokenizer: Tokenizer,
+    progress: Progress = lambda _: None,
+) -> Manifest:
+    """Pack the rows of train, and of val where there is one, into the empty folder `target`.
+
+    Raises DataError for bad rows as the policy says, for more than 1 % of them, and where nothing is left.
+    """
+    if shape.form == "documents" and tokenizer.end is None:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} has no token that ends a document. Name one as eos_token in its "
+            "tokenizer_config.json, or choose another with data.tokenizer."
+        )
+    labels: dict[str, int] = {}
+    writers = []
+    for name, rows in zip(PARTS, parts):
+        writer = _Part(shape, tokenizer, labels, progress)
+        writer.data = _file(target, f"{name}.tokens", writer.tokens(rows))
+        writers.append(writer)
+    kind, classes, values = _numbered(labels)
+    written = []
+    for name, writer in zip(PARTS, writers):
+        index = writer.index(values)
+        written.append(
+            Part(
+                rows=len(index), tokens=writer.at, text_bytes=writer.text_bytes, skipped=writer.bad, data=writer.data,
+                index=_file(target, f"{name}.index", [index.tobytes()]),
+                checks=_file(target, f"{name}.checks", [np.array(writer.checks, "<u4").tobytes()]),
+            )
+        )  # fmt: skip
+    files: tuple[File, ...] = ()
+    if not isinstance(tokenizer, Bytes):
+        folder = target / "tokenizer"
+        tokenizer.save(folder)
+        files = tuple(
+            File(f"tokenizer/{path.name}", path.stat().st_size, digest_file(path))
+            for path in sorted(folder.iterdir())
+        )
+    manifest = Manifest(
+        form=shape.form, fields=shape.fields, labels=kind, classes=classes,
+        tokenizer=Vocabulary(name=tokenizer.name, fingerprint=tokenizer.fingerprint, size=tokenizer.size),
+        parts=tuple(written), tokenizer_files=files, made_by={"penstock": __version__, "bad_rows": shape.bad_rows},
+    )  # fmt: skip
+    write_file(target / MANIFEST, [manifest.to_json()])
+    sync_folder(target)
+    return manifest
+
+
+def _file(target: Path, name: str, chunks: Iterable[bytes | memoryview]) -> File:
+    written = write_file(target / name, chunks)
+    return File(name, written.bytes, written.sha256)
+
+
+@dataclass
+class _Part:
+    """Tokenises the rows of one split, and notes what is where."""
+
+    shape: Shape
+    tokenizer: Tokenizer
+    labels: dict[str, int]
+    """Every label met so far, with its number; shared by both splits."""
+    progress: Progress
+    data: File = field(default_factory=lambda: File("", 0, ""))
+    at: int = 0
+    text_bytes: int = 0
+    bad: int = 0
+    rows: int = 0
+    checks: list[int] = field(default_factory=list)
+    _chunks: list[NDArray[np.void]] = field(default_factory=list)
+    _begun: Row | None = None
+    """The document whose pieces are being read."""
+
+    def tokens(self, found: Iterator[Found]) -> Iterator[bytes]:
+        """The content of the file of tokens, in whole blocks but for the last."""
+        kind = token_type(self.tokenizer.size)
+        rest = b""
+        for batch in _read_ahead(_batches(self._accepted(found))):
+            raw = rest + self._encoded(batch).astype(kind).tobytes()
+            whole = len(raw) // BLOCK_BYTES * BLOCK_BYTES
+            yield self._checked(raw[:whole])
+            rest = raw[whole:]
+        yield self._checked(rest)
+        if self.bad > Tally.limit * (self.rows + self.bad):
+            raise DataError(
+                f"{self.bad:,} of {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. Repair the data; "
+                "the file and line of each was logged."
+            )
+        if not self.rows:
+            raise DataError("There is no text in it. Check data.source.")
+
+    def index(self, values: NDArray[np.float32]) -> NDArray[np.void]:
+        """(rows,) with the labels as `values` has them."""
+        index = np.concatenate(self._chunks)
+        if self.shape.labels:
+            index["label"] = values[index["label"].astype(np.int64)]
+        return index
+
+    def _checked(self, raw: bytes) -> bytes:
+        self.checks += [
+            zlib.crc32(raw[start : start + BLOCK_BYTES]) for start in range(0, len(raw), BLOCK_BYTES)
+        ]
+        return raw
+
+    def _accepted(self, found: Iterator[Found]) -> Iterator[Row]:
+        for row in found:
+            if isinstance(row, Row):
+                yield row
+                continue
+            if self.shape.bad_rows == "fail":
+                raise DataError(
+                    f"{row.where} cannot be used: {row.why}. Repair or remove it, or set data.bad_rows to 'skip' to "
+                    "leave such rows out (up to 1 % of the data)."
+                )
+            _log.warning("Left out %s: %s.", row.where, row.why)
+            self.bad += 1
+            if self.bad > max(
+                1000, Tally.limit * (self.rows + self.bad)
+            ):  # far too many, long before the end
+                raise DataError(
+                    f"{self.bad:,} of the first {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. "
+                    f"The last is {row.where}: {row.why}. Repair the data."
+                )
+
+    def _encoded(self, batch: list[Row]) -> Numbers:
+        """The tokens of a batch of rows; their ends go to the index."""
+        pieces = [list(_pieces(text)) for row in batch for text in row.texts]
+        encoded = iter(self.tokenizer.encode([piece for text in pieces for piece in text]))
+        out: list[Numbers] = []
+        index = np.zeros(len(batch), index_type(self.shape.fields))
+        count = 0
+        end = np.array([self.tokenizer.end or 0], np.int32)
+        texts = iter(pieces)
+        for row in batch:
+            for column in range(len(row.texts)):
+                for _ in next(texts):
+                    out.append(next(encoded))
+                    self.at += len(out[-1])
+                if self.shape.form == "documents" and not row.more:
+                    out.append(end)
+                    self.at += 1
+                index[count]["end"][column] = self.at
+            self._begun = self._begun or row
+            if not row.more:
+                index[count]["key"] = zlib.crc32(self._begun.texts[0].encode("utf-8", "replace"))
+                index[count]["label"] = self._label(row)
+                count, self._begun = count + 1, None
+        size = sum(len(text.encode("utf-8", "replace")) for row in batch for text in row.texts)
+        self.text_bytes += size
+        self.rows += count
+        self._chunks.append(index[:count])
+        self.progress(size)
+        return np.concatenate(out) if out else np.zeros(0, np.int32)
+
+    def _label(self, row: Row) -> int:
+        if not self.shape.labels:
+            return 0
+        number = self.labels.setdefault(row.label or "", len(self.labels))
+        if number >= _MOST_LABELS:
+            raise DataError(
+                f"{row.path} has more than {_MOST_LABELS:,} different labels. Check data.columns."
+            )
+        return number
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        cut = start + PIECE_CHARACTERS
+        space = max(text.rfind(" ", start + 1, cut), text.rfind("\n", start + 1, cut))
+        cut = space if space > 0 else cut
+        yield text[start:cut]
+        start = cut
+    yield text[start:] if start else text
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += sum(map(len, row.texts))
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _read_ahead(batches: Iterator[list[Row]]) -> Iterator[list[Row]]:
+    """Read the next batch in a second thread while this one is tokenised, which leaves Python's lock to it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-text") as thread:
+        coming = thread.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = thread.submit(next, batches, None)
+            yield batch
+
+
+def _numbered(
+    labels: dict[str, int],
+) -> tuple[Literal["none", "classes", "numbers"], tuple[str, ...], NDArray[np.float32]]:
+    """What the labels are, the names of classes, and the value of each label in the order of their numbers."""
+    if not labels:
+        return "none", (), np.zeros(1, np.float32)
+    if all(word.lstrip("-").isascii() and word.lstrip("-").isdigit() and len(word) < 10 for word in labels):
+        classes = sorted(labels, key=int)
+    else:
+        try:
+            numbers = np.array([float(word) for word in labels], np.float32)
+        except ValueError:
+            classes = sorted(labels)
+        else:
+            return "numbers", (), numbers
+    if len(classes) > _MOST_CLASSES:
+        raise DataError(
+            f"The labels are {len(classes):,} different words, such as {classes[0]!r}, and at most {_MOST_CLASSES:,} "
+            "classes are told apart. Check data.columns."
+        )
+    number = {word: value for value, word in enumerate(classes)}
+    return "classes", tuple(classes), np.array([number[word] for word in labels], np.float32)

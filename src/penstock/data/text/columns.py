@@ -1,0 +1,106 @@
+"""Which columns of a table are text and label, and what makes a row of them bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.boundary.files import quoted
+from penstock.data.text.build import Bad, Found, Row, Shape
+from penstock.errors import DataError
+
+Form = Literal["document", "single", "pair", "translation", "two"]
+SHAPES: dict[Form, tuple[int, bool]] = {
+    "document": (1, False), "single": (1, True), "pair": (2, True), "translation": (2, False), "two": (2, False),
+}  # fmt: skip
+"""Texts in a row, and whether it has a label."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The rows of one source."""
+
+    parts: list[Iterator[Found]]
+    """Train and val, or everything."""
+    identity: list[object]
+    """What changes when the rows do, as JSON can hold it."""
+    bytes: int | None = None
+    """About how much text that is, for a progress bar."""
+
+
+KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "document": (("text",), ("content",), ("document",), ("code",), ("body",)),
+    "single": (("text", "label"), ("sentence", "label"), ("review", "label"), ("text", "score"), ("sentence", "score")),
+    "pair": (
+        ("sentence1", "sentence2", "gold_label"), ("sentence1", "sentence2", "label"),
+        ("premise", "hypothesis", "label"), ("premise", "hypo", "label"), ("question1", "question2", "label"),
+        ("question1", "question2", "is_duplicate"), ("question", "sentence", "label"),
+        ("sentence1", "sentence2", "score"), ("first", "second", "label"),
+    ),
+    "translation": (("source", "target"), ("src", "tgt"), ("input", "output")),
+    "two": (
+        ("anchor", "positive"), ("query", "positive"), ("question", "answer"), ("sentence1", "sentence2"),
+        ("first", "second"), ("source", "target"),
+    ),
+}  # fmt: skip
+"""What columns are usually called, by the form of rows. The first set that a table has is taken."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns are read: names, or numbers from 1 for a table without names."""
+
+    form: str
+    given: tuple[str, ...]
+    shape: Shape
+
+    @property
+    def count(self) -> int:
+        return self.shape.fields + self.shape.labels
+
+    @property
+    def by_number(self) -> bool:
+        return bool(self.given) and all(name.isdigit() for name in self.given)
+
+    def among(self, names: Sequence[str], path: str) -> list[str]:
+        """The columns to read of a table with these names. Raises DataError where it lacks them."""
+        wanted = [self.given] if self.given else KNOWN[self.form]
+        for columns in wanted:
+            if len(columns) >= self.count and set(columns) <= set(names):
+                return list(columns[: self.count])
+        due = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
+        asked = (
+            f"lacks {', '.join(map(quoted, self.given))}" if self.given else f"has no known columns of {due}"
+        )
+        raise DataError(
+            f"{path} {asked}; its columns are {quoted(', '.join(names), 300)}. Name {self.count} with data.columns."
+        )
+
+
+def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> Found:
+    """A row of what a table holds; or why it is none."""
+    texts = []
+    for name, value in zip(names[: shape.fields], values):
+        if not isinstance(value, str) or (shape.form == "rows" and not value.strip()):
+            what = (
+                "is empty"
+                if value is None or isinstance(value, str)
+                else f"is {type(value).__name__}, not text"
+            )
+            return Bad(where, line, f"the column {quoted(name)} {what}")
+        texts.append(value)
+    label = None
+    if shape.labels:
+        value = values[shape.fields]
+        label = str(int(value)) if isinstance(value, bool) else str(value).strip()
+        if (
+            value is None
+            or label.lower() in ("", "-", "nan", "none")
+            or len(label) > 200
+            or not label.isprintable()
+        ):
+            return Bad(
+                where, line, f"the column {quoted(names[shape.fields])} holds no label: {quoted(label)}"
+            )
+    return Row(tuple(texts), label, where, line)

@@ -1,0 +1,226 @@
+"""Documents and rows in files: text as it is, JSON lines, tables with tabs or commas, Parquet; plain or compressed."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import glob
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.boundary.files import open_regular, quoted, shown
+from penstock.boundary.text import Line, read_lines
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.data.text.build import Bad, Found, Row
+from penstock.data.text.columns import Columns, row_of
+from penstock.disk import digest_file
+from penstock.errors import DataError, EnvironmentProblem
+
+_log = logging.getLogger(__name__)
+
+TEXTS = (".txt", ".text", ".md")
+TABLES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet")
+COMPRESSED = (".gz", ".bz2", ".xz")
+_PIECE = 1 << 17
+"""Characters of a text file that are read at a time."""
+_VAL_WORDS = ("val", "valid", "validation", "dev")
+_LINE = Bounds(bytes=1 << 24, values=1 << 16, infinite=True, control=True)
+_DESCRIPTION = "The text file"
+
+
+def files_of(path: str) -> list[Path]:
+    """A file, the text files of a folder at any depth, or those that a pattern such as `texts/*.txt` fits, sorted."""
+    root = Path(path)
+    if root.is_dir():
+        found, ignored = [], 0
+        for folder, folders, files in os.walk(root, onerror=_raise):
+            folders[:] = sorted(name for name in folders if name[0] != ".")
+            for name in files:
+                known = _suffix(name) in (*TEXTS, *TABLES)
+                ignored += not known
+                if known and name[0] != ".":
+                    found.append(Path(folder, name))
+        if ignored:
+            _log.info("%s: %d files of other kinds were left out.", root, ignored)
+    elif not root.exists() and any(letter in path for letter in "*?["):
+        found = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+    else:
+        found = [root]
+    if not found:
+        raise DataError(
+            f"No file in {shown(path)} ends in {', '.join((*TEXTS, *TABLES))}. Check data.source."
+        )
+    return sorted(found)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file's content. Raises DataError where it cannot be read."""
+    with open_regular(path, "The text file") as file:
+        found = os.fstat(file.fileno())
+    return _digest(path, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _digest(path: Path, _size: int, _changed: int) -> str:
+    """Kept, because the splits of a set are opened one after the other."""
+    return digest_file(path)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _suffix(name: str) -> str:
+    stem, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
+
+
+def splits_of(files: list[Path], root: str) -> list[list[Path]]:
+    """Train and val, where names of files or folders say so (`train.tsv` and `dev.tsv`); else everything."""
+
+    def words(file: Path) -> set[str]:
+        name = os.path.relpath(file, root) if Path(root).is_dir() else file.name
+        return set(re.split(r"[^a-z]+", name.lower()))
+
+    train = [file for file in files if "train" in words(file)]
+    val = [file for file in files if words(file) & set(_VAL_WORDS)] or [
+        file for file in files if "test" in words(file)
+    ]
+    if not train or not val or set(train) & set(val):
+        return [files]
+    if left := len(files) - len(train) - len(val):
+        _log.info("%s: %d files that belong to neither train nor val were left out.", root, left)
+    return [train, val]
+
+
+def read_files(files: Sequence[Path], columns: Columns) -> Iterator[Found]:
+    """The rows of the files, or their documents."""
+    for path in files:
+        suffix = _suffix(path.name)
+        empty = True
+        for found in _rows(path, suffix, columns):
+            empty = False
+            yield found
+        if empty:
+            yield Bad(shown(path), 0, "it is empty")
+
+
+def _rows(path: Path, suffix: str, columns: Columns) -> Iterator[Found]:
+    if suffix == ".parquet":
+        return _parquet(path, columns)
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return _json_lines(path, columns)
+    if suffix in (".tsv", ".csv"):
+        return _table(path, "\t" if suffix == ".tsv" else ",", columns)
+    if columns.shape.form == "rows":
+        raise DataError(
+            f"{shown(path)} is no table. Rows are read of files that end in {', '.join(TABLES)}; text alone, without "
+            "columns, trains language models."
+        )
+    return _document(path)
+
+
+def _document(path: Path) -> Iterator[Found]:
+    """A text file is one document, in pieces that end with a line."""
+    where = shown(path)
+    begun = False
+    held: list[str] = []
+    size, first = 0, 1
+    for line in read_lines(path, _DESCRIPTION):
+        if line.problem:
+            yield Bad(where, line.number, line.problem)
+            continue
+        if size >= _PIECE:
+            yield Row(("".join(held),), None, where, first, more=True)
+            held, size, first, begun = [], 0, line.number, True
+        held.append(line.text + "\n")
+        size += len(line.text) + 1
+    if size or begun:
+        text = "".join(held)
+        if begun or text.strip():
+            yield Row((text,), None, where, first)
+
+
+def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
+    where = shown(path)
+    names: list[str] = []
+    for line in read_lines(path, _DESCRIPTION):
+        if line.problem:
+            yield Bad(where, line.number, line.problem)
+            continue
+        if not line.text.strip():
+            continue
+        try:
+            table = parse_json(line.text, "it", error=DataError, bounds=_LINE)
+        except DataError as error:
+            yield Bad(where, line.number, str(error).rstrip("."))
+            continue
+        names = names or columns.among(list(table), where)
+        missing = [name for name in names if name not in table]
+        if missing:
+            yield Bad(where, line.number, f"the column {quoted(missing[0])} is missing")
+        else:
+            yield row_of([table[name] for name in names], names, columns.shape, where, line.number)
+
+
+def _table(path: Path, separator: str, columns: Columns) -> Iterator[Found]:
+    """Tabs separate without quotes, as in GLUE's and XNLI's files; commas with them, as in RFC 4180."""
+    where = shown(path)
+    names: list[str] = []
+    places: list[int] = [int(name) - 1 for name in columns.given] if columns.by_number else []
+    if places:
+        names, width = list(columns.given), max(places) + 1
+    lines = read_lines(path, _DESCRIPTION)
+    for number, cells, problem in _cells(lines, separator):
+        if problem:
+            yield Bad(where, number, problem)
+        elif not places:
+            names = columns.among(cells, where)
+            places, width = [cells.index(name) for name in names], len(cells)
+        elif any(cells):
+            if len(cells) < width or (len(cells) > width and not columns.by_number):
+                yield Bad(where, number, f"it has {len(cells)} columns instead of {width}")
+            else:
+                yield row_of([cells[place] for place in places], names, columns.shape, where, number)
+
+
+def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[str], str]]:
+    """Number of the line, cells, and problem of each row."""
+    if separator == "\t":
+        for line in lines:
+            yield line.number, line.text.split("\t"), line.problem
+        return
+    csv.field_size_limit(_LINE.bytes)  # the module's own limit, which holds for all its users, is 128 KB
+    for line in lines:
+        held, problem = [line.text], line.problem
+        size, open_quotes = len(line.text), line.text.count('"') % 2
+        while open_quotes and not problem:  # a cell in quotes may hold ends of lines
+            following = next(lines, Line(0, "", "a quotation mark is opened and never closed"))
+            held.append(following.text)
+            size += len(following.text) + 1
+            open_quotes ^= following.text.count('"') % 2
+            problem = following.problem
+            if size > _LINE.bytes:
+                problem = "a quotation mark is opened and not closed for millions of characters"
+        cells: list[str] = []
+        if not problem:
+            try:
+                cells = next(csv.reader(["\n".join(held)], strict=True), [])
+            except csv.Error as error:
+                problem = f"it is no row of a table: {error}"
+        yield line.number, cells, problem
+
+
+def _parquet(path: Path, columns: Columns) -> Iterator[Found]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise EnvironmentProblem(
+            f"{shown(path)} is read by the package pyarrow. Install it with: pip install 'penstock[hf]'."
+        ) from None
+    from penstock.data.text.parquet import read_rows
+
+    yield from read_rows(parquet, path, columns)

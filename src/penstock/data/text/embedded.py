@@ -1,0 +1,163 @@
+"""Text that is always there: the standard library's source, and numbers as words in many languages."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import random
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from penstock.boundary.files import Unreadable, content, quoted, shown
+from penstock.data.text.build import Found, Row, Shape
+from penstock.data.text.columns import Columns, Content, Form
+from penstock.data.text.documents import digest, read_files
+from penstock.errors import ConfigError, DataError, EnvironmentProblem
+
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "idlelib",
+}
+_FILE_EVERY = 20
+_NUMBERS = 10_000
+_ALL_SEEN = 100
+"""Numbers below it are never held out, for all words occur in them."""
+_HELD_OUT = 10
+LANGUAGES = ("en", "de", "fr", "es", "it", "nl", "pt", "pl", "cs", "sv", "da", "tr")
+"""What `numbers` speaks without further words."""
+
+
+def standard_library() -> Content:
+    """The source of the running Python's standard library without its tests, one document a file. Every twentieth file
+    is for validation.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = [file for file in sorted(files) if _is_text(file)]
+    if len(files) < 2 * _FILE_EVERY:
+        raise DataError(
+            f"The standard library in {shown(root)} has no source files; some builds of Python leave them out. Name "
+            "other text with data.source, such as text:PATH."
+        )
+    parts = [
+        [file for n, file in enumerate(files) if (n % _FILE_EVERY == _FILE_EVERY - 1) == val]
+        for val in (False, True)
+    ]
+    identity: list[object] = [[[digest(file) for file in part] for part in parts]]
+    size = sum(file.stat().st_size for file in files)
+    columns = Columns("document", (), Shape(form="documents"))
+    return Content([read_files(part, columns) for part in parts], identity, size)
+
+
+def _is_text(file: Path) -> bool:
+    """Whether it is UTF-8 that says something; a few old files of the library are Latin-1, or empty."""
+    try:
+        return bool(content(file, limit=1 << 24).decode("utf-8").strip())
+    except (UnicodeDecodeError, Unreadable):
+        return False
+
+
+def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
+    """The numbers from 0 to 9,999 as words, of num2words. What a row holds, by form:
+
+    - translation: `en>de: forty-two`, and `zweiundvierzig`
+    - pair: a number in one language and one in another, and whether they are the `same` or `different`
+    - single: a number, and whether it is `even` or `odd`
+    - two: the same number in two languages
+
+    A tenth of the numbers from 100 on, in no language seen in training, is for validation.
+    """
+    languages = languages or LANGUAGES
+    if form == "document":
+        raise ConfigError(
+            "data.source=numbers are rows, and this task takes running text; choose stdlib or text:PATH."
+        )
+    if form != "single" and len(languages) < 2:
+        raise ConfigError(
+            f"data.source=numbers needs two languages for this task, such as numbers:en,de, not {quoted(languages[0])}."
+        )
+    say = _speaker(languages)
+    parts = [_number_rows(form, languages, say, val) for val in (False, True)]
+    return Content(parts, ["numbers", 1, _version(), list(languages)])
+
+
+def _speaker(languages: Sequence[str]) -> Callable[[int, str], str]:
+    try:
+        import num2words
+    except ImportError:
+        raise EnvironmentProblem(
+            "data.source=numbers needs the package num2words. Install it with: pip install 'penstock[text]'."
+        ) from None
+    unknown = [language for language in languages if language not in num2words.CONVERTER_CLASSES]
+    if unknown:
+        raise ConfigError(
+            f"num2words does not speak {quoted(unknown[0])}; data.source=numbers: takes languages with commas, of "
+            f"{', '.join(sorted(num2words.CONVERTER_CLASSES))}."
+        )
+
+    @functools.cache
+    def say(number: int, language: str) -> str:
+        return str(num2words.num2words(number, lang=language))
+
+    return say
+
+
+def _version() -> str:
+    return importlib.metadata.version("num2words")
+
+
+def _is_held_out(number: int) -> bool:
+    return number >= _ALL_SEEN and zlib.crc32(str(number).encode()) % _HELD_OUT == 0
+
+
+def _number_rows(
+    form: Form, languages: Sequence[str], say: Callable[[int, str], str], val: bool
+) -> Iterator[Found]:
+    count = len(languages)
+    for number in range(_NUMBERS):
+        if _is_held_out(number) != val:
+            continue
+        rng = random.Random(number)
+        for place, first in enumerate(languages):
+            second = languages[(place + 1 + number % max(1, count - 1)) % count]
+            words, other = say(number, first), say(number, second)
+            where = f"the number {number} in {first} and {second}"
+            if form == "single":
+                yield Row((words,), "odd" if number % 2 else "even", where, 0)
+            elif form == "translation":
+                yield Row((f"{first}>{second}: {words}", other), None, where, 0)
+            elif form == "two":
+                yield Row((words, other), None, where, 0)
+            else:
+                same = rng.random() < 0.5
+                yield Row(
+                    (words, other if same else say(_another(number, rng, val), second)),
+                    "same" if same else "different",
+                    where,
+                    0,
+                )
+
+
+def _another(number: int, rng: random.Random, val: bool) -> int:
+    """A number that differs in one digit, or altogether; of the same split, so that nothing held out is seen."""
+    while True:
+        if rng.random() < 0.5:
+            digits = list(str(number))
+            digits[rng.randrange(len(digits))] = str(rng.randrange(10))
+            found = int("".join(digits))
+        else:
+            found = rng.randrange(_NUMBERS)
+        if found != number and (val or not _is_held_out(found)):
+            return found

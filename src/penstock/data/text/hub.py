@@ -1,0 +1,54 @@
+"""Text datasets of the Hugging Face hub, or that `datasets` saved, through the datasets library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.config.run import DataConfig
+from penstock.data.hub import opened_dataset
+from penstock.data.imagefolder import SPLIT_FOLDERS
+from penstock.data.text.build import Bad, Found
+from penstock.data.text.columns import Columns, Content, row_of
+from penstock.errors import ConfigError
+
+
+def hub_rows(name: str, data: DataConfig, columns: Columns) -> Content:
+    """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`. Splits are its own.
+
+    Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
+    """
+    dataset, _, configuration = name.partition(":")
+    splits = opened_dataset(dataset, configuration or None, streaming=data.streaming)
+    own = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
+    first = "train" if "train" in splits else next(iter(splits))
+    chosen = [first] if own is None or own == first else [first, own]
+    identity = [[split, _identity(splits[split])] for split in chosen]
+    parts = [_rows(splits[split], f"hf:{name}, {split}", columns) for split in chosen]
+    return Content(parts, [name, data.streaming, identity])
+
+
+def _identity(rows: Any) -> str:
+    """What changes when the rows do, as far as the library knows."""
+    files = [Path(file["filename"]) for file in getattr(rows, "cache_files", [])]
+    stored = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))
+
+
+def _rows(rows: Any, where: str, columns: Columns) -> Iterator[Found]:
+    features = rows.features
+    if features is None:  # a stream tells its columns with its first row
+        features = next(iter(rows.take(1)), {})
+    if columns.by_number:
+        raise ConfigError(f"{where} has named columns; give data.columns their names.")
+    names = columns.among([str(name) for name in features], where)
+    classes = getattr(features.get(names[-1]), "names", None) if columns.shape.labels else None
+    for number, row in enumerate(rows.select_columns(names), start=1):
+        values = [row.get(name) for name in names]
+        if columns.shape.labels and isinstance(values[-1], int) and classes:
+            if not 0 <= values[-1] < len(classes):
+                yield Bad(where, number, f"its class is {values[-1]}, which means none")
+                continue
+            values[-1] = classes[values[-1]]
+        yield row_of(values, names, columns.shape, where, number)

@@ -1,0 +1,44 @@
+"""Several sets by weight, as one set of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
+
+_MOST = 1 << 31
+
+
+class Mixture:
+    """Numbers the samples of several sets so that each has its share of them.
+
+    One round of the mixture is one pass over the set that lasts longest; the others are repeated meanwhile, in equal
+    parts as far as the numbers allow. So nothing is left out, and the order stays a pure function of seed and position.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+        rounds = max(size / weight for size, weight in zip(sizes, weights))
+        if rounds > _MOST:
+            raise ConfigError(
+                f"By these weights one pass over the data has {rounds:,.0f} samples, and at most {_MOST:,} are read. "
+                "Raise the smallest weights of data.source."
+            )
+        self._sizes = np.array(sizes, np.int64)
+        counts = np.array([max(1, round(rounds * weight)) for weight in weights], np.int64)
+        if len(sizes) == 1:
+            counts = self._sizes
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self.samples = int(self._starts[-1])
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The set that a sample is in, and its number there."""
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return part, (index - int(self._starts[part])) % int(self._sizes[part])
+
+    def spread(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+        """(samples,) of the values that each set has of its samples."""
+        counts = np.diff(self._starts)
+        return np.concatenate([np.resize(value, count) for value, count in zip(values, counts)])

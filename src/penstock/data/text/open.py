@@ -1,0 +1,129 @@
+"""Opening a tokenizer by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import quoted, read_text, shown
+from penstock.boundary.hub import hub_folder
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.run import DataConfig
+from penstock.data.text.tokenizers import Bytes, Library, Tokenizer, refusing
+from penstock.errors import ConfigError, DataError, EnvironmentProblem
+
+MOST_BYTES = 64 << 20
+"""Of a `tokenizer.json`; the largest in use have 33 MB."""
+_SETTINGS = Bounds(bytes=1 << 24, values=1 << 18)
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a pack keeps its tokenizer."""
+_MADE_OF = (
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+)
+"""Files of which transformers makes a tokenizer where there is no `tokenizer.json`."""
+
+
+def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. `auto` is that of the weights to start from, or of the pack; where
+    neither brings one, `bytes`.
+
+    Raises ConfigError, DataError and EnvironmentProblem for one that is not there, broken, or needs a package.
+    """
+    name = data.tokenizer
+    if name != "auto":
+        return Bytes() if name == "bytes" else named(name)
+    if init_from is not None:
+        start = Path(init_from)
+        if not start.exists():
+            return named(init_from)
+        folder = start.parent if start.is_file() else start
+        if _has_one(folder):
+            return in_folder(folder)
+    for source, _ in data.parts():
+        kind, _, path = source.partition(":")
+        if kind == "pack" and _has_one(Path(path) / TOKENIZER_FOLDER):
+            return in_folder(Path(path) / TOKENIZER_FOLDER)
+    return Bytes()
+
+
+def _has_one(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in (_FILES[0], *_MADE_OF))
+
+
+def named(name: str) -> Tokenizer:
+    """A folder, a `tokenizer.json`, a sentencepiece `.model`, or a name on the hub."""
+    path = Path(name)
+    if path.is_dir():
+        return in_folder(path)
+    if path.is_file():
+        if path.suffix in (".model", ".spm"):
+            from penstock.data.text.sentencepiece import read_model
+
+            return read_model(path)
+        return _from_file(path, {})
+    return in_folder(_fetched(name))
+
+
+def in_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder, as transformers or `Tokenizer.save` wrote it."""
+    if not _has_one(folder):
+        raise ConfigError(
+            f"The folder {shown(folder)} holds no tokenizer: none of {_FILES[0]}, {', '.join(_MADE_OF)} is there. Set "
+            "data.tokenizer to a folder with one, or to `bytes`."
+        )
+    settings: dict[str, Any] = {}
+    for file in _FILES[:0:-1]:  # tokenizer_config.json says it last
+        if (folder / file).is_file():
+            raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
+            settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
+    if (folder / _FILES[0]).is_file():
+        found = _from_file(folder / _FILES[0], settings)
+        return Bytes() if settings.get("penstock") == Bytes.fingerprint else found
+    models = [folder / file for file in _MADE_OF if file.endswith(".model") and (folder / file).is_file()]
+    if models:
+        from penstock.data.text.sentencepiece import read_model
+
+        return read_model(models[0], settings)
+    return _by_transformers(folder, settings)
+
+
+def _from_file(path: Path, settings: dict[str, Any]) -> Tokenizer:
+    text = read_text(path, "The tokenizer", limit=MOST_BYTES)
+    return Library(text, shown(path), settings)
+
+
+def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
+    """Older formats, such as BERT's `vocab.txt`: transformers makes a `tokenizer.json` of them."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise EnvironmentProblem(
+            f"The tokenizer in {shown(folder)} has no tokenizer.json, so transformers must read it. Install it with: "
+            "pip install 'penstock[hf]'."
+        ) from None
+    with refusing(shown(folder)):
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        backend = getattr(made, "backend_tokenizer", None)
+        text = backend.to_str() if backend is not None else ""
+    if not text:
+        raise DataError(
+            f"The tokenizer in {shown(folder)} ({type(made).__name__}) is written in Python only. Convert it: "
+            "transformers' `save_pretrained` writes a tokenizer.json where it can."
+        )
+    return Library(
+        text, shown(folder), settings | {key: str(word) for key, word in made.special_tokens_map.items()}
+    )
+
+
+def _fetched(name: str) -> Path:
+    """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
+    folder = hub_folder(name, (*_FILES, *_MADE_OF, "*.model", "merges.txt", "config.json"), enough=_has_one)
+    if folder is None:
+        raise ConfigError(f"{quoted(name)} on the Hugging Face hub holds no tokenizer. Check data.tokenizer.")
+    return folder

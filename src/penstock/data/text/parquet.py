@@ -1,0 +1,58 @@
+"""Rows of Parquet files, through pyarrow, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import open_regular, shown
+from penstock.data.text.build import Bad, Found
+from penstock.data.text.columns import Columns, row_of
+
+_ROWS = 256
+_GROUP_BYTES = 2 << 30
+"""Of the columns that are read, in one group of rows, as the file's head says: more is not read."""
+_TOO_LONG = 16 << 20
+
+
+def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
+    """Raises DataError where it lacks the columns; what else is wrong is a bad row."""
+    where = shown(path)
+    number = 0
+    with open_regular(path, "The text file") as raw:
+        try:
+            file = parquet.ParquetFile(
+                raw, memory_map=False, pre_buffer=False, thrift_string_size_limit=1 << 20
+            )
+            names = columns.among([str(name) for name in file.schema_arrow.names], where)
+            _check_sizes(file, names)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
+                for values in zip(*(batch.column(name).to_pylist() for name in names)):
+                    number += 1
+                    if any(isinstance(value, str) and len(value) > _TOO_LONG for value in values):
+                        yield Bad(where, number, f"it holds a text of more than {_TOO_LONG:,} characters")
+                    else:
+                        yield row_of(values, names, columns.shape, where, number)
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            NotImplementedError,
+            MemoryError,
+        ) as error:
+            why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+            yield Bad(where, number + 1, f"the file cannot be read further: {why}")
+
+
+def _check_sizes(file: Any, names: list[str]) -> None:
+    head = file.metadata
+    for group in range(head.num_row_groups):
+        chunks = [head.row_group(group).column(place) for place in range(head.row_group(group).num_columns)]
+        size = sum(
+            chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in names
+        )
+        if not 0 <= size <= _GROUP_BYTES:
+            raise ValueError(f"a group of rows claims {size:,} bytes, and at most {_GROUP_BYTES:,} are read")

@@ -1,0 +1,204 @@
+"""sentencepiece models, read without the package sentencepiece: unigram and BPE, made into a `tokenizers` tokenizer.
+
+Format: sentencepiece_model.proto of google/sentencepiece, in the encoding of Protocol Buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.boundary.files import read_bytes, shown
+from penstock.data.text.tokenizers import Library, refusing, tokenizers_library
+from penstock.errors import DataError
+
+_MOST_BYTES = 64 << 20
+_SPACE = "\u2581"
+_LONGEST_PIECE = 1000
+_UNIGRAM, _BPE = 1, 2
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+
+
+@dataclass
+class _Model:
+    """What a model file says that tells how text is cut."""
+
+    pieces: list[tuple[str, float]] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    kind: int = _UNIGRAM
+    byte_fallback: bool = False
+    roles: dict[str, int] = field(
+        default_factory=lambda: {"unk_token": 0, "bos_token": 1, "eos_token": 2, "pad_token": -1}
+    )
+    letters: bytes = b""
+    """How letters are made the same, compiled."""
+    prefix: bool = True
+    """Whether a text begins with a space."""
+    single_spaces: bool = True
+
+
+def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library:
+    """The tokenizer in a `.model` file. Raises DataError for what is none, or of a kind that is not unigram or BPE."""
+    where = f"The sentencepiece model {shown(path)}"
+    library = tokenizers_library(where)
+    raw = read_bytes(path, "The sentencepiece model", limit=_MOST_BYTES)
+    try:
+        model = _parsed(memoryview(raw))
+    except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+        _refuse(where, f"its content is broken ({error})")
+    if not model.pieces or len({piece for piece, _ in model.pieces}) < len(model.pieces):
+        _refuse(where, "it has no pieces, or one of them twice")
+    if model.kind not in (_UNIGRAM, _BPE):
+        _refuse(where, "it is of whole words or letters, and only unigram and BPE are read")
+    with refusing(shown(path)):
+        text = _made(library, model).to_str()
+    words = {
+        key: model.pieces[number][0] if 0 <= number < len(model.pieces) else None
+        for key, number in model.roles.items()
+    }
+    return Library(text, shown(path), {**words, **(settings or {})})
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise DataError(f"{where} cannot be read: {why}. Check that it is the right file.")
+
+
+def _made(library: Any, model: _Model) -> Any:
+    words = [piece for piece, _ in model.pieces]
+    unknown = next((number for number, kind in enumerate(model.kinds) if kind == _UNKNOWN), 0)
+    if model.kind == _UNIGRAM:
+        made = library.Tokenizer(library.models.Unigram(model.pieces, unknown, model.byte_fallback))
+    else:
+        numbers = {word: number for number, word in enumerate(words)}
+        made = library.Tokenizer(
+            library.models.BPE(
+                numbers, _merges(model, numbers), unk_token=words[unknown], fuse_unk=True,
+                byte_fallback=model.byte_fallback,
+            )
+        )  # fmt: skip
+    steps = [library.normalizers.Precompiled(model.letters)] if model.letters else []
+    if model.single_spaces:
+        steps += [
+            library.normalizers.Strip(),
+            library.normalizers.Replace(library.Regex(" {2,}"), " "),
+        ]
+    made.normalizer = library.normalizers.Sequence(steps)
+    scheme = "always" if model.prefix else "never"
+    # Where no piece goes on behind a space, words can be cut one by one, which is faster and the same.
+    alone = not any(_SPACE in word[1:] for word in words)
+    made.pre_tokenizer = library.pre_tokenizers.Metaspace(_SPACE, scheme, alone)
+    decoders = library.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(_SPACE, scheme, alone), decoders.Fuse()]
+    )
+    added = library.AddedToken
+    made.add_special_tokens(
+        [added(word, special=True) for word, kind in zip(words, model.kinds) if kind in (_UNKNOWN, _CONTROL)]
+    )
+    made.add_tokens(
+        [added(word, normalized=False) for word, kind in zip(words, model.kinds) if kind == _USER]
+    )
+    return made
+
+
+def _merges(model: _Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
+    """Every two pieces that make a third, the best third first, as sentencepiece joins them."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for (word, score), kind in zip(model.pieces, model.kinds):
+        if kind in (_UNKNOWN, _CONTROL):
+            continue
+        for cut in range(1, len(word)):
+            first, second = word[:cut], word[cut:]
+            if first in numbers and second in numbers:
+                found.append((-score, numbers[first], numbers[second], first, second))
+    found.sort()
+    return [(first, second) for *_, first, second in found]
+
+
+def _parsed(raw: memoryview) -> _Model:
+    model = _Model()
+    for number, value in _fields(raw):
+        if number == 1:
+            _add_piece(model, _message(value))
+        elif number == 2:
+            for key, entry in _fields(_message(value)):
+                if key == 3:
+                    model.kind = _whole(entry)
+                elif key == 35:
+                    model.byte_fallback = bool(entry)
+                elif 40 <= key <= 43:
+                    role = ("unk_token", "bos_token", "eos_token", "pad_token")[key - 40]
+                    model.roles[role] = _whole(entry)
+        elif number == 3:
+            for key, entry in _fields(_message(value)):
+                if key == 2:
+                    model.letters = bytes(_message(entry))
+                elif key == 3:
+                    model.prefix = bool(entry)
+                elif key == 4:
+                    model.single_spaces = bool(entry)
+    return model
+
+
+def _add_piece(model: _Model, raw: memoryview) -> None:
+    word, score, kind = "", 0.0, 1
+    for number, value in _fields(raw):
+        if number == 1:
+            word = str(_message(value), "utf-8")
+        elif number == 2:
+            (score,) = struct.unpack("<f", _message(value))
+        elif number == 3:
+            kind = _whole(value)
+    if not word or len(word) > _LONGEST_PIECE or not math.isfinite(score):
+        raise ValueError(f"piece {len(model.pieces)} is no word with a score")
+    model.pieces.append((word, score))
+    model.kinds.append(kind)
+
+
+def _whole(value: int | memoryview) -> int:
+    if not isinstance(value, int):
+        raise ValueError("a number is text")
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _message(value: int | memoryview) -> memoryview:
+    if isinstance(value, int):
+        raise ValueError("text is a number")
+    return value
+
+
+def _fields(raw: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Number and value of each field of a message. Fixed-size numbers come as their bytes."""
+    at = 0
+    while at < len(raw):
+        key, at = _varint(raw, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(raw, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(raw, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field of kind {kind}")
+        if size > len(raw) - at:
+            raise ValueError("it ends inside a field")
+        yield key >> 3, raw[at : at + size]
+        at += size
+
+
+def _varint(raw: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 64, 7):
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & ((1 << 64) - 1), at
+    raise ValueError("a number of more than 64 bits")

@@ -1,0 +1,182 @@
+"""From the name of a source to packs of its tokens: opened where it is a pack, else made once and kept in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich import progress as bars
+from rich.console import Console
+
+from penstock.boundary.files import naming, quoted
+from penstock.config.machine import cache_folder
+from penstock.config.run import DataConfig
+from penstock.data.text.build import Found, Progress, Row, Shape, write_pack
+from penstock.data.text.columns import SHAPES, Columns, Content, Form
+from penstock.data.text.documents import digest, files_of, read_files, splits_of
+from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokenpack import VERSION, TokenPack
+from penstock.errors import ConfigError
+from penstock.leftovers import make_public, temporary
+
+_log = logging.getLogger(__name__)
+
+
+def open_packs(
+    data: DataConfig, tokenizer: Tokenizer, form: Form, default: str
+) -> list[tuple[TokenPack, float]]:
+    """The pack of each source, and its weight. `default` is what `auto` means.
+
+    Raises ConfigError for sources that are no text, DataError for those that cannot be read.
+    """
+    packs = []
+    for source, weight in data.parts():
+        kind, _, path = (default if source == "auto" else source).partition(":")
+        pack = TokenPack(Path(path)) if kind == "pack" else _cached(kind, path, data, tokenizer, form)
+        pack.require(tokenizer)
+        _require_form(pack, form)
+        packs.append((pack, weight))
+    return packs
+
+
+def shape_of(data: DataConfig, form: Form) -> Shape:
+    """What a pack of this form holds."""
+    fields, labels = SHAPES[form]
+    return Shape(
+        form="documents" if form == "document" else "rows",
+        fields=fields,
+        labels=labels,
+        bad_rows=data.bad_rows,
+    )
+
+
+def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
+    """The rows of a source other than a pack. What tells which they are is read at once, the rest later."""
+    shape = shape_of(data, form)
+    columns = Columns(form, data.columns, shape)
+    if kind in ("text", "pairs"):
+        files = files_of(path)
+        parts = splits_of(files, path)
+        sums = [[digest(file) for file in part] for part in parts]
+        size = sum(file.stat().st_size for part in parts for file in part)
+        return Content([read_files(part, columns) for part in parts], [sums], size)
+    if kind == "hf":
+        from penstock.data.text.hub import hub_rows
+
+        return hub_rows(path, data, columns)
+    from penstock.data.text import embedded
+
+    if kind == "stdlib":
+        if form != "document":
+            raise ConfigError(
+                f"data.source=stdlib is text without rows, and this task takes rows ({form}); choose numbers, "
+                "pairs:PATH, hf:NAME or pack:PATH."
+            )
+        return embedded.standard_library()
+    if kind == "numbers":
+        return embedded.numbers(form, tuple(path.split(",")) if path else ())
+    raise ConfigError(
+        f"data.source={quoted(kind)} holds images, but this task takes text; choose stdlib, numbers, text:PATH, "
+        "pairs:PATH, hf:NAME or pack:PATH."
+    )
+
+
+def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, target: Path) -> None:
+    """Write the pack of a source into the new folder `target`, which has its name only when it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    parts = [_limited(part, data.limit) for part in content.parts]
+    with temporary(target.parent, f".{target.name[:40]}.part-") as part, _bar(content.bytes) as progress:
+        with naming(part):
+            manifest = write_pack(part, parts, shape_of(data, form), tokenizer, progress)
+        make_public(part)
+        part.rename(target)
+    for part_ in manifest.parts:
+        _log.info("%s: %d rows, %d tokens, %d left out.", target, part_.rows, part_.tokens, part_.skipped)
+
+
+def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: Form) -> TokenPack:
+    content = content_of(kind, path, data, form)
+    key = [
+        VERSION,
+        kind,
+        form,
+        data.columns,
+        data.limit,
+        data.bad_rows,
+        tokenizer.fingerprint,
+        content.identity,
+    ]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    target = cache_folder() / "text" / name
+    if not target.is_dir():
+        with _alone(target):  # other ranks wait, and then find it
+            if not target.is_dir():
+                _log.info(
+                    "Tokenising %s:%s with %s, once; the result is kept in %s.",
+                    kind,
+                    path,
+                    tokenizer.name,
+                    target,
+                )
+                build(content, data, form, tokenizer, target)
+    return TokenPack(target)
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _limited(rows: Iterator[Found], limit: int | None) -> Iterator[Found]:
+    if limit is None:
+        return rows
+    return _first(rows, limit)
+
+
+def _first(rows: Iterator[Found], limit: int) -> Iterator[Found]:
+    done = 0
+    for row in rows:
+        yield row
+        done += isinstance(row, Row) and not row.more
+        if done == limit:
+            return
+
+
+@contextmanager
+def _bar(size: int | None) -> Iterator[Progress]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(),
+        bars.TimeElapsedColumn(),
+    )  # fmt: skip
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("tokenising", total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def _require_form(pack: TokenPack, form: Form) -> None:
+    fields, labels = SHAPES[form]
+    has = pack.manifest
+    problem = ""
+    if (has.form == "documents") != (form == "document"):
+        problem = f"holds {has.form}, and this task takes {'documents' if form == 'document' else 'rows'}"
+    elif has.fields != fields:
+        problem = f"has {has.fields} texts in a row, and this task takes {fields}"
+    elif labels and has.labels == "none":
+        problem = "has no labels, and this task needs them"
+    if problem:
+        raise ConfigError(f"The pack {pack.root} {problem}. Pack the text again, for this task.")

@@ -1,0 +1,274 @@
+"""Tokenizers: how text becomes numbers. None of them imports torch, and all can be pickled.
+
+`Bytes` needs nothing. `Library` is any tokenizer of Hugging Face's `tokenizers`, which reads `tokenizer.json`. It is
+also what sentencepiece models become (see `sentencepiece.py`) and what `penstock pack` trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.boundary.files import printable, quoted, write_text
+from penstock.errors import DataError, EnvironmentProblem
+
+Numbers = NDArray[np.int32]
+_log = logging.getLogger(__name__)
+
+MOST_TOKENS = 1 << 22
+"""A vocabulary of more tokens is refused."""
+
+
+class Tokenizer(ABC):
+    """Text to numbers and back. Numbers are 0 … size - 1."""
+
+    name: str
+    fingerprint: str
+    """The same for two tokenizers only if they give the same numbers: a SHA-256 in hex."""
+    size: int
+    pad: int
+    """What fills up rows. A tokenizer without one gives `end`, for lengths say what is padding."""
+    unknown: int | None = None
+    begin: int | None = None
+    end: int | None = None
+    """What ends a document, or the target of a translation."""
+    separator: int | None = None
+    classify: int | None = None
+    mask: int | None = None
+    sentinels: tuple[int, ...] = ()
+    """What stands for a span that was taken out (T5), the first span's first."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        """The numbers of each text, without special tokens."""
+
+    @abstractmethod
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text of some numbers. Special tokens are left out, and broken characters replaced."""
+
+    @abstractmethod
+    def word_starts(self) -> NDArray[np.bool_]:
+        """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the files from which transformers' AutoTokenizer reads it."""
+
+    @property
+    def specials(self) -> tuple[int, ...]:
+        """All tokens with a meaning of their own."""
+        named = (self.pad, self.unknown, self.begin, self.end, self.separator, self.classify, self.mask)
+        return tuple(sorted({*(number for number in named if number is not None), *self.sentinels}))
+
+
+class Bytes(Tokenizer):
+    """The bytes of UTF-8: numbers 0 to 255, and behind them the special tokens."""
+
+    WORDS = ("<pad>", "<begin>", "<end>", "<separator>", "<classify>", "<mask>")
+    SENTINELS = 100
+
+    name = "bytes"
+    size = 256 + len(WORDS) + SENTINELS
+    fingerprint = hashlib.sha256(f"penstock bytes 1 {size}".encode()).hexdigest()
+    pad, begin, end, separator, classify, mask = range(256, 256 + len(WORDS))
+    sentinels = tuple(range(256 + len(WORDS), size))
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return bytes(number for number in numbers if 0 <= number < 256).decode("utf-8", "replace")
+
+    def word_starts(self) -> NDArray[np.bool_]:
+        starts = np.ones(self.size, np.bool_)
+        starts[[byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_")]] = (
+            False
+        )
+        return starts
+
+    def save(self, folder: Path) -> None:
+        """Raises EnvironmentProblem without the package tokenizers, whose format this is."""
+        library = tokenizers_library("Writing a tokenizer for transformers")
+        letters = _letters_of_bytes()
+        made = library.Tokenizer(library.models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = library.decoders.ByteLevel()
+        made.add_special_tokens([*self.WORDS, *(f"<extra_{n}>" for n in range(self.SENTINELS))])
+        pad, begin, end, separator, classify, mask = self.WORDS
+        _write(
+            folder, made.to_str(),
+            {"pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
+             "mask_token": mask, "penstock": self.fingerprint},
+        )  # fmt: skip
+
+
+SPECIAL_WORDS: dict[str, tuple[str, ...]] = {
+    "pad": ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "begin": ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]"),
+    "end": ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[EOS]", "[SEP]"),
+    "separator": ("[SEP]", "</s>"),
+    "classify": ("[CLS]", "<s>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+"""What special tokens are usually called, for tokenizers that come without a list."""
+KEYS = {
+    "pad": "pad_token", "unknown": "unk_token", "begin": "bos_token", "end": "eos_token", "separator": "sep_token",
+    "classify": "cls_token", "mask": "mask_token",
+}  # fmt: skip
+"""transformers' names for them, in `tokenizer_config.json`."""
+_SENTINEL = re.compile(r"<extra(?:_id)?_(\d{1,4})>")
+
+
+class Library(Tokenizer):
+    """A tokenizer of the package `tokenizers`, from the text of its `tokenizer.json`."""
+
+    def __init__(self, text: str, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings` is the content of `tokenizer_config.json`, which says what the special tokens are.
+
+        Raises DataError for what is no tokenizer, and EnvironmentProblem without the package.
+        """
+        self.name = name
+        self._text = text
+        self._settings = dict(settings or {})
+        self._library: Any = None
+        vocabulary: dict[str, int] = self._loaded().get_vocab(with_added_tokens=True)
+        if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
+            raise DataError(
+                f"The tokenizer {name} has {'numbers beyond 4 million' if vocabulary else 'no tokens'}. "
+                "Check that it is the right file."
+            )
+        self.size = max(vocabulary.values()) + 1
+        found = {role: self._named(role, vocabulary) for role in KEYS}
+        self.unknown, self.begin, self.mask = found["unknown"], found["begin"], found["mask"]
+        self.separator, self.classify = found["separator"], found["classify"]
+        # Without an end of its own (BERT), a document ends with what separates.
+        self.end = found["end"] if found["end"] is not None else self.separator
+        pad = found["pad"] if found["pad"] is not None else self.end
+        self.pad = pad if pad is not None else 0
+        sentinels = {
+            int(match[1]): number
+            for word, number in vocabulary.items()
+            if (match := _SENTINEL.fullmatch(word))
+        }
+        self.sentinels = tuple(sentinels[key] for key in sorted(sentinels))
+        roles = [self.end, self.pad, self.separator, self.classify, self.mask, self.begin, self.unknown]
+        self.fingerprint = hashlib.sha256(json.dumps([text, roles]).encode()).hexdigest()
+
+    def _named(self, role: str, vocabulary: Mapping[str, int]) -> int | None:
+        given = self._settings.get(KEYS[role])
+        word = given.get("content") if isinstance(given, Mapping) else given
+        if isinstance(word, str) and word in vocabulary:
+            return vocabulary[word]
+        if KEYS[role] in self._settings and word is None:
+            return None  # its settings say that it has none
+        return next((vocabulary[word] for word in SPECIAL_WORDS[role] if word in vocabulary), None)
+
+    def _loaded(self) -> Any:
+        if self._library is None:
+            library = tokenizers_library(f"The tokenizer {self.name}")
+            with refusing(self.name):
+                loaded = library.Tokenizer.from_str(self._text)
+                loaded.no_truncation()
+                loaded.no_padding()
+                # Text that happens to spell a special token stays text.
+                loaded.encode_special_tokens = True
+            self._library = loaded
+        return self._library
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_library": None}
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        """Uses all threads that `RAYON_NUM_THREADS` allows, without Python's lock."""
+        library = self._loaded()
+        with refusing(self.name):
+            return [
+                np.array(encoding.ids, np.int32)
+                for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        with refusing(self.name):
+            text: str = self._loaded().decode([int(number) for number in numbers], skip_special_tokens=True)
+        return text
+
+    def word_starts(self) -> NDArray[np.bool_]:
+        words = [""] * self.size
+        for word, number in self._loaded().get_vocab(with_added_tokens=True).items():
+            words[number] = word
+        starts = np.ones(self.size, np.bool_)
+        if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
+            starts[:] = [not word.startswith("##") for word in words]
+        elif any(word.startswith(("▁", "Ġ")) for word in words):  # the others mark the space before a word
+            starts[:] = [not _goes_on(word) for word in words]
+        starts[list(self.specials)] = True
+        return starts
+
+    def save(self, folder: Path) -> None:
+        words = {number: word for word, number in self._loaded().get_vocab(with_added_tokens=True).items()}
+        roles: dict[str, Any] = {KEYS[role]: getattr(self, role) for role in KEYS}
+        named = {key: words[number] for key, number in roles.items() if number is not None}
+        _write(folder, self._text, {**self._settings, **named})
+
+
+def _goes_on(word: str) -> bool:
+    return bool(word) and (word[0].isalnum() or word[0] == "_") and word[0] != "Ġ"
+
+
+def _write(folder: Path, text: str, settings: Mapping[str, Any]) -> None:
+    kept = {
+        "clean_up_tokenization_spaces": False, "model_max_length": 1 << 30, **settings,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    for key in ("auto_map", "added_tokens_decoder", "name_or_path"):
+        kept.pop(key, None)
+    write_text(folder / "tokenizer.json", text)
+    write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")
+
+
+@functools.cache
+def _letters_of_bytes() -> dict[int, str]:
+    """The letter that stands for each byte in a byte-level BPE: itself where it can be seen, else one from 256 on
+    (Radford et al., 2019, the code of GPT-2).
+    """
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + n) for n, byte in enumerate(rest)}
+
+
+def tokenizers_library(what: str) -> Any:
+    """The package `tokenizers`. Raises EnvironmentProblem without it."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise EnvironmentProblem(
+            f"{what} needs the package tokenizers. Install it with: pip install 'penstock[hf]'."
+        ) from None
+    return tokenizers
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Turns what the library raises, which is written in Rust and may panic, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            why = " ".join(printable(str(error)).split())[:300].rstrip(".")
+            raise DataError(
+                f"The tokenizer {quoted(name)} cannot be used: {why or type(error).__name__}. Check that it is "
+                "the right file."
+            ) from None
+        raise

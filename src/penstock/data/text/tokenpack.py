@@ -1,0 +1,281 @@
+"""Packs of tokens: documents or rows of text as numbers, read by memory map. Format version 1.
+
+    manifest.json   what it holds, by which tokenizer, bytes and SHA-256 of all files, its seal
+    train.tokens    numbers one after the other, of 2 or 4 bytes; val.tokens likewise, where the source had a split
+    train.index     one row per document or row of a table: where each of its texts ends, a key, its label
+    train.checks    a CRC-32 for each block of the tokens
+    tokenizer/      the tokenizer, as transformers reads it; nothing for `bytes`
+
+Documents are stored with the tokenizer's `end` behind them, and rows without special tokens. Sizes and the index are
+checked whenever a pack is opened, a block when a process first reads of it, and the SHA-256 of the tokens by `verify`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.boundary.files import open_regular, quoted, shown
+from penstock.boundary.manifests import read_manifest as read_sealed
+from penstock.boundary.manifests import sealed
+from penstock.config.convert import Bytes as ByteCount
+from penstock.config.convert import Natural, Range
+from penstock.config.load import from_dict
+from penstock.data.pack import MANIFEST, File
+from penstock.data.source import BadSample, Split
+from penstock.data.text.tokenizers import MOST_TOKENS, Tokenizer
+from penstock.disk import digest_file
+from penstock.errors import ConfigError, DataError
+
+KIND = "penstock-tokens"
+VERSION = 1
+BLOCK_BYTES = 1 << 16
+"""What one CRC-32 is of."""
+VAL_EVERY = 20
+"""Without a split of its own, one row or document in so many is in the validation set, chosen by its text."""
+FEW = 200
+"""With fewer documents than this, the last of the text is the validation set; with fewer rows, every fifth is."""
+PARTS: tuple[Split, ...] = ("train", "val")
+_AGAIN = "Pack the set again."
+_COPY = "It is cut off or was changed; copy the pack again, or pack the set again."
+
+
+def token_type(size: int) -> np.dtype[Any]:
+    """Of a number on the disk, for a vocabulary of so many tokens."""
+    return np.dtype("<u2" if size <= 1 << 16 else "<u4")
+
+
+def index_type(fields: int) -> np.dtype[Any]:
+    """One row of an index, of a table with so many texts per row."""
+    return np.dtype([("end", "<u8", (fields,)), ("key", "<u4"), ("label", "<f4")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One split."""
+
+    rows: Annotated[int, Range(0, 1 << 40)]
+    tokens: ByteCount
+    """How many."""
+    text_bytes: ByteCount
+    """Of the text, in UTF-8: what bits per byte are counted by."""
+    skipped: Natural
+    """Bad lines and rows that were left out."""
+    data: File
+    index: File
+    checks: File
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return (self.data, self.index, self.checks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokenizer that the numbers are of."""
+
+    name: str
+    fingerprint: str
+    size: Annotated[int, Range(1, MOST_TOKENS)]
+
+    @property
+    def type(self) -> np.dtype[Any]:
+        """Of a number on the disk."""
+        return token_type(self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of `manifest.json`."""
+
+    form: Literal["documents", "rows"]
+    fields: Annotated[int, Range(1, 2)]
+    """Texts in a row."""
+    labels: Literal["none", "classes", "numbers"]
+    classes: tuple[str, ...]
+    tokenizer: Vocabulary
+    parts: tuple[Part, ...]
+    """Train and val, or train alone."""
+    tokenizer_files: tuple[File, ...]
+    made_by: dict[str, str | int]
+    """Version and settings of the packer, for information."""
+
+    def to_json(self) -> bytes:
+        return sealed({"layout": KIND, "version": VERSION, **asdict(self)})
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return (*(file for part in self.parts for file in part.files), *self.tokenizer_files)
+
+
+def is_token_pack(root: Path) -> bool:
+    """Whether a folder says of itself that it is one. Raises DataError where its manifest cannot be read."""
+    path = root / MANIFEST
+    if not path.is_file():
+        return False
+    table, _ = read_sealed(path, shown(path), error=DataError, remedy=_AGAIN)
+    return table.get("layout") == KIND
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Raises DataError where it is missing, broken, or of another kind or version."""
+    path = root / MANIFEST
+    where = shown(path)
+    if not path.is_file():
+        raise DataError(
+            f"{shown(root)} is no packed text: {where} is missing. Make one with `penstock pack`."
+        )
+    table, has_seal = read_sealed(path, where, error=DataError, remedy=_AGAIN)
+    if table.pop("layout", None) != KIND:
+        raise DataError(
+            f"{where} does not describe packed text. Make some with `penstock pack text:PATH TARGET`."
+        )
+    version = table.pop("version", None)
+    if version != VERSION or not has_seal:
+        raise DataError(
+            f"{where} has format version {quoted(version)}, but this release reads {VERSION}, with a seal. {_AGAIN}"
+        )
+    manifest = from_dict(Manifest, table, origin=where, error=DataError)
+    names = [file.name for part in manifest.parts for file in part.files]
+    due = [f"{part}.{end}" for part in PARTS[: len(manifest.parts)] for end in ("tokens", "index", "checks")]
+    inside = all(
+        file.name.count("/") == 1 and file.name.startswith("tokenizer/") and ".." not in file.name
+        for file in manifest.tokenizer_files
+    )
+    if not manifest.parts or names != due or not inside:
+        raise DataError(f"{where} is broken: it names impossible files. {_AGAIN}")
+    return manifest
+
+
+class TokenPack:
+    """A packed text, opened. It can be pickled; each process maps the files anew."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises DataError for one that is not whole, as far as that can be seen without reading the tokens."""
+        self.root = root
+        self.manifest = read_manifest(root)
+        for file in self.manifest.files:
+            with open_regular(root / file.name, "The pack file", remedy=_COPY) as opened:
+                found = os.fstat(opened.fileno()).st_size
+            if found != file.bytes:
+                raise DataError(
+                    f"The pack file {shown(root / file.name)} has {found:,} bytes, but was written with "
+                    f"{file.bytes:,}. {_COPY}"
+                )
+        for part in self.manifest.parts:
+            self._check_index(part)
+
+    def split(self, part: int) -> PackedPart:
+        """Train (0) or val (1)."""
+        return PackedPart(self.root, self.manifest, self.manifest.parts[part])
+
+    def require(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError if the numbers are of another tokenizer."""
+        mine = self.manifest.tokenizer
+        if mine.fingerprint != tokenizer.fingerprint:
+            raise ConfigError(
+                f"pack:{shown(self.root)} was made with the tokenizer {quoted(mine.name)} of {mine.size:,} tokens, but "
+                f"{quoted(tokenizer.name)} of {tokenizer.size:,} is used. Leave data.tokenizer out, or pack the text "
+                "again with --tokenizer."
+            )
+
+    def _check_index(self, part: Part) -> None:
+        kind = index_type(self.manifest.fields)
+        width = self.manifest.tokenizer.type.itemsize
+        blocks = -(-part.tokens * width // BLOCK_BYTES)
+        wanted = (part.tokens * width, part.rows * kind.itemsize, blocks * 4)
+        whole = tuple(file.bytes for file in part.files) == wanted
+        if whole:
+            _check_sum(self.root, part.index)
+            _check_sum(self.root, part.checks)
+            ends = np.frombuffer(_mapped(self.root / part.index.name), kind)["end"].reshape(-1)
+            whole = (int(ends[-1]) if len(ends) else 0) == part.tokens and bool((ends[1:] >= ends[:-1]).all())
+        if not whole:
+            raise DataError(
+                f"{shown(self.root / part.index.name)} does not hold the {part.rows:,} rows of its manifest. {_AGAIN}"
+            )
+
+
+def verify(root: Path) -> int:
+    """Check every byte of a pack against its manifest. Returns the bytes checked; raises DataError."""
+    files = TokenPack(root).manifest.files
+    for file in files:
+        _check_sum(root, file)
+    return sum(file.bytes for file in files)
+
+
+def _check_sum(root: Path, file: File) -> None:
+    if digest_file(root / file.name) != file.sha256:
+        raise DataError(
+            f"The pack file {shown(root / file.name)} is not what was written: its SHA-256 is another. "
+            f"{_COPY}"
+        )
+
+
+def _mapped(path: Path) -> memoryview:
+    with open_regular(path, "The pack file") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class PackedPart:
+    """One split of a pack. The files are mapped when they are first read."""
+
+    def __init__(self, root: Path, manifest: Manifest, part: Part) -> None:
+        self.part = part
+        self.fields = manifest.fields
+        self._path = root / part.data.name
+        self._index_path, self._checks_path = root / part.index.name, root / part.checks.name
+        self._type = manifest.tokenizer.type
+        self._size = manifest.tokenizer.size
+        self._maps: tuple[NDArray[Any], memoryview, NDArray[np.uint32]] | None = None
+        self._checked = np.zeros(-(-part.tokens * self._type.itemsize // BLOCK_BYTES), np.bool_)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": None}
+
+    @property
+    def index(self) -> NDArray[Any]:
+        """(rows,) of `index_type`."""
+        return np.frombuffer(_mapped(self._index_path), index_type(self.fields))
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start..stop, not to be written to.
+
+        Raises BadSample where they changed since they were packed, or one is outside the vocabulary.
+        """
+        if self._maps is None:
+            raw = _mapped(self._path)
+            checks = np.frombuffer(_mapped(self._checks_path), "<u4")
+            self._maps = np.frombuffer(raw, self._type), raw, checks
+        tokens, raw, checks = self._maps
+        width = self._type.itemsize
+        first, last = start * width // BLOCK_BYTES, -(-stop * width // BLOCK_BYTES)
+        if not self._checked[first:last].all():
+            for block in range(first, last):
+                at = block * BLOCK_BYTES
+                if not self._checked[block]:
+                    if zlib.crc32(raw[at : at + BLOCK_BYTES]) != checks[block]:
+                        raise BadSample(
+                            f"{shown(self._path)} at byte {at:,}",
+                            "it changed since it was packed: its checksum is wrong",
+                        )
+                    self._check_vocabulary(tokens[at // width : (at + BLOCK_BYTES) // width], at)
+                    self._checked[block] = True
+        return tokens[start:stop]
+
+    def _check_vocabulary(self, tokens: NDArray[Any], at: int) -> None:
+        if int(tokens.max()) >= self._size:
+            place = int(np.argmax(tokens >= self._size))
+            raise BadSample(
+                f"{shown(self._path)} at byte {at + place * self._type.itemsize:,}",
+                f"it holds the token {int(tokens[place]):,}, outside of the vocabulary of {self._size:,}",
+            )

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import gzip
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.config.run import DataConfig
+from penstock.data.text.open import open_tokenizer
+from penstock.data.text.tokenizers import Bytes
+from penstock.data.text.tokens import TokenSource, open_tokens
+from penstock.errors import ConfigError, DataError
+
+
+def opened(source: str, split: str = "train", length: int = 8, **options: object) -> TokenSource:
+    settings: dict = {name: options.pop(name) for name in ("stride",) if name in options}
+    data = DataConfig(source=source, **options)  # type: ignore[arg-type]
+    return open_tokens(data, open_tokenizer(data), split, length=length, **settings)  # type: ignore[arg-type]
+
+
+def read(source: TokenSource, *indices: int) -> np.ndarray:
+    out = np.empty(len(indices), source.sample)
+    source.read_into(np.array(indices), out)
+    return out
+
+
+def everything(source: TokenSource) -> list[int]:
+    return read(source, *range(len(source))).reshape(-1).tolist()
+
+
+def test_documents_follow_each_other_with_an_end_behind_each(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n\n{"text": "cde", "other": 1}\n')
+    (tmp_path / "val.txt").write_text("held out")
+    source = opened(f"text:{tmp_path}", length=7)
+    end = Bytes.end
+    assert everything(source) == [97, 98, end, 99, 100, 101, end]
+    assert source.bytes_per_token == 5 / 7
+    assert source.padding_share == 0
+    val = opened(f"text:{tmp_path}", "val")
+    assert val.tokenizer.decode(everything(val)) == "held out"
+
+
+def test_windows_overlap_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 400)
+    source = opened(f"text:{tmp_path}", length=9, stride=8)
+    assert len(source) == (source.tokens - 9) // 8 + 1
+    assert read(source, 0, 5).shape == (2, 9)
+
+
+def test_a_split_is_told_by_each_text_and_loses_nothing(tmp_path: Path) -> None:
+    lines = [f'{{"text": "document {number}"}}' for number in range(1000)]
+    with gzip.open(tmp_path / "all.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    both = [opened(f"text:{tmp_path}", split, length=1) for split in ("train", "val")]
+    texts = [
+        bytes(n if n < 256 else 10 for n in everything(source)).decode().split("\n")[:-1] for source in both
+    ]
+    assert 20 < len(texts[1]) < 80
+    assert sorted(texts[0] + texts[1]) == sorted(f"document {number}" for number in range(1000))
+
+
+def test_few_documents_give_the_end_of_the_text_to_validation(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"{number:09d}\n" for number in range(400)))
+    train, val = (opened(f"text:{tmp_path}", split, length=1) for split in ("train", "val"))
+    assert (train.tokens, val.tokens) == (3801, 200)
+    assert train.tokenizer.decode(everything(train) + everything(val)).endswith("000000399\n")
+
+
+def test_sets_are_mixed_by_weight(tmp_path: Path) -> None:
+    for name, size in (("a", 300), ("b", 100)):
+        (tmp_path / f"{name}.txt").write_text(name * size)
+    source = opened(f"text:{tmp_path}/a.txt=1,text:{tmp_path}/b.txt=3", length=4)
+    firsts = read(source, *range(len(source)))[:, 0]
+    a = int((firsts == ord("a")).sum())
+    assert a == (287 - 4) // 4 + 1, "the set that lasts longest is read once"
+    assert len(source) == 4 * a
+    assert source.tokens == 287 + 97
+
+
+def test_the_standard_library_is_always_there() -> None:
+    source = opened("auto", length=1024)
+    assert len(source) > 2000
+    assert len(opened("auto", "val", length=1024)) > 50
+    assert source.bytes_per_token == pytest.approx(1, rel=1e-3)
+    again = pickle.loads(pickle.dumps(source))
+    np.testing.assert_array_equal(read(again, 5), read(source, 5))
+
+
+def test_what_is_made_once_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 40)
+    opened(f"text:{tmp_path}/a.txt")
+    monkeypatch.setattr("penstock.data.text.sources.write_pack", None)
+    opened(f"text:{tmp_path}/a.txt")
+    (tmp_path / "a.txt").write_text("other text" * 40)
+    with pytest.raises(TypeError):
+        opened(f"text:{tmp_path}/a.txt")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("digits", ConfigError, "holds images, but this task takes text"),
+        ("numbers", ConfigError, "this task takes running text"),
+        ("text:nowhere", DataError, "nowhere"),
+        ("pack:nowhere", DataError, "no packed text"),
+    ],
+)
+def test_what_is_no_text_is_refused(source: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        opened(source)
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(DataError, match="fewer than one sample of 8"):
+        opened(f"text:{tmp_path}")

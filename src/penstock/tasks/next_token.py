@@ -25,7 +25,7 @@ from penstock.tasks.text import (
 )
 
 if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
+    from penstock.data.text.tokenizers import Tokenizer
 
 SHOWN = 48
 """Tokens that a printed sample goes on for."""
@@ -39,7 +39,7 @@ class NextToken(WordTask):
     """
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.tokens import open_tokens  # type: ignore[import-not-found,unused-ignore]
+        from penstock.data.text.tokens import open_tokens
 
         assert isinstance(model, DecoderConfig)
         source: Source = open_tokens(data, tokenizer, split, length=model.sequence + 1, stride=model.sequence)

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.tasks.task import Task, plain
 
 if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
+    from penstock.data.text.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class TextTask(Task):
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
         """The tokenizer of a run."""
-        from penstock.data.text.open import open_tokenizer  # type: ignore[import-not-found,unused-ignore]
+        from penstock.data.text.open import open_tokenizer
 
         return open_tokenizer(data, self.init_from)
 
@@ -150,7 +150,8 @@ class WordTask(TextTask):
 
 def tokenizer_of(source: Source) -> Tokenizer:
     """The tokenizer whose numbers a source gives."""
-    return cast(Any, source).tokenizer
+    found: Tokenizer = cast(Any, source).tokenizer
+    return found
 
 
 def rounded(length: int, most: int) -> int:

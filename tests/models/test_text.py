@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
-from penstock.config.recipes import Recipe
+from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import set_loss

@@ -27,6 +27,12 @@ fused kernel forward and backward together: 4.1 against 13.8 ms with matrix unit
 LossForm = Literal["whole", "chunked"]
 LOSS_BUDGET = 64 * 2**20
 """Bytes that the logits of `loss=chunked`, and what is made of them, take at one time."""
+CAUSAL_BLOCK = 128
+"""Queries of a block of the plain form of causal attention, from twice as many tokens on. A block looks at no later
+keys, so that nearly half is left out: on a CPU at 8 samples of 12 heads and 512 tokens 181 against 299 ms in bf16, and
+340 against 532 in fp32, forward and backward."""
+WINDOW_BLOCK = 64
+"""Tokens of a block of sliding windows at the least: smaller products run slower than they save."""
 Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.config.plan import AUTO_PLAIN_TOKENS, AttentionBackend
+from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBackend
 from penstock.errors import ConfigError
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -61,10 +61,18 @@ def _wide_vectors() -> bool:
     return bool(available and torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
+class Sight(Protocol):
+    """A mask that is no tensor of N × M: it knows how to compute attention in parts."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`."""
+        ...
+
+
 class Scores(NamedTuple):
     """What is done to the scores besides the product: all of it may be left out."""
 
-    mask: Tensor | None = None
+    mask: Tensor | Sight | None = None
     """Broadcast to (B, H, N, M): true where a query may look, or numbers to add."""
     causal: bool = False
     """Whether a query looks at its own and earlier tokens only; a mask must say so itself."""
@@ -90,6 +98,8 @@ def attention(
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
+    if scores.mask is not None and not isinstance(scores.mask, Tensor):
+        return scores.mask.attend(q, k, v, backend, scores)
     backend = chosen_backend(backend, q.device, q.dtype, q.shape[-2])
     if backend == "plain":
         return plain_attention(q, k, v, scores)
@@ -100,6 +110,7 @@ def attention(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     mask = scores.mask
+    assert mask is None or isinstance(mask, Tensor)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(
@@ -108,7 +119,23 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) -> Tensor:
-    """Two matrix products and a softmax: the reference that every other form is tested against."""
+    """Two matrix products and a softmax: the reference that every other form is tested against.
+
+    Long causal attention is computed in blocks of queries, none of which looks at later keys.
+    """
+    tokens = q.shape[-2]
+    if not scores.causal or tokens < 2 * CAUSAL_BLOCK or tokens != k.shape[-2]:
+        return _composed(q, k, v, scores)
+    parts = []
+    for start in range(0, tokens, CAUSAL_BLOCK):
+        end = min(start + CAUSAL_BLOCK, tokens)
+        later = q.new_full((end - start, end), -math.inf).triu(start + 1)
+        inside = scores._replace(mask=later[None, None], causal=False)
+        parts.append(_composed(q[:, :, start:end], k[:, :, :end], v[:, :, :end], inside))
+    return torch.cat(parts, dim=2)
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     samples, heads, tokens, width = q.shape
     if k.shape[1] != heads:
         k, v = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (k, v))
@@ -134,6 +161,7 @@ def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
     mask = scores.mask
     if mask is None:
         return None
+    assert isinstance(mask, Tensor)
     if mask.is_floating_point():
         mask = mask.to(q.dtype)
     else:
@@ -190,7 +218,8 @@ def token_attention(
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend, scores)
         return out.transpose(1, 2).flatten(2)
     tokens, batch, heads, width = q.shape
-    if scores.mask is not None and scores.mask.shape[:2] != (1, 1):
+    mask = scores.mask
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:2] == (1, 1)):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         return attention(q, k, v, backend, scores).permute(2, 0, 1, 3).flatten(2)
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Mlp, Stack
-from penstock.kernels.attention import Scores, split_heads, token_attention
+from penstock.kernels.attention import Scores, Sight, split_heads, token_attention
+from penstock.kernels.padding import Real
 
 _RATE_UNIT = 2.0**-24
 
@@ -25,14 +26,16 @@ _RATE_UNIT = 2.0**-24
 class Context(NamedTuple):
     """What all blocks of a stack are given besides the tokens, in one pass. Masks are as `attention` takes them."""
 
-    mask: Tensor | None = None
-    near: Tensor | None = None
+    mask: Tensor | Sight | None = None
+    near: Tensor | Sight | None = None
     """The mask of blocks with a sliding window."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
     memory: Tensor | None = None
     """What cross attention reads, in the order of the tokens."""
     memory_mask: Tensor | None = None
+    real: Real | None = None
+    """Which tokens are computed, if padding is left out; attention alone sees whole samples."""
 
 
 _ALONE = Context()
@@ -98,7 +101,7 @@ class _Attending(nn.Module):
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None) -> Tensor:
         """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
         dropout = self.rate if self.training else 0.0
         scores = Scores(mask, self.causal and mask is None, dropout, self.scale)
@@ -132,13 +135,16 @@ class Attention(_Attending):
         self.out = nn.Linear(sizes.heads * sizes.head_width, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), self.head_width, self.shared)
+        packed = self.qkv(x)
+        packed = packed if context.real is None else context.real.put(packed)
+        q, k, v = split_heads(packed, self.head_width, self.shared)
         q, k = self.normed(q, k, v)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
             if self.q_norm is None:
                 v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
         mixed = self.mix(q, k, v, context.near if self.windowed else context.mask)
+        mixed = mixed if context.real is None else context.real.take(mixed)
         return self.out(mixed)  # type: ignore[no-any-return]
 
 

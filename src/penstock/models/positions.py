@@ -9,7 +9,6 @@ fp32 once per pass, and all blocks share them.
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 
 from penstock.config.stack import Rotary, Stack
 from penstock.errors import ConfigError
-
-_log = logging.getLogger(__name__)
 
 
 class Learned(nn.Embedding):
@@ -158,26 +155,38 @@ def visible(
     no mask, is enough.
 
     `lengths` (B,) are how many tokens of each sample are no padding, which comes last: so a causal mask hides it
-    already. Else the mask is (B, 1, 1, N), and only a window or packed documents cost N² of memory: torch's kernel has
-    no block-diagonal mask.
+    already. Else the mask is (B, 1, 1, N), and only a window or packed documents cost N² of memory, where no other form
+    serves: see `penstock.kernels.windows` and `documents`.
     """
     mask: Tensor | None = None
-    if window is not None and (causal or window // 2 < tokens):
+    limited = window is not None and (window if causal else window // 2) < tokens
+    if limited:
+        assert window is not None
         places = torch.arange(tokens, device=device)
         behind = places[:, None] - places
         mask = (behind >= 0) & (behind < window) if causal else behind.abs() <= window // 2
         mask = mask[None, None]
     if documents is not None:
-        _log.debug("Packed documents are told apart by a mask of %d × %d for each sample.", tokens, tokens)
         same = documents[:, None, :, None] == documents[:, None, None, :]
         mask = same if mask is None else mask & same
-        if causal and window is None:
+        if causal and not limited:
             mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     if lengths is not None and not causal:
         real = within(lengths, tokens)
         # Padding sees itself: a row of −∞ alone would be NaN, which spreads.
         mask = real if mask is None else (mask & real) | torch.eye(tokens, dtype=torch.bool, device=device)
     return mask
+
+
+def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as numbers to add to scores of this type, so that no block has to make them anew. What is learned stays in
+    its own type, in which its gradients add up.
+    """
+    if mask is None or mask.requires_grad:
+        return mask
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def within(lengths: Tensor, tokens: int) -> Tensor:

@@ -14,13 +14,18 @@ from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.plan import LOSS_BUDGET, LossForm
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+from penstock.kernels.attention import Sight
+from penstock.kernels.documents import Documents
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
+from penstock.kernels.padding import Real
+from penstock.kernels.windows import Windows
 from penstock.models.base import Switched, Undrawn
 from penstock.models.block import Attention, Block, Context, CrossAttention, make_norm
 from penstock.models.positions import (
     Learned,
     Relative,
     Sinusoidal,
+    added,
     alibi,
     biased,
     places_of,
@@ -44,6 +49,7 @@ class TokenStack(nn.Module):
         super().__init__()
         self.sizes, self.causal = sizes, causal
         self.sequence_first = False
+        self.removes_padding = False
         self.places: Learned | Sinusoidal | None = None
         if sizes.positions == "learned":
             self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
@@ -76,12 +82,18 @@ class TokenStack(nn.Module):
         context = self._context(x, places, lengths, documents)
         if memory is not None:
             mask = None if memory_lengths is None else within(memory_lengths, memory.shape[1])
+            mask = added(mask, _type_of_scores(x))
             memory = memory.transpose(0, 1) if self.sequence_first else memory
             context = context._replace(memory=memory, memory_mask=mask)
         x = x.transpose(0, 1) if self.sequence_first else x
+        if self.removes_padding and lengths is not None and not self.causal:
+            real = Real.of(lengths, places.shape[-1], sequence_first=self.sequence_first)
+            context = context._replace(real=real)
+        x = x if context.real is None else context.real.take(x)
         for block in self.blocks:
             x = block(x, context)
         x = x if self.norm is None else self.norm(x)
+        x = x if context.real is None else context.real.put(x)
         return x.transpose(0, 1) if self.sequence_first else x
 
     def _context(
@@ -97,18 +109,51 @@ class TokenStack(nn.Module):
         elif sizes.positions == "alibi":
             bias = alibi(sizes.heads, tokens, tokens, x.device)
 
-        def mask(window: int | None) -> Tensor | None:
-            seen = visible(
-                tokens, x.device, causal=self.causal, window=window, lengths=lengths, documents=documents
-            )
-            return seen if bias is None else biased(bias, seen, causal=self.causal)
-
         kinds = {sizes.windowed(i) for i in range(sizes.depth)}
+        known = {"samples": x.shape[0], "device": x.device, "dtype": _type_of_scores(x), "lengths": lengths}
         return Context(
-            mask=mask(None) if False in kinds else None,
-            near=mask(sizes.window) if True in kinds else None,
+            mask=self._sight(tokens, None, bias, documents, **known) if False in kinds else None,
+            near=self._sight(tokens, sizes.window, bias, documents, **known) if True in kinds else None,
             rotation=turn,
         )
+
+    def _sight(
+        self,
+        tokens: int,
+        window: int | None,
+        bias: Tensor | None,
+        documents: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        **known: Any,
+    ) -> Tensor | Sight | None:
+        """Which tokens see which, in the form that takes the least memory here."""
+        causal = self.causal
+        if documents is not None and (causal or known["lengths"] is None):
+
+            def within_one(length: int) -> Tensor | Sight | None:
+                inside = None if bias is None else bias[..., :length, :length]
+                alone = {**known, "samples": 1, "lengths": None}
+                return self._sight(length, window, inside, dtype=dtype, **alone)
+
+            more = window is not None or bias is not None
+            found = Documents.of(documents, causal=causal, mask=within_one if more else None)
+            if found is not None:
+                return found
+        if window is not None and bias is None:
+            near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)
+            if near is not None:
+                return near
+        device, lengths = known["device"], known["lengths"]
+        seen = visible(tokens, device, causal=causal, window=window, lengths=lengths, documents=documents)
+        return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
+
+
+def _type_of_scores(x: Tensor) -> torch.dtype:
+    """The type of queries and keys that are made of x."""
+    kind = x.device.type
+    known = torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Vocabulary(nn.Linear):

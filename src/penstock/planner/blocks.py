@@ -6,6 +6,7 @@ of the device's query heads, K those of its key heads, M hidden width on this de
 
 from __future__ import annotations
 
+from penstock.config.plan import CAUSAL_BLOCK, WINDOW_BLOCK
 from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
 from penstock.planner.shapes import Block
@@ -118,6 +119,8 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
     window = 0 if cross or block.window >= seen else block.window
+    if t.host or t.form != "fused":
+        window = _keys_in_blocks(block.window if window else 0, seen, causal=causal, plain=t.form == "plain")
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
@@ -139,13 +142,22 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
     _after_split(to, rows, d)
 
 
+def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> int:
+    """Keys that a query of ours is compared with on average, where queries are taken in blocks; 0 is all."""
+    if window:
+        around = window - 1 if causal else 2 * (window // 2)
+        seen = around + max(window - 1 if causal else window // 2, WINDOW_BLOCK)
+        return seen if seen <= tokens // 2 else 0
+    return (tokens + CAUSAL_BLOCK) // 2 if plain and causal and tokens >= 2 * CAUSAL_BLOCK else 0
+
+
 def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept: float) -> None:
     """The operators that the fused kernel `core` would replace: scores, softmax and values.
 
     `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
-    scores = core.batch * core.m * core.n
+    scores = core.batch * core.m * (core.window or core.n)
     group, each = ("attention", 4.0) if t.form == "math" else ("scores", c)
     if t.copies:
         to.move(f"{name}.split", own, (c, c), kind="copy")
@@ -153,8 +165,9 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
     def product(ending: str, m: float, n: int, k: float, read: float, written: float) -> Op:
         """One that reads and writes so many numbers."""
         return Op(
-            f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each
-        )
+            f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each,
+            window=core.window,
+        )  # fmt: skip
 
     tokens, seen, f = core.m, core.n, int(core.k)
     to.add(

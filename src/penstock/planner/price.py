@@ -38,6 +38,7 @@ def seconds(op: Op, rates: Rates) -> float:
         by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
         computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows)
         if op.kind == "bmm":
+            computed *= _seen(op)
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
     if op.kind == "attention":
@@ -89,20 +90,26 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     )
 
 
+def _seen(op: Op) -> float:
+    """The share of all keys that a query is compared with in a product of scores."""
+    return op.window / max(op.m, op.n, op.k) if op.window else 1.0
+
+
 def _host_seconds(op: Op, rates: Rates) -> float:
     """Seconds of one operator on a CPU."""
     moved = (op.read + op.written) / rates.memory
     backward = "" if op.forward else "_backward"
     if op.kind in MATRIX:
         measured = None
+        share = _seen(op) if op.kind == "bmm" else 1.0
         if op.kind == "bmm":
             features, _, tokens = sorted((op.m, op.n, op.k))
             measured = rates.kernel(f"bmm{backward}", tokens, features) or rates.kernel(
                 "bmm", tokens, features
             )
         if measured:
-            return op.flops / measured + moved
-        return rates.products.seconds(op.m, op.n, op.k, op.batch, form=op.form) + moved
+            return share * op.flops / measured + moved
+        return share * rates.products.seconds(op.m, op.n, op.k, op.batch, form=op.form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

@@ -1,0 +1,70 @@
+"""Attention within each of the documents that are packed into samples, one document after the other.
+
+No mask is made, and what one document would not see of another is not computed. Where a document ends must be known on
+the host, so this serves a CPU; elsewhere a mask tells documents apart, which is the reference too.
+
+Shapes: B samples, H heads, G heads of keys and values, N tokens, K features per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.config.plan import AttentionBackend
+from penstock.kernels.attention import Scores, Sight, attention
+
+LEAST_MEAN = 32
+"""Tokens of a document on average, below which a mask is quicker than so many small calls."""
+
+
+class Documents:
+    """Where documents lie in the samples of a batch. It is no tuple, whose numbers compiled code would be made for."""
+
+    def __init__(
+        self,
+        runs: list[list[int]],
+        *,
+        causal: bool,
+        mask: Callable[[int], Tensor | Sight | None] | None = None,
+    ) -> None:
+        self.runs, self.causal = runs, causal
+        self.mask = mask
+        """The mask within a document of so many tokens, where a causal one is not all that it has."""
+
+    @classmethod
+    def of(
+        cls, documents: Tensor, *, causal: bool, mask: Callable[[int], Tensor | Sight | None] | None = None
+    ) -> Documents | None:
+        """Runs of one number in `documents` (B, N), or None where they are on no CPU, or too short."""
+        if documents.device.type != "cpu":
+            return None
+        runs = _runs(documents)
+        if documents.numel() < LEAST_MEAN * sum(map(len, runs)):
+            return None
+        return cls(runs, causal=causal, mask=mask)
+
+    @torch.compiler.disable
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        return torch.cat([self._sample(i, q, k, v, backend, scores) for i in range(len(q))])
+
+    def _sample(
+        self, sample: int, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores
+    ) -> Tensor:
+        lengths = self.runs[sample]
+        pieces = zip(*(t[sample : sample + 1].split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        found = []
+        for (one, keys, values), tokens in zip(pieces, lengths, strict=True):
+            mask = None if self.mask is None else self.mask(tokens)
+            inside = scores._replace(mask=mask, causal=self.causal and mask is None)
+            found.append(attention(one, keys, values, backend, inside))
+        return torch.cat(found, dim=2)
+
+
+@torch.compiler.disable
+def _runs(documents: Tensor) -> list[list[int]]:
+    """Lengths of the runs of one number in each sample."""
+    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]

@@ -1,0 +1,104 @@
+"""Attention in parts (windows, packed documents, blocks of a causal mask) equals that under a mask of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.plan import CAUSAL_BLOCK
+from penstock.kernels.attention import BACKENDS, Scores, attention, plain_attention
+from penstock.kernels.documents import Documents
+from penstock.kernels.windows import Windows
+from penstock.models.positions import added, visible
+
+TOKENS = 333
+DEVICE = torch.device("cpu")
+
+
+def _heads() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, TOKENS, 8, dtype=torch.double, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def _with_gradients(out: Tensor, inputs: list[Tensor], counted: Tensor) -> list[Tensor]:
+    """Outputs and gradients of what counts: what padding sees is its own business."""
+    torch.manual_seed(1)
+    asked = torch.randn_like(out) * counted
+    return [out * counted, *torch.autograd.grad(out, inputs, asked)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 70])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_windows_in_blocks_equal_a_mask(causal: bool, window: int, padded: bool, packed: bool) -> None:
+    inputs = _heads()
+    lengths = torch.tensor([TOKENS, 201]) if padded else None
+    documents = (torch.arange(TOKENS) // torch.tensor([[50], [117]])) if packed else None
+    known: dict[str, Any] = {"causal": causal, "lengths": lengths, "documents": documents}
+    near = Windows.of(window, samples=2, tokens=TOKENS, device=DEVICE, dtype=torch.double, **known)
+    assert near is not None
+    assert near.mask.numel() < 2 * TOKENS**2 / 2
+    counted = torch.ones(2, 1, TOKENS, 1)
+    if padded and not causal:
+        counted[1, :, 201:] = 0
+    masked = plain_attention(*inputs, Scores(visible(TOKENS, DEVICE, window=window, **known)))
+    expected = _with_gradients(masked, inputs, counted)
+    for backend in ("plain", "sdpa"):
+        found = attention(*inputs, backend, Scores(near))  # type: ignore[arg-type]
+        torch.testing.assert_close(_with_gradients(found, inputs, counted), expected)
+
+
+def test_windows_that_save_nothing_have_no_blocks() -> None:
+    given: dict[str, Any] = {"samples": 1, "device": DEVICE, "dtype": torch.float32}
+    assert Windows.of(150, causal=True, tokens=TOKENS, **given) is None
+    assert Windows.of(2, causal=False, tokens=100, **given) is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 20])
+def test_documents_one_by_one_equal_a_mask(causal: bool, window: int | None) -> None:
+    inputs = _heads()
+    documents = (torch.arange(TOKENS) // torch.tensor([[120], [333]])) * 7 % 5
+
+    def inside(tokens: int) -> Tensor | None:
+        return visible(tokens, DEVICE, causal=causal, window=window)
+
+    one_by_one = Documents.of(documents, causal=causal, mask=None if window is None else inside)
+    assert one_by_one is not None
+    assert one_by_one.runs == [[120, 120, 93], [333]]
+    mask = visible(TOKENS, DEVICE, causal=causal, window=window, documents=documents)
+    counted = torch.ones(())
+    expected = _with_gradients(plain_attention(*inputs, Scores(mask)), inputs, counted)
+    for backend in ("plain", "sdpa"):
+        found = attention(*inputs, backend, Scores(one_by_one))  # type: ignore[arg-type]
+        torch.testing.assert_close(_with_gradients(found, inputs, counted), expected)
+
+
+def test_short_documents_are_told_apart_by_a_mask() -> None:
+    assert Documents.of(torch.arange(TOKENS)[None] // 8, causal=True) is None
+    assert Documents.of(torch.zeros(1, 640, device="meta"), causal=True) is None
+
+
+def test_causal_blocks_of_the_plain_form_equal_a_mask() -> None:
+    inputs = _heads()
+    assert TOKENS >= 2 * CAUSAL_BLOCK
+    assert TOKENS % CAUSAL_BLOCK
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
+    expected, found = (plain_attention(*inputs, scores) for scores in (Scores(mask), Scores(causal=True)))
+    counted = torch.ones(())
+    torch.testing.assert_close(
+        _with_gradients(found, inputs, counted), _with_gradients(expected, inputs, counted)
+    )
+
+
+def test_masks_are_made_numbers_once_unless_they_learn() -> None:
+    seen = torch.tensor([[True, False]])
+    assert added(seen, torch.bfloat16).tolist() == [[0.0, float("-inf")]]  # type: ignore[union-attr]
+    learned = torch.zeros(2, requires_grad=True)
+    assert added(learned, torch.bfloat16) is learned
+    assert added(None, torch.bfloat16) is None
+    assert {"plain", "sdpa"} <= set(BACKENDS)

@@ -20,7 +20,7 @@ from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_token_order
+from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
 from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
@@ -144,6 +144,8 @@ def build(
         set_attention(module, plan.attention)
     if plan.loss != "whole":
         set_loss(module, plan.loss)
+    if plan.padding != "keep":
+        set_padding(module, plan.padding)
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
     # for both.
     recompute_blocks(module, plan)

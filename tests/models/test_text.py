@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import Plan
+from penstock.config.plan import Plan, TokenOrder
+from penstock.config.rules import problems
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.models.anatomy import set_loss
+from penstock.models.anatomy import set_loss, set_padding
 from penstock.models.positions import visible
 from penstock.models.stack import TextModel
 
@@ -110,6 +111,36 @@ def test_padding_changes_nothing(name: str) -> None:
     out, alone = model(*inputs)[1:2], model(*short)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, : alone.shape[1]], alone)
+
+
+@pytest.mark.parametrize("order", ["batch_first", "batch_second"])
+@pytest.mark.parametrize("name", ["bert", "modern", "t5", "marian"])
+def test_padding_left_out_changes_neither_outputs_nor_gradients(name: str, order: TokenOrder) -> None:
+    model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
+    model.set_token_order(order)
+    counted = torch.arange(12) < inputs[-1][:, None] if name in ("bert", "modern") else torch.ones(3, 8)
+    expected, seen = None, []
+    model.get_submodule("encoder.blocks.0.mlp").register_forward_pre_hook(
+        lambda _, given: seen.append(given[0][..., 0].numel())
+    )
+    for padding in ("keep", "remove"):
+        set_padding(model, padding)  # type: ignore[arg-type]
+        torch.manual_seed(2)
+        out = model(*inputs)
+        model.zero_grad()
+        (out * torch.randn_like(out) * counted[..., None]).sum().backward()
+        got = [out * counted[..., None], *(p.grad for p in model.parameters())]
+        expected = got if expected is None else expected
+        torch.testing.assert_close(got, expected)
+    assert seen == [36, 18]  # of 18 real tokens among 36
+
+
+def test_decoders_and_models_of_others_refuse_to_leave_padding_out() -> None:
+    for model in (create(DECODER), nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match=r"plan\.padding 'remove'"):
+            set_padding(model, "remove")
+    assert any("padding=remove" in problem for problem in problems(Plan.parse("padding=remove"), DECODER))
+    assert not list(problems(Plan.parse("padding=remove"), ENCODER))
 
 
 def test_masks_take_no_square_where_the_kernel_needs_none() -> None:

@@ -27,6 +27,7 @@ fused kernel forward and backward together: 4.1 against 13.8 ms with matrix unit
 LossForm = Literal["whole", "chunked"]
 LOSS_BUDGET = 64 * 2**20
 """Bytes that the logits of `loss=chunked`, and what is made of them, take at one time."""
+Padding = Literal["keep", "remove"]
 CAUSAL_BLOCK = 128
 """Queries of a block of the plain form of causal attention, from twice as many tokens on. A block looks at no later
 keys, so that nearly half is left out: on a CPU at 8 samples of 12 heads and 512 tokens 181 against 299 ms in bf16, and
@@ -80,6 +81,9 @@ class Plan(Checked, where="plan"):
     loss: LossForm = "whole"
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
     made along with it, so that logits take 64 MiB at the most."""
+    padding: Padding = "keep"
+    """Whether an encoder computes padding, or leaves it out of all but attention: `remove` saves its share of the
+    tokens of a batch."""
     compile: Compile = "none"
     """What torch.compile compiles: nothing, each repeated block (`blocks`; they share one compilation), or
     the whole model."""

@@ -16,7 +16,7 @@ from typing import Literal
 
 from penstock.config.convert import word
 from penstock.config.machine import Machine
-from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, sequences, stacks
+from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems, plan_problems
@@ -301,6 +301,15 @@ def _chunked_loss_is_over_words(plan: Plan, model: ModelConfig) -> Iterator[str]
     if plan.loss == "chunked" and not words:
         yield (
             "plan.loss=chunked cuts up logits over a vocabulary, which this model's outputs are not; leave loss out."
+        )
+
+
+@_rule("types")
+def _padding_is_left_out_of_encoders(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`padding=remove` needs an encoder, or an encoder–decoder's."""
+    if plan.padding == "remove" and not isinstance(model, EncoderConfig | Seq2SeqConfig):
+        yield (
+            "plan.padding=remove leaves padding out of an encoder, which this model does not have; leave padding out."
         )
 
 

@@ -46,7 +46,7 @@ class Documents:
             return None
         return cls(runs, causal=causal, mask=mask)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
         return torch.cat([self._sample(i, q, k, v, backend, scores) for i in range(len(q))])
@@ -55,7 +55,7 @@ class Documents:
         self, sample: int, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores
     ) -> Tensor:
         lengths = self.runs[sample]
-        pieces = zip(*(t[sample : sample + 1].split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        pieces = zip(*(torch.split(t[sample : sample + 1], lengths, dim=2) for t in (q, k, v)), strict=True)
         found = []
         for (one, keys, values), tokens in zip(pieces, lengths, strict=True):
             mask = None if self.mask is None else self.mask(tokens)
@@ -64,7 +64,7 @@ class Documents:
         return torch.cat(found, dim=2)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _runs(documents: Tensor) -> list[list[int]]:
     """Lengths of the runs of one number in each sample."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]

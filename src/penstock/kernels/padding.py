@@ -52,7 +52,7 @@ class Real(NamedTuple):
         return whole.unflatten(0, (self.first, self.second))  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rounded(lengths: Tensor, tokens: int) -> int:
     """How many tokens there are before `lengths`, rounded up to a sixteenth of all."""
     step = -(-tokens // SIZES)

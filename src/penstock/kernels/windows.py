@@ -72,14 +72,14 @@ class Windows(NamedTuple):
         k, v = (_around(_blocks(t, self.block, 0), self.before, self.after, 0) for t in (k, v))
         q, k, v = (t.flatten(0, 1) for t in (_blocks(q, self.block, 0), k, v))
         out = attention(q, k, v, backend, scores._replace(mask=self.mask))
-        return out.unflatten(0, (samples, -1)).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+        return torch.unflatten(out, 0, (samples, -1)).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
 
 
 def _blocks(x: Tensor, block: int, filling: int) -> Tensor:
     """(B, G, N, K) to (B, n, G, C, K), the last block filled up."""
     missing = -x.shape[2] % block
     x = F.pad(x, (0, 0, 0, missing), value=filling) if missing else x
-    return x.unflatten(2, (-1, block)).transpose(1, 2)
+    return torch.unflatten(x, 2, (-1, block)).transpose(1, 2)
 
 
 def _around(x: Tensor, before: int, after: int, filling: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from penstock.config.plan import AttentionBackend, LossForm, TokenOrder
+from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import set_sdpa
 from penstock.models.roles import Compound, Role, owned, placed, walk
@@ -109,13 +109,14 @@ def _nearest(table: dict[str, T], parameter: str) -> T | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is treated: its anatomy, and how it switches attention, token order and the form of its
-    loss, if it can."""
+    """How one family of models is treated: its anatomy, and how it switches attention, token order, the form of its
+    loss and padding, if it can."""
 
     anatomy: Callable[[Any], Anatomy]
     set_attention: Callable[[Any, AttentionBackend], None] | None = None
     set_token_order: Callable[[Any, TokenOrder], None] | None = None
     set_loss: Callable[[Any, LossForm], None] | None = None
+    set_padding: Callable[[Any, Padding], None] | None = None
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -179,6 +180,19 @@ def set_loss(model: nn.Module, form: LossForm) -> None:
         raise ConfigError(
             f"{_path(type(model))} does not make its loss itself, so plan.loss {form!r} cannot be applied to it; leave "
             "plan.loss at whole, or use Penstock's own decoder, encoder or encoder–decoder."
+        )
+
+
+def set_padding(model: nn.Module, padding: Padding) -> None:
+    """Choose whether a model computes padding. Raises ConfigError where it cannot leave it out."""
+    model = uncompiled(model)
+    family = _family_of(model)
+    if family is not None and family.set_padding is not None:
+        family.set_padding(model, padding)
+    elif padding != "keep":
+        raise ConfigError(
+            f"{_path(type(model))} computes all tokens that it is given, so plan.padding {padding!r} cannot be applied "
+            "to it; leave plan.padding at keep, or use Penstock's own encoder or encoder–decoder."
         )
 
 

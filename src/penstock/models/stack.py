@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import LOSS_BUDGET, LossForm
+from penstock.config.plan import LOSS_BUDGET, LossForm, Padding
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.attention import Sight
@@ -49,7 +49,7 @@ class TokenStack(nn.Module):
         super().__init__()
         self.sizes, self.causal = sizes, causal
         self.sequence_first = False
-        self.removes_padding = False
+        self.padding: Padding = "keep"
         self.places: Learned | Sinusoidal | None = None
         if sizes.positions == "learned":
             self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
@@ -86,7 +86,7 @@ class TokenStack(nn.Module):
             memory = memory.transpose(0, 1) if self.sequence_first else memory
             context = context._replace(memory=memory, memory_mask=mask)
         x = x.transpose(0, 1) if self.sequence_first else x
-        if self.removes_padding and lengths is not None and not self.causal:
+        if self.padding == "remove" and lengths is not None and not self.causal:
             real = Real.of(lengths, places.shape[-1], sequence_first=self.sequence_first)
             context = context._replace(real=real)
         x = x if context.real is None else context.real.take(x)
@@ -110,7 +110,12 @@ class TokenStack(nn.Module):
             bias = alibi(sizes.heads, tokens, tokens, x.device)
 
         kinds = {sizes.windowed(i) for i in range(sizes.depth)}
-        known = {"samples": x.shape[0], "device": x.device, "dtype": _type_of_scores(x), "lengths": lengths}
+        known: dict[str, Any] = {
+            "samples": x.shape[0],
+            "device": x.device,
+            "dtype": _type_of_scores(x),
+            "lengths": lengths,
+        }
         return Context(
             mask=self._sight(tokens, None, bias, documents, **known) if False in kinds else None,
             near=self._sight(tokens, sizes.window, bias, documents, **known) if True in kinds else None,
@@ -183,6 +188,12 @@ class TextModel(Switched):
 
     tokens: nn.Embedding
     head: nn.Linear | None
+
+    def set_padding(self, padding: Padding) -> None:
+        """Choose whether tokens of padding are computed; what is read of results stays as it is."""
+        for module in self.modules():
+            if isinstance(module, TokenStack):
+                module.padding = padding
 
     def set_loss(self, form: LossForm) -> None:
         """Choose how the loss is made of targets; results stay as they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
-from penstock.config.plan import LossForm
+from penstock.config.plan import LossForm, Padding
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
 from penstock.models.base import Switched
@@ -136,6 +136,10 @@ def _set_loss(model: Any, form: LossForm) -> None:
     model.set_loss(form)
 
 
+def _set_padding(model: Any, padding: Padding) -> None:
+    model.set_padding(padding)
+
+
 for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
     enrol(
         f"penstock.models.{_path}",
@@ -144,5 +148,6 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             set_attention=Switched.set_attention,
             set_token_order=Switched.set_token_order,
             set_loss=None if _path == "vit.ViT" else _set_loss,
+            set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
         ),
     )

@@ -30,7 +30,12 @@ BROKEN = {
     "every_stage_has_a_block": ("pp=13", "gpt2", "h100", "leaves stages without a block"),
     "experts_split_evenly": ("ep=2 dp=2", "gpt2", "h100", "the model has none"),
     "chunked_loss_is_over_words": ("loss=chunked", "vit-s16", "h100", "which this model's outputs are not"),
-    "padding_is_left_out_of_encoders": ("padding=remove", "vit-s16", "h100", "which this model's outputs are not"),
+    "padding_is_left_out_of_encoders": (
+        "padding=remove",
+        "vit-s16",
+        "h100",
+        "which this model does not have",
+    ),
     "flash_takes_narrow_heads": (
         "precision=O1 attention=flash",
         None,

@@ -12,6 +12,7 @@ from penstock.config.load import dump_toml
 from penstock.config.model import PRESETS
 from penstock.config.recipes import load_run
 from penstock.config.run import Recipe, RunConfig
+from penstock.config.trainable import model_problems, task_name
 from penstock.errors import ConfigError
 
 
@@ -69,10 +70,11 @@ def test_an_unknown_model_is_named_with_the_nearest() -> None:
 
 
 def test_the_sizes_of_a_text_model_are_those_of_its_weights() -> None:
-    small = replace(PRESETS["bert-tiny"], width=64)
+    small = replace(PRESETS["bert-tiny"], width=64, max_positions=128)
     start = {"init_from": "somewhere"}
     run = load_run(overrides={"model": "bert-base", **start}, model_in=lambda _: small)
-    assert (run.model, run.output, run.init_from) == (small, "runs/bert-base", "somewhere")
+    assert (run.output, run.init_from) == ("runs/bert-base", "somewhere")
+    assert run.model == small, "samples as long as the table of positions"
     changed = load_run(
         overrides={"model": "bert-base", "model.dropout": "0", **start}, model_in=lambda _: small
     )
@@ -85,7 +87,7 @@ def test_the_sizes_of_a_text_model_are_those_of_its_weights() -> None:
 
 
 def test_a_file_that_names_a_preset_may_change_fields_of_the_model_in_the_weights(tmp_path: Path) -> None:
-    small = replace(PRESETS["bert-tiny"], width=64)
+    small = replace(PRESETS["bert-tiny"], width=64, max_positions=128)
     file = tmp_path / "run.yaml"
     file.write_text("model: bert-base\nmodel.dropout: 0.25\ninit_from: somewhere\n")
     assert load_run(file=file, model_in=lambda _: small).model == replace(small, dropout=0.25)
@@ -100,3 +102,20 @@ def test_a_vit_keeps_the_size_that_its_preset_says() -> None:
     assert load_run(overrides={"init_from": "x"}, model_in=lambda _: larger).model == larger
     unknown = load_run(overrides={"model": "vit-s16", "init_from": "x.safetensors"}, model_in=lambda _: None)
     assert unknown.model == PRESETS["vit-s16"]
+
+
+def test_pairs_that_start_from_weights_are_the_recipe_of_xnli() -> None:
+    start = {"model": "bert-base", "task": "pairs", "data": "pairs:xnli.tsv", "init_from": "somewhere"}
+    run = load_run(overrides=start, model_in=lambda _: PRESETS["bert-base"])
+    recipe = run.recipe
+    assert (run.plan.global_batch, recipe.lr, recipe.warmup_share, run.model.tokens) == (32, 5e-5, 0.1, 128)
+    assert run.model.max_positions == 512, "the table of positions is that of the weights"
+    changed = load_run(overrides={**start, "recipe.lr": "1e-5"}, model_in=lambda _: PRESETS["bert-base"])
+    assert (changed.recipe.lr, changed.plan) == (1e-5, run.plan)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_job_can_be_planned_and_trained(name: str) -> None:
+    run = preset_run(name)
+    assert not list(model_problems(run.model))
+    assert task_name(run.model, run.task)

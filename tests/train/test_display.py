@@ -39,6 +39,9 @@ def test_lines_say_what_matters() -> None:
         "step 20/40  epoch 1.50  loss 1.2500  1,234 samples/s  3.1 GFLOP/s  MFU 12.3%  "
         "waiting for data 30%  lr 1.00e-03"
     )
+    assert "  9,876 tokens/s  " in describe(STEPS | {"tokens_per_second": 9876.0}, 40)
+    shown = describe(EVALUATION | {"sample": "one\ntwo"}, 40, classification_loss)
+    assert shown.endswith("(EMA weights)\n    one\n    two")
     assert describe(EVALUATION, 40, classification_loss) == (
         "step 20/40  evaluation of 359 images: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
     )

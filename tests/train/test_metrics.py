@@ -50,6 +50,20 @@ def test_utilisation_is_the_planners_flops_over_the_named_peak() -> None:
     assert meter.speed(list(range(20, 0, -1)), 0.0)["step_seconds_p95"] == 19
 
 
+def test_text_is_counted_by_its_tokens() -> None:
+    """Half of a batch is padding: half the FLOPs are the model's."""
+    plan = Plan(micro_batch=4, accumulate=2)
+    prediction = predict(PRESETS["gpt-tiny"], MACHINE, plan)
+    meter = Speedometer(prediction, MACHINE, torch.device("cpu"), lambda: 0.0, tokens=128)
+    full, half = meter.speed([0.1, 0.1], 0.0, [1024, 1024]), meter.speed([0.1, 0.1], 0.0, [1024, 0])
+    assert full["tokens_per_second"] == pytest.approx(2 * 1024 / 0.2)
+    assert full["model_flops_per_second"] == pytest.approx(80 * totals(PRESETS["gpt-tiny"]).model_flops)
+    assert (half["mfu"], half["tokens_per_second"]) == pytest.approx(
+        (full["mfu"] / 2, full["tokens_per_second"] / 2)
+    )
+    assert "tokens_per_second" not in meter.speed([0.1], 0.0)
+
+
 def test_half_precision_is_held_against_its_own_peak() -> None:
     plain, half = (speedometer(Plan(precision=level)).speed([0.1], 0.0) for level in ("O0", "O1"))  # type: ignore[arg-type]
     assert half["mfu"] == pytest.approx(plain["mfu"] * 2e11 / 1e12)

@@ -11,6 +11,18 @@ from typing import Any
 Settings = dict[str, Any]
 """Values by dotted key."""
 
+_TINY: Settings = {
+    "recipe.lr": 2e-3,
+    "recipe.warmup_share": 0.1,
+    "recipe.weight_decay": 0.01,
+    "recipe.beta2": 0.98,
+    "recipe.eval_every_epochs": 1000.0,
+    "plan.optimizer": "fused",
+    "plan.micro_batch": 32,
+}
+"""Models of less than a million weights, which are to learn something in two minutes on two cores. They are evaluated
+at the end only."""
+
 JOBS: dict[str, Settings] = {
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
     # mild, because one of eight pixels already moves a stroke.
@@ -23,5 +35,32 @@ JOBS: dict[str, Settings] = {
         "recipe.augment.crop_scale_min": 0.7,
         "plan.micro_batch": 64,
     },
+    "gpt-tiny": {**_TINY, "recipe.steps": 500},
+    "llama-tiny": {**_TINY, "recipe.steps": 500},
+    "bert-tiny": {**_TINY, "recipe.steps": 500},
+    "modernbert-tiny": {**_TINY, "recipe.steps": 500},
+    "t5-tiny": {**_TINY, "recipe.steps": 500},
+    "bart-tiny": {**_TINY, "recipe.steps": 500},
+    "marian-tiny": {
+        **_TINY,
+        "task": "translation",
+        "data.source": "numbers:en,de",
+        "recipe.steps": 1000,
+        "plan.micro_batch": 64,
+    },
 }
 """By preset."""
+
+_TUNED: Settings = {
+    "recipe.epochs": 3.0,
+    "recipe.lr": 5e-5,
+    "recipe.warmup_share": 0.1,
+    "recipe.weight_decay": 0.01,
+    "model.sequence": 128,
+    "plan.micro_batch": 32,
+    "plan.optimizer": "fused",
+}
+"""Fine-tuning of BERT (Devlin et al., NAACL 2019, section 4 and appendix A.3; XNLI's recipe has these values)."""
+
+TUNING: dict[str, Settings] = {"pairs": _TUNED, "sentences": _TUNED}
+"""By task, for models that start from weights. Over those of the preset."""

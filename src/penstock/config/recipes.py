@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import NONE_WORDS
-from penstock.config.jobs import JOBS
+from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks, title
 from penstock.config.run import RunConfig
@@ -30,7 +30,8 @@ def load_run(
     then `overrides`. Without a model, the preset is `vit-digits`.
 
     `model_in` gives the model that a folder of weights describes, or None if it describes none. With it, a run that
-    starts from weights of a text model has the sizes of that model, and so has one that names no model at all.
+    starts from weights of a text model has the sizes of that model, and so has one that names no model at all; what is
+    usual for fine-tuning comes over the preset's job.
 
     Raises ConfigError as `penstock.config.load.load` does.
     """
@@ -48,6 +49,8 @@ def load_run(
     base = _job(name) if known else RunConfig()
     if found is not None:
         base = replace(base, model=_of_weights(found, weights, base.model if known else None))
+        tuning = TUNING.get(given.get("task", stored.get("task", "")), {})
+        base = from_dict(RunConfig, tuning, origin="the defaults of fine-tuning", base=base)
         # The preset's name has done its work. Changes to single fields of the model still apply.
         given.pop("model", None)
         stored = {key: value for key, value in stored.items() if key != "model"}
@@ -60,7 +63,11 @@ def _job(name: str) -> RunConfig:
 
 
 def _of_weights(found: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:
-    """The model in a folder of weights, in place of a preset of its family."""
+    """The model in a folder of weights, in place of a preset of its family. Samples may be made shorter than its table
+    of positions, which stays as it is.
+    """
+    if not isinstance(found, ViTConfig) and any(stack.positions == "learned" for stack in stacks(found)):
+        found = replace(found, max_positions=found.max_positions or found.sequence)
     if preset is None:
         return found
     if preset.family != found.family:

@@ -117,7 +117,8 @@ def _header(record: Record) -> str:
 def _numbers(record: Record) -> str:
     parts = [f"loss {_plain(record.get('loss'), '.4f')}"]
     if (rate := record.get("samples_per_second")) is not None:
-        parts.append(f"{rate:,.0f} samples/s")
+        tokens = record.get("tokens_per_second")
+        parts.append(f"{rate:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s")
         parts.append(f"{scaled(record['model_flops_per_second'])}FLOP/s")
     if (mfu := record.get("mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
@@ -133,7 +134,8 @@ def _steps(record: Record) -> str:
 def _evaluation(record: Record, task: Task | None) -> str:
     assert task is not None  # a run begins before it evaluates
     averaged = "  (EMA weights)" if record["ema"] else ""
-    return f"evaluation of {record['samples']:,} {task.unit}: {task.describe(record)}{averaged}"
+    sample = "".join(f"\n    {line}" for line in record.get("sample", "").splitlines())
+    return f"evaluation of {record['samples']:,} {task.unit}: {task.describe(record)}{averaged}{sample}"
 
 
 def _prediction(record: Record) -> str:

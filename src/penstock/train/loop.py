@@ -23,7 +23,9 @@ import torch
 from penstock.boundary.files import write_text
 from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
+from penstock.checkpoint.rewrite import BESIDE
 from penstock.config.load import dump_toml
+from penstock.config.model import sequences
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
@@ -46,7 +48,7 @@ from penstock.train.memory import memory_advice
 from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
-from penstock.train.prepare import as_many_ranks_as_there_are, machine_of
+from penstock.train.prepare import as_many_ranks_as_there_are, machine_of, write_beside
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
@@ -146,6 +148,7 @@ class _Run:
         self.task = task_of(config.model, config.task, init_from=config.init_from)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
+        self.data = train_source.name if config.data.source == "auto" else config.data.source
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
@@ -156,6 +159,7 @@ class _Run:
         stored = find_checkpoint(config, dims, resume=resume)
         if dims.main:
             write_text(self.output / "run.toml", dump_toml(config))
+            write_beside(config.model, train_source, self.output / BESIDE)
         self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.
@@ -188,7 +192,11 @@ class _Run:
         """Those of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
-            self.prediction, self.machine, device, lambda: self.loader.wait_seconds
+            self.prediction,
+            self.machine,
+            device,
+            lambda: self.loader.wait_seconds,
+            tokens=sum(sequences(config.model)),
         )
         self.memory = MemoryMeter(device)
         self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
@@ -238,7 +246,7 @@ class _Run:
         result = self.memory.step(self.built.step, self.batches)
         self.pending.add(result.loss, result.grad_norm)
         self.state.step += 1
-        self.speedometer.lap()
+        self.speedometer.lap(sum(self.task.tokens(batch) for batch in self.batches))
 
     def _log(self) -> None:
         """Fetch and record the pending steps: the one place at which the host waits for the device."""
@@ -285,6 +293,8 @@ class _Run:
         with loader, self._final_weights():
             batches = beating(loader, self.step)
             found = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
+            with torch.no_grad():
+                shown = task.sample(model, self.val_source, self.device)
         self.state.evaluation, self.state.evaluated_at = found, self.step
         self._record(
             "evaluation",
@@ -292,6 +302,7 @@ class _Run:
             **found.record(),
             ema=self.config.recipe.ema_decay is not None,
             seconds=time.perf_counter() - started,
+            **({"sample": shown} if shown else {}),
         )
 
     def _evaluation_is_due(self) -> bool:
@@ -395,7 +406,7 @@ class _Run:
             parameters=sum(parameter.numel() for parameter in self.built.model.parameters()),
             model=self.task.describe_model(self.config.model),
             unit=self.task.unit,
-            data=self.config.data.source,
+            data=self.data,
             samples=self.calendar.samples,
             batch=self.calendar.batch,
             total=self.calendar.total,

@@ -1,16 +1,23 @@
-"""What is settled before a run builds anything: how many ranks, and which machine."""
+"""What is settled before a run builds anything: how many ranks, which machine, what exports hold besides weights."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.config.machine import Machine, load_machine
+from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.data import Source
+from penstock.disk import write_file
+from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.parallel import fit_to_ranks, launched
 from penstock.probe import machine_for
@@ -47,3 +54,34 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
             f"Name one of its kind, or leave machine out."
         )
     return machine
+
+
+def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
+    """Write what an export of a text model needs besides its weights: the files of its tokenizer, and a config.json of
+    the numbers of special tokens and the names of classes. Nothing for other models.
+    """
+    tokenizer: Any = getattr(source, "tokenizer", None)
+    if tokenizer is None:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        tokenizer.save(folder)
+    except EnvironmentProblem as problem:
+        _log.warning("Exports of this run will have no tokenizer. %s", problem)
+    numbers = {
+        "pad_token_id": tokenizer.pad,
+        "bos_token_id": tokenizer.begin,
+        "eos_token_id": tokenizer.end,
+        "decoder_start_token_id": _start_of(tokenizer) if isinstance(model, Seq2SeqConfig) else None,
+    }
+    values: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+    classes = getattr(source, "classes", None)
+    if isinstance(model, EncoderConfig) and model.head == "classes" and classes:
+        values["id2label"] = {str(number): str(name) for number, name in enumerate(classes)}
+        values["label2id"] = {str(name): number for number, name in enumerate(classes)}
+    write_file(folder / "config.json", [json.dumps(values).encode()])
+
+
+def _start_of(tokenizer: Any) -> int:
+    return int(tokenizer.pad if tokenizer.begin is None else tokenizer.begin)

@@ -28,13 +28,21 @@ class Speedometer:
 
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` gives the total seconds so far that the loop has waited for data.
+    `tokens` are those of a sample of full length, of all of the model's stacks.
 
     FLOPs are those the planner counts, of which `prediction` tells: of one sample forward and backward, and with what
-    the hardware computes twice. Attention counts in full, for no model here is causal.
+    the hardware computes twice. Attention counts in full, also where a causal mask hides half of it. Of text a token
+    counts as it does in a sample of the model's full length, and padding counts nothing.
     """
 
     def __init__(
-        self, prediction: Prediction, machine: Machine, device: torch.device, waited: Callable[[], float]
+        self,
+        prediction: Prediction,
+        machine: Machine,
+        device: torch.device,
+        waited: Callable[[], float],
+        *,
+        tokens: int = 0,
     ) -> None:
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
@@ -42,6 +50,10 @@ class Speedometer:
         self.times: list[float] = []
         """Seconds of every step that has been read."""
         self._samples_per_step = plan.global_batch
+        self._tokens_per_step = plan.global_batch * tokens
+        self._data_world = plan.dp
+        self._tokens: list[int] = []
+        """Of this rank, of every step that has been read, and then of those since."""
         self._model_flops = (
             prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
         )
@@ -58,9 +70,10 @@ class Speedometer:
         self._waited_before = self._waited()
         self._marks = [self._mark()]
 
-    def lap(self) -> None:
-        """A step ends. On CUDA this records an event and does not wait."""
+    def lap(self, tokens: int = 0) -> None:
+        """A step of so many tokens on this rank ends. On CUDA this records an event and does not wait."""
         self._marks.append(self._mark())
+        self._tokens.append(tokens)
 
     def read(self) -> dict[str, float]:
         """As `speed`, of the steps since `start`. On CUDA this waits for the last one."""
@@ -73,29 +86,39 @@ class Speedometer:
         waited = self._waited() - self._waited_before
         self.times += times
         self._waits += waited
-        return self.speed(times, waited)
+        return self.speed(times, waited, self._tokens[-len(times) :])
 
     def whole_run(self) -> dict[str, float]:
         """As `speed`, of all steps but the first ones, which compile, allocate and choose kernels."""
         if not self.times:
             return {}
-        settled = self.times[min(5, len(self.times) // 2) :]
-        return self.speed(settled, self._waits * sum(settled) / sum(self.times))
+        first = min(5, len(self.times) // 2)
+        settled = self.times[first:]
+        waits = self._waits * sum(settled) / sum(self.times)
+        return self.speed(settled, waits, self._tokens[first : len(self.times)])
 
-    def speed(self, times: Sequence[float], wait_seconds: float) -> dict[str, float]:
-        """What steps that took these times come to; times in seconds, rates per second, shares in [0, 1]."""
+    def speed(
+        self, times: Sequence[float], wait_seconds: float, tokens: Sequence[int] = ()
+    ) -> dict[str, float]:
+        """What steps of so many tokens that took these times come to; times in seconds, rates per second, shares in
+        [0, 1].
+        """
         total = sum(times)
         if total <= 0:
             return {}
         rate = len(times) * self._samples_per_step / total
+        seen = sum(tokens) * self._data_world  # as if every rank's samples were as long as this one's
+        text = {"tokens_per_second": seen / total} if seen else {}
+        full = rate * (seen / (len(times) * self._tokens_per_step) if seen and self._tokens_per_step else 1.0)
         return {
             "samples_per_second": rate,
+            **text,
             "step_seconds_median": statistics.median(times),
             "step_seconds_p95": sorted(times)[math.ceil(0.95 * len(times)) - 1],
             "data_wait_share": min(wait_seconds / total, 1.0),
-            "model_flops_per_second": rate * self._model_flops,
-            "mfu": rate * self._model_flops / self._peak_flops,
-            "hfu": rate * self._hardware_flops / self._peak_flops,
+            "model_flops_per_second": full * self._model_flops,
+            "mfu": full * self._model_flops / self._peak_flops,
+            "hfu": full * self._hardware_flops / self._peak_flops,
         }
 
     def _mark(self) -> Any:

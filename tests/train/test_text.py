@@ -1,0 +1,161 @@
+"""Jobs on text: trained, stopped and resumed, exported, and read by transformers. A job is enrolled by a line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.config.load import load
+from penstock.config.machine import Machine, save_machine
+from penstock.config.run import RunConfig
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.text_config import settled
+from penstock.step import TrainStep
+from penstock.train.metrics import read_metrics
+
+pytest.importorskip("tokenizers")
+
+
+class Job(NamedTuple):
+    """Words of the command line, and the transformers class that reads what comes out."""
+
+    words: str
+    reader: str
+
+
+_ONE = "--model.width 32 --model.depth 2 --model.heads 2 --model.mlp_width 48 --model.sequence 24"
+_BOTH = " ".join(
+    f"--model.{side}.width 32 --model.{side}.depth 1 --model.{side}.heads 2 --model.{side}.mlp_width 48"
+    for side in ("encoder", "decoder")
+)
+ENROLLED = {
+    "gpt-tiny": Job(f"{_ONE} --data text:words", "AutoModelForCausalLM"),
+    "llama-tiny": Job(f"{_ONE} --model.kv_heads 1 --data text:words", "AutoModelForCausalLM"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with text, pairs and a machine that need not be probed, in which commands run."""
+    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
+    save_machine(machine, tmp_path / "machine.json")
+    (tmp_path / "words").mkdir()
+    numbers = [f"{a} and {b} make {a + b}." for a, b in itertools.product(range(24), range(12))]
+    for part in range(12):
+        (tmp_path / "words" / f"{part}.txt").write_text("\n".join(numbers[part::12]))
+    rows = [f"{n} in tens\t{n // 10} and {n % 10}" for n in range(120)]
+    (tmp_path / "rows.tsv").write_text("\n".join(rows))
+    pairs = [
+        f"{a} and {a + d}\t{a + d} less {d}\t{'same' if a % 2 else 'other'}"
+        for a in range(40)
+        for d in (1, 2)
+    ]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["first\tsecond\tlabel", *pairs]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _train(name: str, output: str, *words: str, code: int = 0) -> list[dict[str, Any]]:
+    given = ["--recipe.steps", "6", "--checkpoint_every", "2", "--log_every", "1", "--plan.micro_batch", "4"]
+    given += ["--recipe.warmup_share", "0", "--machine", "machine.json", "--output", output, *words]
+    assert main(["train", name, *ENROLLED[name].words.split(), *given]) == code
+    return read_metrics(Path(output) / "metrics.jsonl")
+
+
+def _losses(records: list[dict[str, Any]]) -> list[float]:
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+@pytest.mark.parametrize("name", ENROLLED)
+def test_a_job_trains_resumes_exactly_and_is_read_by_transformers(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--plan.precision", "O1", "--recipe.ema_decay", "0.5")
+    records = _train(name, "whole", *options)
+    losses = _losses(records)
+    assert len(losses) == 6
+    found = next(record for record in reversed(records) if record["event"] == "evaluation")
+    assert found["sample"]
+    steps = [record for record in records if record["event"] == "steps"]
+    assert all(record["tokens_per_second"] > 0 and record["mfu"] > 0 for record in steps)
+
+    called, step = 0, TrainStep.__call__
+
+    def cut(self: TrainStep, batches: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == 4:
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    monkeypatch.setattr(TrainStep, "__call__", cut)
+    _train(name, "cut", *options, code=130)
+    again = _train(name, "cut", *options)
+    assert any(record["event"] == "resume" and record["step"] == 2 for record in again)
+    assert _losses(again) == losses
+    for file in ("export/model.safetensors", "export/config.json"):
+        assert (Path("cut") / file).read_bytes() == (Path("whole") / file).read_bytes()
+
+    _as_transformers_reads_it(name, "whole/export")
+    assert main(["checkpoint", "export", "whole", "exported"]) == 0
+    assert (Path("exported") / "model.safetensors").read_bytes() == Path(
+        "whole/export/model.safetensors"
+    ).read_bytes()
+    assert {file.name for file in Path("exported").iterdir()} == {
+        f.name for f in Path("whole/export").iterdir()
+    }
+
+
+def _as_transformers_reads_it(name: str, folder: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = getattr(transformers, ENROLLED[name].reader).from_pretrained(folder).eval()
+    ours = from_pretrained(folder).eval()
+    given = tokenizer(["3 and 4 make 7."], return_tensors="pt", add_special_tokens=False)
+    assert tokenizer.decode(given.input_ids[0]) == "3 and 4 make 7."
+    second = (given.input_ids,) if ours.config.family == "seq2seq" else ()
+    more = {"decoder_input_ids": given.input_ids} if second else {}
+    with torch.no_grad():
+        expected = ours(given.input_ids, *second)
+        got = theirs(input_ids=given.input_ids, **more).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert json.loads(Path(folder, "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("name", ENROLLED)
+def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> None:
+    """`--from` takes sizes, weights and tokenizer from it, whatever the preset says of sizes."""
+    first = _train(name, "first")
+    words = [
+        "--from",
+        "first/export",
+        "--recipe.steps",
+        "2",
+        "--recipe.warmup_share",
+        "0",
+        "--plan.micro_batch",
+        "4",
+    ]
+    words += [
+        "--machine",
+        "machine.json",
+        "--recipe.lr",
+        "1e-9",
+        "--data",
+        ENROLLED[name].words.split("--data ")[1],
+    ]
+    assert main(["train", name, *words, "--output", "second"]) == 0
+    before, after = (settled(load(RunConfig, file=f"{run}/run.toml").model) for run in ("first", "second"))  # type: ignore[arg-type]
+    assert before == after
+    metrics = [
+        next(record["loss"] for record in reversed(records) if record["event"] == "evaluation")
+        for records in (first, read_metrics(Path("second/metrics.jsonl")))
+    ]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)

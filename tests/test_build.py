@@ -146,6 +146,40 @@ def test_any_module_with_any_loss() -> None:
     assert built.ema is not None
 
 
+class Attends(nn.Module):
+    """A block that calls torch's attention, in a model that has nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x)[:, None].chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.parametrize("attention", ["plain", "math"])
+@pytest.mark.parametrize("compiled", ["none", "whole"])
+@pytest.mark.parametrize("module", [Attends, lambda: nn.Linear(4, 12)], ids=["calls it", "never calls it"])
+def test_a_choice_of_attention_that_changes_nothing_is_said_once(
+    module: Any, compiled: Any, attention: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    built = build(module(), Plan(attention=attention), loss=lambda model, data: model(data).square().mean())
+    compile_model(built.model, Plan(compile=compiled), backend=backend)
+    for _ in range(3):
+        built.step([torch.randn(2, 3, 4)])
+    said = caplog.text.count(f"plan.attention={attention} changes nothing: Linear never calls")
+    assert said == (0 if isinstance(built.model, Attends) else 1)
+    assert len(graphs) == (compiled == "whole"), "noting the calls breaks no graph, and compiles none anew"
+
+
 def test_what_a_foreign_module_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_second"):
         build(Foreign(), Plan(token_order="batch_second"))

@@ -11,6 +11,7 @@ import torch
 
 from helpers.equality import TINY, Trained, alone, trained
 from helpers.spawn import spawn
+from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
@@ -104,6 +105,38 @@ def test_two_ranks_equal_one_process_in_fp64() -> None:
 
 def test_groups_of_shards_equal_one_process() -> None:
     _check(4, ["dp=4 micro_batch=1 sharding=hsdp shard=2 accumulate=2 recompute=early"])
+
+
+FROZEN = ("stem", "positions", "blocks.0", "blocks.1.mlp", "norm.bias")
+FREEZING = (
+    "dp=2 micro_batch=2 sharding=fsdp",
+    "dp=2 micro_batch=2 sharding=fsdp precision=O2 accumulate=2 optimizer=fused recompute=full",
+    "dp=2 micro_batch=2 sharding=zero1 optimizer=contiguous",
+    "dp=2 micro_batch=2 precision=O1 accumulate=2",
+)
+
+
+def _frozen() -> list[tuple[str, Trained, Trained, dict[str, torch.Tensor]]]:
+    """For each plan, what the ranks learned, what one process did, and the weights that all of them began with."""
+    recipe = replace(RECIPE, freeze=FROZEN, layer_decay=0.8)
+    found = []
+    for line in FREEZING:
+        plan = Plan.parse(line)
+        got = trained(TINY, plan, steps=6, recipe=recipe)
+        if torch.distributed.get_rank() == 0:
+            single = replace(alone(plan), recompute="none")
+            expected = trained(TINY, single, steps=6, recipe=recipe)
+            found.append((line, got, expected, build(TINY, single).model.state_dict()))
+    return found
+
+
+def test_what_is_frozen_stays_on_every_rank_and_the_rest_learns_as_in_one_process() -> None:
+    for line, got, expected, first in spawn(_frozen, 2, timeout=120.0)[0]:
+        _hold(line, got, expected, False)
+        for name, value in got.weights.items():
+            frozen = any(name == part or name.startswith(f"{part}.") for part in FROZEN)
+            rounded = first[name].to(value.dtype)
+            assert torch.equal(value, rounded) == frozen, f"{line}: {name}"
 
 
 def _matrix(world: int) -> Iterator[str]:

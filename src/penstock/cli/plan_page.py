@@ -20,6 +20,7 @@ from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.record import environment
 from penstock.report.schedule_figure import schedule_figure
+from penstock.report.units import duration
 
 DRAWN_STAGES = 8
 DRAWN_TURNS = 2
@@ -66,7 +67,7 @@ def plan_page(
     sections.append(origin(environment(), title="Where this was computed"))
     rate, unit = rate_of(model, best)
     tiles = [
-        Tile(value=f"{best.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
+        Tile(value=duration(best.iteration_seconds, 3), words="per optimizer step", lead=True),
         Tile(
             value=f"{best.mfu:.1%}", words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name})"
         ),
@@ -112,7 +113,7 @@ def _devices(
     taken = [(devices, seconds) for devices, seconds, _ in points]
     fewest, slowest = taken[0]
     ideal = [(devices, slowest * fewest / devices) for devices, _ in taken]
-    tips = [f"{devices:,.0f} devices: {seconds:.4g} s; {plan}" for devices, seconds, plan in points]
+    tips = [f"{devices:,.0f} devices: {duration(seconds, 3)}; {plan}" for devices, seconds, plan in points]
     figure = partial(
         lines,
         [Line(label="best layout", points=taken, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],

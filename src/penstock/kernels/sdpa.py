@@ -7,7 +7,7 @@ kernel computes half types in fp32, which for bf16 on a CPU is slower than produ
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -45,51 +45,54 @@ def plain_sdpa(
     return out.reshape(*lead, *out.shape[-2:])
 
 
-class _Instead(TorchFunctionMode):
-    """Inside, calls of torch's attention are answered by ours."""
+class Switch:
+    """The choice of a backend for a module and the blocks in it."""
 
     def __init__(self, backend: AttentionBackend) -> None:
-        super().__init__()
         self.backend = backend
+        self.used = False
+        """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
+
+
+class Watch(TorchFunctionMode):
+    """Inside, calls of torch's attention are noted, and answered by ours where the backend is none of torch's."""
+
+    def __init__(self, switch: Switch) -> None:
+        super().__init__()
+        self.switch = switch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
+            self.switch.used = True
+        if func is F.scaled_dot_product_attention and self.switch.backend in ("auto", "plain"):
             query = args[0] if args else kwargs["query"]
-            backend = chosen_backend(self.backend, query.device, query.dtype, query.shape[-2])
+            backend = chosen_backend(self.switch.backend, query.device, query.dtype, query.shape[-2])
             if backend == "plain":
                 return plain_sdpa(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-class CallsOfSdpa(TorchFunctionMode):
-    """Inside, counts the calls of torch's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is F.scaled_dot_product_attention
-        return func(*args, **(kwargs or {}))
-
-
-def set_sdpa(module: nn.Module, backend: AttentionBackend) -> None:
+def set_sdpa(module: nn.Module, switch: Switch) -> None:
     """Let all calls of torch's attention within a module's forward pass take a backend, until another is set."""
     forward: Any = module.forward
-    if isinstance(forward, functools.partial) and forward.func is _switched:
+    if switch_of(module) is not None:
         forward = forward.args[0]
     # An attribute of the instance: names of parameters stay, copies of the module call the copy's own forward, and
     # torch.compile compiles the switch with the module, so that compiled code of two backends is told apart.
-    wrapped = forward if backend == "sdpa" else functools.partial(_switched, forward, backend)
+    wrapped = forward if switch.backend == "sdpa" else functools.partial(_switched, forward, switch)
     object.__setattr__(module, "forward", wrapped)
 
 
-def _switched(forward: Any, backend: AttentionBackend, *args: Any, **kwargs: Any) -> Any:
-    with _inside(backend):
+def switch_of(module: nn.Module) -> Switch | None:
+    """What `set_sdpa` has set, if it was another backend than torch's own choice."""
+    forward: Any = module.forward
+    if isinstance(forward, functools.partial) and forward.func is _switched:
+        found: Switch = forward.args[1]
+        return found
+    return None
+
+
+def _switched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
+    pinned = nullcontext() if switch.backend in ("auto", "plain") else sdpa_kernel(PINNED[switch.backend])
+    with Watch(switch), pinned:
         return forward(*args, **kwargs)
-
-
-def _inside(backend: AttentionBackend) -> AbstractContextManager[Any]:
-    if backend in ("auto", "plain"):
-        return _Instead(backend)
-    return sdpa_kernel(PINNED[backend])

@@ -46,8 +46,6 @@ BUSY = 0.1
 """Share of the cores that others may keep busy before that is said."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
-OnResult = Callable[[RungResult], None]
-"""Called with each rung's result at the end, in the order of the report."""
 OnProgress = Callable[[Progress], None]
 """Called before anything that takes time."""
 
@@ -57,7 +55,6 @@ def ladder(
     *,
     factory: str | Factory | None = None,
     config: LadderConfig | None = None,
-    on_result: OnResult | None = None,
     on_progress: OnProgress | None = None,
     **settings: Any,
 ) -> LadderReport:
@@ -65,8 +62,8 @@ def ladder(
 
     `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
     `package.module:name`, that returns (model, batch, loss) with `loss(model, batch)` a scalar tensor. `settings` are
-    fields of `LadderConfig`, over `config`. `on_progress` is told what comes next, `on_result` each rung's result at
-    the end. Nothing is written; see `LadderReport` and `penstock.ladder.write`.
+    fields of `LadderConfig`, over `config`. `on_progress` is told what comes next. Nothing is written; see
+    `LadderReport` and `penstock.ladder.write`.
 
     Raises ConfigError for settings, models and factories that cannot be, EnvironmentProblem for a missing device, and
     what the baseline itself raises: without it there is nothing to compare with.
@@ -89,11 +86,7 @@ def ladder(
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
         subject = subject_of(settled, factory, device)
-        report = _Climb(subject, machine, settled, on_progress or (lambda progress: None)).run(rungs)
-    if on_result is not None:
-        for result in report.rungs:
-            on_result(result)
-    return report
+        return _Climb(subject, machine, settled, on_progress or (lambda progress: None)).run(rungs)
 
 
 def _require_devices(procs: int, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from penstock.config.run import DataConfig, Recipe
 from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.errors import ConfigError
-from penstock.kernels.sdpa import CallsOfSdpa
+from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
@@ -221,10 +221,10 @@ class Own(Subject):
 
     def _attention_of(self, model: nn.Module) -> tuple[str, ...]:
         """The backends that the model can be switched to: none where it never calls torch's attention."""
-        calls = CallsOfSdpa()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), calls:
+        switch = Switch("sdpa")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), Watch(switch):
             self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
-        if not calls.count:
+        if not switch.used:
             return ()
         return tuple(name for name in self.attention if _accepts(set_attention, model, name))
 

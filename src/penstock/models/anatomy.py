@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
-from penstock.kernels.sdpa import set_sdpa
+from penstock.kernels.sdpa import Switch, set_sdpa
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
@@ -154,7 +154,7 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     """Choose the attention kernel in every block. Raises ConfigError where the family cannot take it.
 
     Of a family that does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are
-    switched; a module that makes none is not changed by it.
+    switched. A module that makes none is not changed by it, which `TrainStep` says after its first step.
     """
     model = uncompiled(model)
     family = _family_of(model)
@@ -166,8 +166,9 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         blocks = anatomy_of(model).block_modules(model)
     except ConfigError:
         blocks = []
+    switch = Switch(backend)
     for module in (model, *blocks):
-        set_sdpa(module, backend)
+        set_sdpa(module, switch)
 
 
 def set_loss(model: nn.Module, form: LossForm) -> None:

@@ -12,6 +12,7 @@ from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.prediction import Prediction, predict, room
 from penstock.planner.search import GIB, Found, default_batch, explore, needed_bytes, vary
+from penstock.report.units import duration
 
 SECOND_WORDS = {
     "gemm": "matrix products",
@@ -55,13 +56,13 @@ def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
     one = predict(model, machine, plan)
     lines = [
         f"{plan.line()}",
-        f"{one.gpus} {machine.name}: {one.iteration_seconds:.4g} s a step of {one.global_batch} samples, "
+        f"{one.gpus} {machine.name}: {duration(one.iteration_seconds, 3)} a step of {one.global_batch} samples, "
         f"MFU {one.mfu:.1%}, HFU {one.hfu:.1%} of {one.peak_flops / 1e12:.0f} TFLOP/s ({one.peak_name}).",
     ]
     if one.interval is not None:
         lines.append(f"It would take {one.interval.seconds(one.iteration_seconds)}.")
     for name, seconds, share in _largest(one.seconds):
-        lines.append(f"  {seconds:10.4g} s  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
+        lines.append(f"  {duration(seconds, 3):>10}  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
     spare = room(machine) - one.memory_bytes
     words = f"{spare / GIB:.1f} GiB to spare" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much"
     if not machine.memory_bytes:
@@ -126,7 +127,7 @@ def _difference(best: Prediction, other: Prediction) -> str:
     name = max(more, key=lambda key: more[key])
     if name == "bubble":
         return f"a bubble of {other.bubble_fraction:.1%} against {best.bubble_fraction:.1%}"
-    return f"{more[name]:.3g} s more for {SECOND_WORDS.get(name, name)}"
+    return f"{duration(more[name], 3)} more for {SECOND_WORDS.get(name, name)}"
 
 
 def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterator[str]:

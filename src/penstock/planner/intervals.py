@@ -11,6 +11,7 @@ from functools import cache
 from importlib import resources
 
 from penstock.config.machine import Machine
+from penstock.report.units import duration
 
 GUESSED = ("b200", "mi300x")
 """Chips that no published row was made on."""
@@ -30,7 +31,8 @@ class Interval:
 
     def seconds(self, predicted: float) -> str:
         """The interval around a prediction, for a reader."""
-        return f"{self.low * predicted:.4g} to {self.high * predicted:.4g} s in four of five {self.words}"
+        low, high = (duration(bound * predicted, 3) for bound in (self.low, self.high))
+        return f"{low} to {high} in four of five {self.words}"
 
 
 def interval_of(*, vision: bool, machine: Machine) -> Interval:

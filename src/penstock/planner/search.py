@@ -76,6 +76,18 @@ class Found:
         return shown
 
 
+class Layouts(list[Prediction]):
+    """The layouts that a search found, the fastest first: a list that a notebook shows as a page."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(found.predictions)
+        self.found = found
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.found._repr_html_()
+
+
 def search(
     model: ModelConfig,
     machine: Machine,
@@ -86,7 +98,7 @@ def search(
     fixed: frozenset[str] = frozenset(),
     space: Space | None = None,
     keep: int | None = 50,
-) -> list[Prediction]:
+) -> Layouts:
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
     micro-batch comes first only if it wins by more than the predictions' error.
 
@@ -100,7 +112,7 @@ def search(
     )
     if not found.predictions:
         raise OutOfMemory(nothing_fits(model, machine, gpus, found))
-    return found.predictions
+    return Layouts(found)
 
 
 def default_base(machine: Machine, *, trainable: bool = False) -> Plan:

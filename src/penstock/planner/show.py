@@ -10,6 +10,7 @@ from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.figures import Stack, stacked_bars
 from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.units import duration
 
 GIB = 2**30
 SHOWN = 8
@@ -35,7 +36,7 @@ def tiles(one: Prediction) -> list[Tile]:
     """The numbers of one prediction worth reading first."""
     peak = f"MFU of {one.peak_flops / 1e12:.3g} TFLOP/s ({one.peak_name})"
     return [
-        Tile(value=f"{one.iteration_seconds:.4g} s", words="per optimizer step", lead=True),
+        Tile(value=duration(one.iteration_seconds, 3), words="per optimizer step", lead=True),
         Tile(value=f"{one.mfu:.1%}", words=peak),
         Tile(value=f"{one.memory_bytes / GIB:.3g} GiB", words="on the fullest device"),
     ]

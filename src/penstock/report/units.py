@@ -13,17 +13,17 @@ _TIMES = (
 _ENERGIES = ((1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1.0, "Wh"))
 
 
-def rounded(value: float) -> str:
-    """Two digits below ten, all digits before the decimal point above: 6.9, 38, 203,709."""
-    return f"{value:.2g}" if abs(value) < 9.95 else f"{value:,.0f}"
+def rounded(value: float, digits: int = 2) -> str:
+    """Two digits, or more, and all digits before the decimal point: 6.9, 38, 203,709."""
+    return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) - 0.05 else f"{value:,.0f}"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float, digits: int = 2) -> str:
     """Seconds in the largest unit of which there is at least one: `6.9 h`, `8.3 days`. Up to 48 hours are hours."""
     for size, unit in _TIMES:
         if seconds >= size * (2 if unit in ("days", "years") else 1):
-            return f"{rounded(seconds / size)} {unit}"
-    return f"{rounded(seconds * 1e3)} ms"
+            return f"{rounded(seconds / size, digits)} {unit}"
+    return f"{rounded(seconds * 1e3, digits)} ms"
 
 
 def energy(watt_hours: float) -> str:

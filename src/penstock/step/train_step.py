@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
+from penstock.kernels.sdpa import Switch, switch_of
 from penstock.optim import EMA, clipped_step
 from penstock.parallel import DataParallel
 from penstock.precision import (
@@ -26,6 +28,8 @@ from penstock.precision import (
 )
 from penstock.step.runner import Accumulate, Runner
 from penstock.tasks import Loss, classification_loss
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class TrainStep:
         self.ema = ema
         self.masters = masters
         self.replicas = replicas
+        self._unused = switch_of(model)
         self.skips: Callable[[Tensor, Tensor | None], Tensor] | None = None
         """Given a step's mean loss and gradient norm: 1 where it must not be taken, 0-d fp32 on the device. Set by who
         trains; see `penstock.optim.clip.can_refuse`.
@@ -87,6 +92,8 @@ class TrainStep:
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             loss = self.runner(micro_batches)
+            if self._unused is not None:
+                self._tell_unused(self._unused)
             refuse = None if self.skips is None else partial(self.skips, loss)
             norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler, refuse=refuse)
             if self.masters is not None:
@@ -94,6 +101,19 @@ class TrainStep:
             if self.ema is not None:
                 self.ema.update()
         return StepResult(loss=loss, grad_norm=norm)
+
+    def _tell_unused(self, switch: Switch) -> None:
+        """After the first pass: a choice of attention that the model has no use for is said, and not asked again."""
+        self._unused = None
+        if not switch.used:
+            name = type(self.model).__name__
+            _log.warning(
+                "plan.attention=%s changes nothing: %s never calls torch.nn.functional.scaled_dot_product_attention by "
+                "itself (nn.MultiheadAttention calls it out of reach). Leave plan.attention at sdpa, or let the model "
+                "call it, as transformers' do with attn_implementation='sdpa'.",
+                switch.backend,
+                name,
+            )
 
     def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
         """Where the forward and backward passes on micro-batches first give a number that is not finite, to explain why

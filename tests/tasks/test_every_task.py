@@ -10,14 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.texts import TEXT, Windows
-from penstock.config.model import DecoderConfig, ModelConfig, ViTConfig
+from helpers.texts import TEXT, Rows, Windows
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.run import Augment, DataConfig
+from penstock.config.stack import Stack
 from penstock.containers import tensors
 from penstock.data import Loader
 from penstock.data.source import Source, Split
 from penstock.models import create
-from penstock.tasks import ImageClassification, NextToken, Task
+from penstock.tasks import (
+    Embedding,
+    ImageClassification,
+    MaskedWords,
+    NextToken,
+    Pairs,
+    Sentences,
+    SpanCorruption,
+    Task,
+    Translation,
+)
 from penstock.train.evaluate import Evaluation, evaluate
 
 Sizes = dict[str, Any]
@@ -42,6 +53,34 @@ def _windows(task: Task, model: ModelConfig, split: Split) -> Source:
     return Windows(TEXT, 17, stride=16, ends=50)
 
 
+def _of_length(length: int) -> Callable[[Task, ModelConfig, Split], Source]:
+    return lambda task, model, split: Windows(TEXT, length, ends=50)
+
+
+ENCODER = EncoderConfig(sequence=16, token_types=2, **SIZES)
+SEQ2SEQ = Seq2SeqConfig(sequence=16, decoder_sequence=16, encoder=Stack(**SIZES), decoder=Stack(**SIZES))
+SHORT = [f"{i} + {i % 7}" for i in range(20)]
+LONG = [f"a{i}b {i % 5} c" for i in range(20)]
+
+
+def _single(task: Task, model: ModelConfig, split: Split) -> Source:
+    return Rows({"tokens": (LONG, 16)}, [i % 3 for i in range(20)], ("zero", "one", "two"))
+
+
+def _pairs(task: Task, model: ModelConfig, split: Split) -> Source:
+    texts = [f"{one}:{two}" for one, two in zip(SHORT, LONG, strict=True)]
+    segments = [text.index(":") + 1 for text in texts]
+    return Rows({"tokens": (texts, 16)}, [i / 10 for i in range(20)], extra={"segment": segments})
+
+
+def _translations(task: Task, model: ModelConfig, split: Split) -> Source:
+    return Rows({"source": (SHORT, 16), "target": (LONG, 16)}, ended=("source", "target"))
+
+
+def _two(task: Task, model: ModelConfig, split: Split) -> Source:
+    return Rows({"first": (SHORT, 16), "second": (LONG, 16)})
+
+
 ENROLLED = {
     "image classification": Enrolled(
         ImageClassification(),
@@ -50,6 +89,12 @@ ENROLLED = {
         355,
     ),
     "next token": Enrolled(NextToken(), DecoderConfig(sequence=16, **SIZES), _windows, 170),
+    "masked words": Enrolled(MaskedWords(), ENCODER, _of_length(14), 195),
+    "sentences": Enrolled(Sentences(), ENCODER, _single, 20),
+    "pairs": Enrolled(Pairs(), ENCODER, _pairs, 20),
+    "span corruption": Enrolled(SpanCorruption(), SEQ2SEQ, _of_length(17), 160),
+    "translation": Enrolled(Translation(), SEQ2SEQ, _translations, 20),
+    "embedding": Enrolled(Embedding(), ENCODER, _two, 20),
 }
 
 

@@ -16,6 +16,7 @@ ORDER = 1
 REPLACE = 2
 SAMPLE = 3
 BATCH = 4
+MASK = 5
 
 
 def _mix(x: Words) -> Words:

@@ -5,24 +5,43 @@ from __future__ import annotations
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
 from penstock.config.trainable import require_trainable, task_name
+from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
+from penstock.tasks.masked_words import MaskedWords
 from penstock.tasks.next_token import NextToken
+from penstock.tasks.sentences import Pairs, Sentences
+from penstock.tasks.span_corruption import SpanCorruption
 from penstock.tasks.task import Loss, Prepare, Task
 from penstock.tasks.text import TextBatch, TextTask
+from penstock.tasks.translation import Translation
 
 __all__ = [
+    "Embedding",
     "ImageClassification",
     "Loss",
+    "MaskedWords",
     "NextToken",
+    "Pairs",
     "Prepare",
+    "Sentences",
+    "SpanCorruption",
     "Task",
     "TextBatch",
     "TextTask",
+    "Translation",
     "classification_loss",
     "task_of",
 ]
 
-_TEXT: dict[str, type[TextTask]] = {"next_token": NextToken}
+_TEXT: dict[str, type[TextTask]] = {
+    "next_token": NextToken,
+    "masked_words": MaskedWords,
+    "sentences": Sentences,
+    "pairs": Pairs,
+    "span_corruption": SpanCorruption,
+    "translation": Translation,
+    "embedding": Embedding,
+}
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:

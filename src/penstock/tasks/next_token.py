@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +19,7 @@ from penstock.tasks.text import (
     WordTask,
     counted,
     documents_of,
+    first_samples,
     on_device,
     tokenizer_of,
 )
@@ -54,8 +54,7 @@ class NextToken(WordTask):
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """How the model goes on after the first half of the split's first sample."""
         tokenizer = tokenizer_of(source)
-        host = np.empty(1, source.sample)
-        source.read_into(np.zeros(1, np.int64), host)
+        host = first_samples(source, 1).samples.numpy()
         prompt = host[:, : max(1, (host.shape[1] - 1) // 2)]
         found = generate(model, on_device(prompt, device), steps=min(SHOWN, host.shape[1] - prompt.shape[1]))
         begun, more = (tokenizer.decode(part.tolist()) for part in (prompt[0][-SHOWN:], found[0]))

@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.run import DataConfig
 from penstock.config.trainable import require_trainable
+from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
 from penstock.tasks.task import Task, plain
@@ -55,6 +56,10 @@ class TextBatch:
     """Targets that the loss is the mean over, 0-d fp32, at least 1."""
     bytes: float = 0.0
     """Of the text that the targets stand for; 0 where it is not known."""
+    places: Tensor | None = None
+    """(B,) where in the stream the samples are; in an evaluation, in the split."""
+    most: int = 0
+    """Samples that an evaluation tells apart by their places; of a translation, tokens that it may have."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -152,6 +157,35 @@ def tokenizer_of(source: Source) -> Tokenizer:
     """The tokenizer whose numbers a source gives."""
     found: Tokenizer = cast(Any, source).tokenizer
     return found
+
+
+def start_of(tokenizer: Tokenizer) -> int:
+    """What a decoder begins with: the tokenizer's `begin`, or as T5 and Marian have it the padding."""
+    return tokenizer.pad if tokenizer.begin is None else tokenizer.begin
+
+
+def special_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Numbers that stand for no text."""
+    names = ("pad", "unknown", "begin", "end", "separator", "classify", "mask")
+    return [*(n for name in names if (n := getattr(tokenizer, name)) is not None), *tokenizer.sentinels]
+
+
+def shifted(targets: Tokens, start: int) -> Tokens:
+    """What a decoder is given to say targets (B, N): each one later, after `start`."""
+    before = np.full((len(targets), 1), start, targets.dtype)
+    return np.concatenate([before, targets[:, :-1]], axis=1)
+
+
+def first_samples(source: Source, count: int) -> HostBatch:
+    """The first samples of a split, as a Loader would read them."""
+    numbers = np.arange(min(count, len(source)))
+    read = np.empty(len(numbers), source.sample)
+    reading = source.read_into(numbers, read)
+    names = read.dtype.names
+    samples: Any = (
+        {name: torch.from_numpy(read[name].copy()) for name in names} if names else torch.from_numpy(read)
+    )
+    return HostBatch(samples, reading.ids, numbers, reading.bad)
 
 
 def rounded(length: int, most: int) -> int:

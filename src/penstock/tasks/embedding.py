@@ -1,0 +1,159 @@
+"""Embeddings by contrast: two texts that belong together are near, and far from all others of the batch (van den Oord
+et al., 2018; Karpukhin et al., EMNLP 2020, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+
+from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.tasks import scores
+from penstock.tasks.task import Prepare, plain
+from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+TEMPERATURE = 0.05
+"""By which similarities are divided (Gao et al., EMNLP 2021, section 3)."""
+MOST = 1 << 22
+"""Numbers of the vectors that an evaluation keeps: of larger splits, the first pairs are searched among."""
+SHOWN = 16
+
+
+class Embedding(TextTask):
+    """Mean cross entropy of finding each first text's second among those of all pairs of the batch, and the other way
+    round. A text's vector is the mean of its tokens' features, of length 1; similarity is the cosine over 0.05. With
+    several ranks, the batch is that of all ranks, and gradients go back to each.
+
+    Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose second is among so many nearest of the
+    whole split, and `loss` is that of telling it from all of these. Of very large splits the first pairs are taken.
+    """
+
+    unit = "pairs"
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.rows import open_rows
+
+        assert isinstance(model, EncoderConfig)
+        return open_rows(data, tokenizer, split, form="two", length=model.sequence)
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        assert isinstance(model, EncoderConfig)
+        return self.fit_vocabulary(replace(model, head="none"), tokenizer_of(source))
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        assert isinstance(model, EncoderConfig)
+        return PrepareTwo(min(len(source), max(1, MOST // (2 * model.width))))
+
+    def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        first, second = vectors(outputs, batch)
+        mine = first.shape[0] * _rank()
+        targets = torch.arange(mine, mine + len(first), device=first.device)
+        there = F.cross_entropy(first @ gathered(second).T / TEMPERATURE, targets)
+        back = F.cross_entropy(second @ gathered(first).T / TEMPERATURE, targets)
+        return (there + back) / 2
+
+    def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        """Width of vectors for each sample that is kept, how many are, and both vectors at its place in the split."""
+        assert batch.places is not None
+        both = torch.stack(vectors(outputs, batch)).double()
+        kept = batch.places < batch.most
+        table = both.new_zeros(2, batch.most, both.shape[2])
+        table[:, batch.places[kept]] = both[:, kept]
+        count = kept.sum().double()
+        return torch.cat([torch.stack([count * both.shape[2], count]), table.flatten()])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        width, kept = sums[:2]
+        asked, answers = np.array(sums[2:]).reshape(2, -1, round(width / kept))[:, : int(kept)]
+        return scores.search_scores(asked, answers, TEMPERATURE)
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        said = [f"recall@{rank} {plain(metrics[f'recall_at_{rank}'], '.2%')}" for rank in scores.RANKS]
+        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+
+    def describe_model(self, model: ModelConfig) -> str:
+        assert isinstance(model, EncoderConfig)
+        return f"{model.tokens} tokens of {model.vocabulary:,} words, {model.width} features"
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first text, and which of the first sixteen seconds is nearest to it."""
+        tokenizer, host = tokenizer_of(source), first_samples(source, SHOWN)
+        batch = PrepareTwo(SHOWN)(host, device)
+        first, second = vectors(model(*batch.inputs), batch)
+        found = int((first[:1] @ second.T).argmax())
+        said = [
+            tokenizer.decode(host.samples[name][place][: int(host.samples[f"{name}_length"][place])].tolist())
+            for name, place in (("first", 0), ("second", found), ("second", 0))
+        ]
+        return f"{said[0]} → {said[1]} (belongs to {said[2]}; of {len(batch)})"
+
+
+def vectors(outputs: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor]:
+    """Unit vectors (B, D) in fp32 of the first and of the second texts, from features (2B, N, D)."""
+    lengths = batch.inputs[1]
+    real = torch.arange(outputs.shape[1], device=outputs.device) < lengths[:, None]
+    mean = (outputs.float() * real[:, :, None]).sum(1) / lengths[:, None]
+    first, second = F.normalize(mean, dim=1).chunk(2)
+    return first, second
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks, in their order. Each rank's loss depends on all rows, so that a row's gradient is the sum over
+    ranks; data parallelism then takes the mean over ranks, as it does of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        every = [torch.empty_like(rows) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(every, rows.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        distributed.all_reduce(gradient)
+        return gradient.chunk(distributed.get_world_size())[distributed.get_rank()]
+
+
+def gathered(rows: Tensor) -> Tensor:
+    """Rows (B, D) of all ranks that train together, (B · ranks, D), differentiable; the same number on each."""
+    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+        return rows
+    return _Gather.apply(rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+class PrepareTwo:
+    """Makes batches of pairs: all first texts, then all second ones, in one batch of the model, (2B, N)."""
+
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
+
+    def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
+        fields = {name: value.numpy() for name, value in host.samples.items()}
+        tokens = np.concatenate([fields["first"], fields["second"]])
+        lengths = np.concatenate([fields["first_length"], fields["second_length"]])
+        tokens = tokens[:, : rounded(int(lengths.max()), tokens.shape[1])]
+        return TextBatch(
+            inputs=(on_device(tokens, device), on_device(np.maximum(lengths, 1), device)),
+            ids=host.ids,
+            tokens=int(lengths.sum()),
+            places=on_device(host.positions, device),
+            most=self.kept,
+        )

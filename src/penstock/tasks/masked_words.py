@@ -1,0 +1,161 @@
+"""Masked words: what encoders are trained for (Devlin et al., NAACL 2019, section 3.1), whole words at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.hashing import MASK, uniforms
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.errors import ConfigError
+from penstock.tasks.task import Prepare
+from penstock.tasks.text import (
+    IGNORED,
+    TextBatch,
+    Tokens,
+    WordTask,
+    counted,
+    documents_of,
+    first_samples,
+    on_device,
+    special_tokens,
+    tokenizer_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+SHARE = 0.15
+"""Of a sample's tokens that are hidden, at the most."""
+MASKED, SWAPPED = 0.8, 0.1
+"""Shares of hidden tokens that become the mask, and that become any token; the others stay."""
+
+
+class MaskedWords(WordTask):
+    """Mean cross entropy of tokens that were hidden: 15 % of each sample, as whole words. They become the mask (80 %),
+    any token (10 %) or stay (10 %). What is hidden changes from epoch to epoch: it is a pure function of the seed and
+    the sample's position in the stream.
+
+    A sample is a window of the text between the tokenizer's `classify` and `separator`. Only hidden tokens reach the
+    head.
+    """
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.tokens import open_tokens
+
+        assert isinstance(model, EncoderConfig)
+        around = sum(token is not None for token in (tokenizer.classify, tokenizer.separator))
+        return open_tokens(data, tokenizer, split, length=max(1, model.sequence - around))
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        tokenizer = tokenizer_of(source)
+        if tokenizer.mask is None:
+            raise ConfigError(
+                f"The tokenizer {tokenizer.name} has no token for what is masked. Name one as mask_token in its "
+                "tokenizer_config.json, choose another with data.tokenizer, or another task."
+            )
+        if isinstance(model, EncoderConfig) and model.head != "words":
+            raise ConfigError(
+                f"model.head is {model.head}, but masked words need logits over words; set model.head to words."
+            )
+        return super().fit(model, source)
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        return PrepareMasked(tokenizer_of(source), seed)
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first sample with its hidden tokens filled in, each in brackets beside what it was."""
+        tokenizer = tokenizer_of(source)
+        batch = PrepareMasked(tokenizer, 0)(first_samples(source, 1), device)
+        tokens, _, _, documents, targets, rows = batch.inputs
+        filled = model(tokens, None, None, documents, None, rows).argmax(-1).tolist()
+        texts = [tokenizer.decode([number]) for number in tokens[0].tolist()]
+        for row, target, found in zip(rows.tolist(), targets.tolist(), filled, strict=True):
+            if target != IGNORED:
+                texts[row] = f"[{tokenizer.decode([target])}→{tokenizer.decode([found])}]"
+        return "".join(texts)
+
+
+class PrepareMasked:
+    """Makes batches of windows of tokens (B, L): hides words and puts the tokenizer's special tokens around."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        assert tokenizer.mask is not None  # `fit` holds this
+        self.seed, self.mask, self.size = seed, tokenizer.mask, tokenizer.size
+        self.end, self.classify, self.separator = tokenizer.end, tokenizer.classify, tokenizer.separator
+        self._starts = np.asarray(tokenizer.word_starts(), bool)
+        special = special_tokens(tokenizer)
+        self._special = np.zeros(tokenizer.size, bool)
+        self._special[special] = True
+
+    def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
+        tokens = host.samples.numpy()
+        seen, columns, targets = self.hide(tokens, host.positions)
+        parts = [
+            None if self.classify is None else np.full((len(tokens), 1), self.classify),
+            seen,
+            None if self.separator is None else np.full((len(tokens), 1), self.separator),
+        ]
+        inputs = np.concatenate([part for part in parts if part is not None], axis=1)
+        rows = columns + (self.classify is not None) + np.arange(len(tokens))[:, None] * inputs.shape[1]
+        # Of what was there: a mask may stand where a document ended.
+        documents = documents_of(tokens, self.end)
+        if documents is not None:
+            width = inputs.shape[1] - tokens.shape[1]
+            before = int(self.classify is not None)
+            documents = np.pad(documents, ((0, 0), (before, width - before)), mode="edge")
+        return TextBatch(
+            inputs=(
+                on_device(inputs, device),
+                None,
+                None,
+                None if documents is None else on_device(documents, device),
+                on_device(targets.reshape(-1), device),
+                on_device(rows.reshape(-1), device),
+            ),
+            ids=host.ids,
+            tokens=inputs.size,
+            count=counted(targets, device),
+        )
+
+    def hide(
+        self, tokens: Tokens, positions: NDArray[np.int64]
+    ) -> tuple[Tokens, NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens (B, L) with words hidden, where these are, (B, K), and what stood there, (B, K), −100 where there was
+        no whole word left to hide.
+        """
+        samples, length = tokens.shape
+        most = max(1, round(SHARE * length))
+        special = self._special[tokens]
+        starts = self._starts[tokens] | special
+        starts[:, 1:] |= special[:, :-1]
+        starts[:, 0] = True
+        word = starts.cumsum(axis=1) - 1  # (B, L): which word of the sample a token belongs to
+        place = word + np.arange(samples)[:, None] * length
+        size = np.bincount(place.ravel(), minlength=samples * length)
+        size[place[special]] = 0
+        size = size.reshape(samples, length)
+        # Words in an order of chance, as many of the first as there is room for.
+        chance = uniforms(self.seed, MASK, counters=positions, columns=3 * length)
+        can = (size > 0) & (size <= most)
+        order = np.argsort(np.where(can, chance[:, :length], 2.0), axis=1, kind="stable")
+        room = np.take_along_axis(np.where(can, size, 0), order, 1).cumsum(axis=1) <= most
+        taken = np.zeros_like(can)
+        np.put_along_axis(taken, order, room, 1)
+        hidden = np.take_along_axis(taken & can, word, 1)
+        how, which = chance[:, length : 2 * length], chance[:, 2 * length :]
+        any_token = (which * self.size).astype(tokens.dtype)
+        seen = np.where(how < MASKED, self.mask, np.where(how < MASKED + SWAPPED, any_token, tokens))
+        columns = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
+        there = np.take_along_axis(hidden, columns, 1)
+        targets = np.where(there, np.take_along_axis(tokens, columns, 1), IGNORED)
+        return np.where(hidden, seen, tokens), columns, np.asarray(targets, np.int64)

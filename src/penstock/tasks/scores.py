@@ -1,0 +1,145 @@
+"""Scores that are made of sums: over classes, over pairs of numbers, and over texts. Sums of batches, and of ranks, add
+up to those of the whole split, so that a score does not depend on how it was dealt out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sums = NDArray[np.float64]
+
+# -- classes
+
+
+def class_scores(hits: Sums, told: Sums, true: Sums) -> dict[str, float]:
+    """Accuracy, F1 and Matthews' correlation of how often each class was right, was told, and was true: (C,) each.
+
+    F1 is that of class 1 where there are two, else the mean over classes (Sokolova & Lapalme, 2009). Matthews'
+    correlation of several classes is Gorodkin's (2004, eq. 8).
+    """
+    samples = true.sum()
+    each = 2 * hits / np.maximum(told + true, 1)
+    apart = (samples**2 - (told**2).sum()) * (samples**2 - (true**2).sum())
+    joint = hits.sum() * samples - (told * true).sum()
+    return {
+        "accuracy": float(hits.sum() / samples),
+        "f1": float(each[1] if len(each) == 2 else each.mean()),
+        "matthews": float(joint / math.sqrt(apart)) if apart > 0 else 0.0,
+    }
+
+
+# -- numbers
+
+
+def number_scores(found: Sums, true: Sums) -> dict[str, float]:
+    """Pearson's and Spearman's correlation of numbers (N,) with those that are true."""
+    return {"pearson": _correlation(found, true), "spearman": _correlation(_ranks(found), _ranks(true))}
+
+
+def _correlation(first: Sums, second: Sums) -> float:
+    first, second = first - first.mean(), second - second.mean()
+    apart = math.sqrt(float((first**2).sum() * (second**2).sum()))
+    return float((first * second).sum()) / apart if apart > 0 else 0.0
+
+
+def _ranks(values: Sums) -> Sums:
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((counts.cumsum() - (counts - 1) / 2)[which], np.float64)
+
+
+# -- search
+
+RANKS = (1, 5, 10)
+
+
+def search_scores(asked: Sums, answers: Sums, temperature: float) -> dict[str, float]:
+    """Of unit vectors (N, D), whose right answer has the same number: how often it is among the 1, 5 and 10 nearest of
+    all N, and the mean loss, in nats, of telling it from all others.
+    """
+    places, losses = [], []
+    for start in range(0, len(asked), 1024):
+        near = asked[start : start + 1024] @ answers.T
+        own = np.take_along_axis(near, np.arange(start, start + len(near))[:, None], 1)
+        places.append((near > own).sum(axis=1))
+        scaled = (near - own) / temperature
+        most = scaled.max(axis=1, keepdims=True)
+        losses.append(np.log(np.exp(scaled - most).sum(axis=1)) + most[:, 0])
+    place = np.concatenate(places)
+    return {
+        "loss": float(np.concatenate(losses).mean()),
+        **{f"recall_at_{rank}": float((place < rank).mean()) for rank in RANKS},
+    }
+
+
+# -- texts
+
+ORDERS = 6
+"""Of characters in a row that chrF counts."""
+_BETA = 2.0
+CHRF_SUMS = 3 * ORDERS
+BLEU_SUMS = 10
+
+
+def chrf_sums(said: str, meant: str) -> list[int]:
+    """What a text adds to chrF (Popović, WMT 2015): for 1 to 6 characters in a row, how many both texts have, how many
+    it has, and how many it should have. White space does not count.
+    """
+    found: list[int] = []
+    said, meant = "".join(said.split()), "".join(meant.split())
+    for order in range(1, ORDERS + 1):
+        mine, theirs = (
+            Counter(text[i : i + order] for i in range(len(text) - order + 1)) for text in (said, meant)
+        )
+        found += [(mine & theirs).total(), mine.total(), theirs.total()]
+    return found
+
+
+def chrf(sums: Sequence[float]) -> float:
+    """chrF2 in [0, 100], as sacrebleu has it: F of the mean precision and recall over orders that both sides have."""
+    orders = [sums[i : i + 3] for i in range(0, CHRF_SUMS, 3)]
+    both = [(shared / mine, shared / theirs) for shared, mine, theirs in orders if mine and theirs]
+    if not both:
+        return 0.0
+    precision, recall = (sum(values) / len(both) for values in zip(*both, strict=True))
+    if not precision + recall:
+        return 0.0
+    return 100 * (1 + _BETA**2) * precision * recall / (_BETA**2 * precision + recall)
+
+
+def has_bleu() -> bool:
+    """Whether the package sacrebleu is there."""
+    return importlib.util.find_spec("sacrebleu") is not None
+
+
+def bleu_sums(said: str, meant: str) -> list[int]:
+    """What a text adds to BLEU (Papineni et al., ACL 2002), by sacrebleu's tokenisation: shared and told n-grams of one
+    to four words, and both lengths.
+    """
+    score: Any = _sacrebleu().sentence_score(said, [meant])
+    return [*score.counts, *score.totals, score.sys_len, score.ref_len]
+
+
+def bleu(sums: Sequence[float]) -> float:
+    """BLEU in [0, 100] of summed counts."""
+    counts = [int(value) for value in sums]
+    score = _sacrebleu().compute_bleu(counts[:4], counts[4:8], sys_len=counts[8], ref_len=counts[9])
+    return float(score.score)
+
+
+_BLEU: list[Any] = []
+
+
+def _sacrebleu() -> Any:
+    if not _BLEU:
+        from sacrebleu.metrics import BLEU
+
+        _BLEU.append(BLEU(effective_order=True))
+    return _BLEU[0]

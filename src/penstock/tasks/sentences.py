@@ -1,0 +1,171 @@
+"""Sentences and pairs of them, told apart by classes or rated by numbers (Devlin et al., NAACL 2019, section 4.1)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.errors import DataError
+from penstock.tasks import scores
+from penstock.tasks.task import Prepare, plain
+from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Sentences(TextTask):
+    """Mean cross entropy of classes, or mean squared error where labels are numbers.
+
+    Metrics of classes: `accuracy`; `f1`, of class 1 where there are two, else the mean over classes; `matthews`
+    correlation. Of numbers: `pearson` and `spearman` correlation of the whole split. And `loss`.
+    """
+
+    unit = "sentences"
+    form: Literal["single", "pair"] = "single"
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.rows import open_rows
+
+        assert isinstance(model, EncoderConfig)
+        return open_rows(data, tokenizer, split, form=self.form, length=model.sequence)
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """A head with as many classes as the data has, or with one number; that is said where it changes."""
+        assert isinstance(model, EncoderConfig)
+        if "label" not in (source.sample.names or ()):
+            raise DataError(
+                f"{source.name} has no labels, but the task needs them. Name their column in data.columns."
+            )
+        classes = _classes(source)
+        found = 1 if classes is None else len(classes)
+        if (model.head, model.classes) != ("classes", found):
+            what = "numbers" if classes is None else f"{found} classes"
+            _log.warning("model.head is set to classes, and model.classes to %d, for %s.", found, what)
+        return self.fit_vocabulary(replace(model, head="classes", classes=found), tokenizer_of(source))
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        assert isinstance(model, EncoderConfig)
+        return PrepareSentences(len(source), segments=model.token_types > 1)
+
+    def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        return self._loss(outputs, batch, "mean")
+
+    def _loss(self, outputs: Tensor, batch: TextBatch, reduction: str) -> Tensor:
+        assert batch.labels is not None
+        if batch.labels.is_floating_point():
+            return F.mse_loss(outputs.float().squeeze(1), batch.labels, reduction=reduction)
+        return F.cross_entropy(outputs.float(), batch.labels, reduction=reduction)
+
+    def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        """How many samples have numbers, and the loss. Then hits, what was told and what is true of each class; or what
+        was told and what is true of each sample, at its place in the split."""
+        labels = batch.labels
+        assert labels is not None
+        loss = self._loss(outputs, batch, "sum").double()
+        if labels.is_floating_point():
+            assert batch.places is not None
+            table = loss.new_zeros(2, batch.most)
+            table[0, batch.places], table[1, batch.places] = outputs.squeeze(1).double(), labels.double()
+            return torch.cat([loss.new_tensor([len(batch)]), loss[None], table.flatten()])
+        classes = outputs.shape[1]
+        told = outputs.argmax(1)
+        counts = [
+            torch.bincount(which, minlength=classes) for which in (labels[told == labels], told, labels)
+        ]
+        return torch.cat([loss.new_zeros(1), loss[None], torch.cat(counts).double()])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        numbers, loss, *rest = sums
+        table = np.array(rest)
+        found = (
+            scores.number_scores(*table.reshape(2, -1))
+            if numbers
+            else scores.class_scores(*table.reshape(3, -1))
+        )
+        return {**found, "loss": loss / samples}
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        forms = {"accuracy": ".2%", "f1": ".3f", "matthews": ".3f", "pearson": ".3f", "spearman": ".3f"}
+        names = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
+        said = [
+            f"{names.get(name, name)} {plain(metrics[name], form)}"
+            for name, form in forms.items()
+            if name in metrics
+        ]
+        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+
+    def describe_model(self, model: ModelConfig) -> str:
+        assert isinstance(model, EncoderConfig)
+        what = "one number" if model.classes == 1 else f"{model.classes} classes"
+        return f"{model.tokens} tokens of {model.vocabulary:,} words, {what}"
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first texts, with what the model tells of each and what is true."""
+        tokenizer, classes = tokenizer_of(source), _classes(source)
+        host = first_samples(source, 3)
+        segments = getattr(getattr(model, "config", None), "token_types", 0) > 1
+        batch = PrepareSentences(len(source), segments=segments)(host, device)
+        assert batch.labels is not None
+        outputs = model(*batch.inputs)
+        lines = []
+        for row, told, true in zip(batch.inputs[0].tolist(), outputs, batch.labels.tolist(), strict=True):
+            said = f"{told.item():.2f}" if classes is None else classes[int(told.argmax())]
+            meant = f"{true:.2f}" if classes is None else classes[true]
+            lines.append(f"{tokenizer.decode(row)} → {said} (is {meant})")
+        return "\n".join(lines)
+
+
+class Pairs(Sentences):
+    """The same of pairs of sentences: inference, paraphrase, similarity."""
+
+    unit = "pairs"
+    form = "pair"
+
+
+def _classes(source: Source) -> tuple[str, ...] | None:
+    classes: tuple[str, ...] | None = getattr(source, "classes", None)
+    return classes
+
+
+class PrepareSentences:
+    """Makes batches of labelled rows, cut to the longest of the batch. `samples` are those of the split; `segments`
+    says whether the model tells the second text from the first."""
+
+    def __init__(self, samples: int, *, segments: bool) -> None:
+        self.samples, self.segments = samples, segments
+
+    def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
+        fields: dict[str, Any] = {name: value.numpy() for name, value in host.samples.items()}
+        lengths = fields["length"]
+        tokens = fields["tokens"]
+        tokens = tokens[:, : rounded(int(lengths.max()), tokens.shape[1])]
+        segments = None
+        if self.segments and "segment" in fields:
+            places = np.arange(tokens.shape[1])
+            second = (places >= fields["segment"][:, None]) & (places < lengths[:, None])
+            segments = on_device(second.astype(np.int64), device)
+        labels = host.samples["label"]
+        return TextBatch(
+            inputs=(on_device(tokens, device), on_device(lengths, device), segments),
+            ids=host.ids,
+            tokens=int(lengths.sum()),
+            labels=labels.to(device, non_blocking=True),
+            places=on_device(host.positions, device),
+            most=self.samples,
+        )

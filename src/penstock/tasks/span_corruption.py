@@ -1,0 +1,175 @@
+"""Span corruption: what encoder–decoders are trained for (Raffel et al., JMLR 2020, section 3.1.4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from penstock.config.model import ModelConfig, Seq2SeqConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.hashing import MASK, uniforms
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.errors import ConfigError
+from penstock.tasks.generate import translate
+from penstock.tasks.task import Prepare
+from penstock.tasks.text import (
+    TextBatch,
+    Tokens,
+    WordTask,
+    counted,
+    first_samples,
+    on_device,
+    shifted,
+    start_of,
+    tokenizer_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+SHARE = 0.15
+"""Of a text's tokens that are taken out."""
+SPAN = 3.0
+"""Tokens of a span, on average."""
+
+
+class Sizes(NamedTuple):
+    """Of one sample: all samples have the same, so nothing is padded."""
+
+    text: int
+    """Tokens of the text."""
+    noise: int
+    """Of these, taken out."""
+    spans: int
+
+    @classmethod
+    def of(cls, text: int) -> Sizes:
+        """Of a text of so many tokens."""
+        noise = min(max(1, round(text * SHARE)), text - 1)
+        return cls(text, noise, max(1, round(noise / SPAN)))
+
+
+class SpanCorruption(WordTask):
+    """Mean cross entropy of the spans that were taken out of a text, 15 % of it, 3 tokens on average. In the source a
+    sentinel stands for each; the target has each sentinel and what it stands for. Which spans is a pure function of the
+    seed and the sample's position in the stream.
+
+    A text is as long as makes the source fill the model's `sequence` and the target fit into `decoder_sequence`.
+    """
+
+    size_setting = "model.sequence"
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.tokens import open_tokens
+
+        return open_tokens(data, tokenizer, split, length=sizes_of(model, tokenizer).text)
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        return PrepareSpans(tokenizer_of(source), seed)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(1, 1, dtype=torch.int64, device=device),) * 2
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first sample: the text with its gaps, what the model puts into them, and what was there."""
+        tokenizer = tokenizer_of(source)
+        prepare = PrepareSpans(tokenizer, 0)
+        host = first_samples(source, 1)
+        text, target = prepare.corrupt(host.samples.numpy(), host.positions)
+        lengths = torch.full((1,), text.shape[1], device=device)
+        found = translate(
+            model, on_device(text, device), lengths, start=prepare.start, end=None, steps=target.shape[1]
+        )
+        names = {number: f"<{i}>" for i, number in enumerate(tokenizer.sentinels)}
+        said = [
+            "".join(names.get(number) or tokenizer.decode([number]) for number in numbers)
+            for numbers in (text[0].tolist(), found[0].tolist(), target[0].tolist())
+        ]
+        return f"{said[0]}\nfilled in: {said[1]}\nwas:       {said[2]}"
+
+
+def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
+    """The longest text that a model has room for. Raises ConfigError where there is none, or too few sentinels."""
+    assert isinstance(model, Seq2SeqConfig)
+    ended = int(tokenizer.end is not None)
+    for text in range(2 * model.sequence, 1, -1):
+        found = Sizes.of(text)
+        source, target = text - found.noise + found.spans, found.noise + found.spans
+        if source + ended <= model.sequence and target + ended <= model.decoder_sequence:
+            break
+    else:
+        raise ConfigError(
+            f"model.sequence {model.sequence} and model.decoder_sequence {model.decoder_sequence} have no room for a "
+            "text with a gap; make them larger."
+        )
+    if found.spans > len(tokenizer.sentinels):
+        raise ConfigError(
+            f"Samples of model.sequence {model.sequence} have {found.spans} gaps, but the tokenizer {tokenizer.name} "
+            f"has {len(tokenizer.sentinels)} sentinels; choose another with data.tokenizer, a shorter sequence, or "
+            "another task."
+        )
+    return found
+
+
+class PrepareSpans:
+    """Makes batches of texts (B, L)."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self.seed, self.start, self.end = seed, start_of(tokenizer), tokenizer.end
+        self._sentinels = np.array(tokenizer.sentinels, np.int64)
+
+    def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
+        source, target = self.corrupt(host.samples.numpy(), host.positions)
+        return TextBatch(
+            inputs=(
+                on_device(source, device),
+                on_device(shifted(target, self.start), device),
+                None,
+                on_device(target, device),
+            ),
+            ids=host.ids,
+            tokens=source.size + target.size,
+            count=counted(target, device),
+        )
+
+    def corrupt(self, texts: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, Tokens]:
+        """Sources and targets of texts (B, L), each of one length."""
+        samples, length = texts.shape
+        sizes = Sizes.of(length)
+        chance = uniforms(self.seed, MASK, counters=positions, columns=length)
+        kept = _parts(length - sizes.noise, sizes.spans, chance[:, : length - sizes.noise])
+        gone = _parts(sizes.noise, sizes.spans, chance[:, length - sizes.noise :])
+        # What stays and what goes take turns; a text begins with what stays.
+        turns = np.stack([kept, gone], axis=2).reshape(samples, -1)
+        begins = np.concatenate([np.zeros((samples, 1), np.int64), turns.cumsum(axis=1)[:, :-1]], axis=1)
+        first = np.zeros((samples, length), bool)
+        np.put_along_axis(first, begins, True, 1)
+        turn = first.cumsum(axis=1) - 1  # (B, L)
+        noise = turn % 2 == 1
+        sentinels = self._sentinels[turn // 2]
+        return self._without(noise, first, sentinels, texts), self._without(~noise, first, sentinels, texts)
+
+    def _without(
+        self, gone: NDArray[np.bool_], first: NDArray[np.bool_], sentinels: Tokens, texts: Tokens
+    ) -> Tokens:
+        """Texts (B, L) with a sentinel for each stretch of what is gone, and with their end."""
+        found = np.where(gone, sentinels, texts)[~gone | first].reshape(len(texts), -1)
+        if self.end is None:
+            return found
+        return np.concatenate([found, np.full((len(texts), 1), self.end, found.dtype)], axis=1)
+
+
+def _parts(total: int, count: int, chance: NDArray[np.float32]) -> NDArray[np.int64]:
+    """`total` cut into `count` parts of at least 1, by chance (B, total): (B, count)."""
+    cuts = np.sort(np.argsort(chance[:, : total - 1], axis=1, kind="stable")[:, : count - 1], axis=1) + 1
+    edges = np.concatenate(
+        [np.zeros((len(chance), 1), np.int64), cuts, np.full((len(chance), 1), total)], axis=1
+    )
+    return np.diff(edges, axis=1)

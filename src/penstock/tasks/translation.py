@@ -1,0 +1,166 @@
+"""Translation: a text in one form to the text in another (Vaswani et al., NeurIPS 2017, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import ModelConfig, Seq2SeqConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.tasks import scores
+from penstock.tasks.generate import sharded, translate
+from penstock.tasks.task import Prepare, plain
+from penstock.tasks.text import (
+    IGNORED,
+    TextBatch,
+    WordTask,
+    counted,
+    first_samples,
+    on_device,
+    rounded,
+    shifted,
+    start_of,
+    tokenizer_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+SHOWN = 3
+
+
+class Translation(WordTask):
+    """Mean cross entropy of the target's tokens, with `recipe.augment.label_smoothing` in training.
+
+    In an evaluation each source is translated besides, token by token without a search. Metrics, besides those of the
+    loss: `exact_match` is the share of translations that equal the reference; `chrf` and, with the package sacrebleu,
+    `bleu` are of the whole split, in [0, 100].
+    """
+
+    unit = "sentences"
+
+    def __init__(self, init_from: str | None = None) -> None:
+        super().__init__(init_from)
+        self._tokenizer: Tokenizer | None = None
+        self._bleu = scores.has_bleu()
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.rows import open_rows
+
+        assert isinstance(model, Seq2SeqConfig)
+        return open_rows(
+            data, tokenizer, split, form="translation", length=model.sequence,
+            target_length=model.decoder_sequence,
+        )  # fmt: skip
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        self._tokenizer = tokenizer_of(source)
+        return PrepareTranslation(self._tokenizer, 0.0 if augment is None else augment.label_smoothing)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        """One source, and a target as long as any, which says how many steps others take."""
+        assert isinstance(model, Seq2SeqConfig)
+        source = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        return source, source.expand(1, model.decoder_sequence), torch.ones_like(source[0])
+
+    def assess(self, model: nn.Module, batch: TextBatch) -> Tensor:
+        assert self._tokenizer is not None  # `prepare` made the batch
+        sums = self.tally(model(*batch.inputs), batch)
+        said = self._texts(self._translated(model, batch))
+        meant = self._texts(batch.inputs[3])
+        more = np.zeros(len(self._more("", "")))
+        for one, other in zip(said, meant, strict=True):
+            more += self._more(one, other)
+        return torch.cat([sums, torch.from_numpy(more).to(sums)])
+
+    def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:
+        model(*blank)
+        if sharded(model):
+            source, target, lengths = blank
+            translate(model, source, lengths, start=0, end=None, steps=target.shape[1])
+
+    def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
+        """Each half as long again as its reference at the most; ranks that share weights take all steps together."""
+        assert self._tokenizer is not None
+        source, _, lengths, targets = batch.inputs[:4]
+        limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
+        steps = batch.most if sharded(model) else min(batch.most, int(limits.max()))
+        start, end = start_of(self._tokenizer), self._tokenizer.end
+        found = translate(model, source, lengths, start=start, end=end, steps=steps)
+        return found.where(torch.arange(steps, device=found.device) < limits[:, None], IGNORED)
+
+    def _texts(self, tokens: Tensor) -> list[str]:
+        """Texts of tokens (B, N) up to their end."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return [tokenizer.decode(_until(row, tokenizer.end)) for row in tokens.tolist()]
+
+    def _more(self, said: str, meant: str) -> list[int]:
+        found = [int(said == meant), *scores.chrf_sums(said, meant)]
+        return [*found, *scores.bleu_sums(said, meant)] if self._bleu else found
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        found = super().metrics(samples, sums)
+        exact, *rest = sums[3:]
+        found |= {"exact_match": exact / samples, "chrf": scores.chrf(rest[: scores.CHRF_SUMS])}
+        if len(rest) > scores.CHRF_SUMS:
+            found["bleu"] = scores.bleu(rest[scores.CHRF_SUMS :])
+        return found
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        said = [f"exact {plain(metrics['exact_match'], '.2%')}", f"chrF {plain(metrics['chrf'], '.1f')}"]
+        if "bleu" in metrics:
+            said.append(f"BLEU {plain(metrics['bleu'], '.1f')}")
+        return "  ".join([*said, super().describe(metrics)])
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first sources with their translations, each beside its reference."""
+        self._tokenizer = tokenizer_of(source)
+        batch = PrepareTranslation(self._tokenizer, 0.0)(first_samples(source, SHOWN), device)
+        columns = (batch.inputs[0], self._translated(model, batch), batch.inputs[3])
+        lines = zip(*map(self._texts, columns), strict=True)
+        return "\n".join(f"{one} → {two} (reference: {three})" for one, two, three in lines)
+
+
+def _until(row: list[int], end: int | None) -> list[int]:
+    """Numbers before the first `end`, or before padding among targets."""
+    stops = [row.index(stop) for stop in (end, IGNORED) if stop in row]
+    return row[: min(stops)] if stops else row
+
+
+class PrepareTranslation:
+    """Makes batches of sources and targets, each cut to the longest of the batch."""
+
+    def __init__(self, tokenizer: Tokenizer, smoothing: float) -> None:
+        self.start, self.smoothing = start_of(tokenizer), smoothing
+
+    def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
+        fields = {name: value.numpy() for name, value in host.samples.items()}
+        source, target = fields["source"], fields["target"]
+        lengths, ends = fields["source_length"], fields["target_length"]
+        most = target.shape[1]
+        source = source[:, : rounded(int(lengths.max()), source.shape[1])]
+        target = target[:, : rounded(int(ends.max()), most)]
+        targets = np.where(np.arange(target.shape[1]) < ends[:, None], target, IGNORED)
+        return TextBatch(
+            inputs=(
+                on_device(source, device),
+                on_device(shifted(target, self.start), device),
+                on_device(lengths, device),
+                on_device(targets, device),
+                None,
+                self.smoothing,
+            ),
+            ids=host.ids,
+            tokens=int(lengths.sum() + ends.sum()),
+            count=counted(targets, device),
+            most=most,
+        )

@@ -28,6 +28,7 @@ LICENCES = {
     "mdurl": "MIT",
     "mergedeep": "MIT",
     "mpmath": "BSD-3-Clause",
+    "lxml": "BSD-3-Clause",
     "num2words": "LGPL-2.1",
     "numpy": "BSD-3-Clause",
     "opencv-python-headless": "Apache-2.0; its wheel bundles FFmpeg (LGPL-2.1)",

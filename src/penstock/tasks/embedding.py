@@ -122,7 +122,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(every)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous()
         distributed.all_reduce(gradient)
         return gradient.chunk(distributed.get_world_size())[distributed.get_rank()]

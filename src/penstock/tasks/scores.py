@@ -111,7 +111,7 @@ def chrf(sums: Sequence[float]) -> float:
     precision, recall = (sum(values) / len(both) for values in zip(*both, strict=True))
     if not precision + recall:
         return 0.0
-    return 100 * (1 + _BETA**2) * precision * recall / (_BETA**2 * precision + recall)
+    return float(100 * (1 + _BETA**2) * precision * recall / (_BETA**2 * precision + recall))
 
 
 def has_bleu() -> bool:

@@ -1,0 +1,80 @@
+"""Tasks whose ranks must meet: negatives of all ranks, and evaluations that generate with sharded weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.spawn import spawn
+from helpers.texts import Rows
+from penstock.build import build
+from penstock.config.model import EncoderConfig, Seq2SeqConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.config.stack import Stack
+from penstock.data import Loader
+from penstock.parallel import ALONE, dims_of
+from penstock.tasks import Embedding, Task, Translation
+from penstock.train.evaluate import evaluate
+
+SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "qkv_bias": False}
+ENCODER = EncoderConfig(vocabulary=64, sequence=12, head="none", **SIZES)
+SEQ2SEQ = Seq2SeqConfig(
+    vocabulary=64, sequence=12, decoder_sequence=12, encoder=Stack(**SIZES), decoder=Stack(**SIZES)
+)
+FIRST = [f"{i} {i % 5}" for i in range(22)]
+SECOND = [f"{i}b{i % 3}" for i in range(22)]
+
+
+def _train(task: Task, model: Any, source: Rows, line: str) -> dict[str, float]:
+    plan = Plan.parse(line)
+    dims = dims_of(plan, "cpu") if plan.dp > 1 else ALONE
+    recipe = Recipe(lr=1e-3, eps=1e-4)
+    built = build(model, plan, recipe=recipe, loss=task, dims=dims)
+    where = {"rank": dims.data_rank, "world": dims.data_world, "seed": 1}
+    losses = []
+    with Loader(source, task.prepare(source, model), batch=plan.micro_batch, **where) as batches:
+        for _ in range(3):
+            loss = built.step([next(batches) for _ in range(plan.accumulate)]).loss.clone()
+            if plan.dp > 1:
+                torch.distributed.all_reduce(loss)
+            losses.append(float(loss) / plan.dp)
+    # Of 22 pairs, so that one rank has a batch more than the other.
+    loader = Loader(source, task.prepare(source, model), batch=4, endless=False, **where)
+    blank = task.blank(model, torch.device("cpu"))
+    with loader, built.inference():
+        rounds = -(-len(source) // (4 * dims.data_world))
+        found = evaluate(task, built.model, loader, dims=dims, rounds=rounds, blank=blank)
+        task.sample(built.model, source, torch.device("cpu"))
+    return {**found.metrics, **{f"step {i}": loss for i, loss in enumerate(losses)}}
+
+
+def embed(line: str) -> dict[str, float]:
+    return _train(Embedding(), ENCODER, Rows({"first": (FIRST, 12), "second": (SECOND, 12)}), line)
+
+
+def translate(line: str) -> dict[str, float]:
+    source = Rows({"source": (FIRST, 12), "target": (SECOND, 12)}, ended=("source", "target"))
+    return _train(Translation(), replace(SEQ2SEQ), source, line)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_negatives_are_gathered_with_their_gradients(sharding: str) -> None:
+    found = spawn(embed, 2, f"micro_batch=4 dp=2 sharding={sharding}")
+    expected = embed("micro_batch=8")
+    for rank in found:
+        assert rank == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.alone
+def test_sharded_ranks_translate_together() -> None:
+    found = spawn(translate, 2, "micro_batch=4 dp=2 sharding=fsdp")
+    assert found[0] == found[1]
+    expected = translate("micro_batch=4 accumulate=2")
+    # Each rank takes the mean over its own targets, of which there are not always as many.
+    assert found[0] == pytest.approx(expected, rel=0.02, abs=1.0)
+    assert found[0]["step 0"] == pytest.approx(expected["step 0"], rel=1e-5)

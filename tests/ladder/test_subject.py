@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.ladder.factory import load_factory
-from penstock.ladder.rung import Setting
+from penstock.ladder.rung import Setting, all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured, Own
 
@@ -169,3 +170,35 @@ def test_attention_of_any_model_that_calls_torchs_can_be_switched() -> None:
         for setting in (subject.first, plain)
     ]
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_text_climbs_at_its_models_task_with_its_own_vocabulary(batch: int | None) -> None:
+    model = PRESETS["gpt-tiny"]
+    subject = Configured(LadderConfig(model=model, batch=batch), DEVICE)
+    assert subject.first.model == model
+    assert subject.first.plan.micro_batch == batch or 1024 // 128
+    seen = next(subject.batches(subject.first, 0))
+    again = next(subject.batches(subject.first, 0))
+    tokens = seen.inputs[0]
+    assert tokens.shape == (subject.first.plan.micro_batch, 128)
+    assert torch.equal(tokens, again.inputs[0])
+    assert subject.workload(subject.first).tokens == 128
+    built = subject.build(replace(subject.first, plan=replace(subject.first.plan, loss="chunked")), 0)
+    assert float(built.step([seen]).loss) == pytest.approx(math.log(model.vocabulary), rel=0.1)
+
+
+def test_rungs_of_text_say_where_they_do_not_apply() -> None:
+    rungs = {rung.name: rung for rung in all_rungs()}
+    text = Configured(LadderConfig(model=PRESETS["gpt-tiny"], batch=1), DEVICE)
+    here = text.situation(CPU)
+    assert rungs["loss-chunked"].refusal(text.first, here) is None
+    assert "no token of its batches is padding" in str(rungs["padding"].refusal(text.first, here))
+    padded = replace(here, padding_share=0.3)
+    assert "does not have" in str(rungs["padding"].refusal(text.first, padded))
+    bert = Setting(model=PRESETS["bert-tiny"], plan=Plan())
+    assert rungs["padding"].refusal(bert, padded) is None
+    assert "reads text" in str(rungs["classifier"].refusal(text.first, here))
+    own = _own()
+    for name in ("loss-chunked", "padding"):
+        assert "the model" in str(rungs[name].refusal(own.first, own.situation(CPU)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,3 +101,43 @@ def test_rms_norms_are_one_kernel_on_a_gpu_of_today(device: str, software: Softw
         rows, width = 128, 128
         assert norm.read == norm.written == rows * width * 2
         assert norm.kept == rows * width * 2 + rows * 4  # what it was given, and one statistic of each row
+
+
+def test_a_loss_in_chunks_keeps_no_logits() -> None:
+    model = PRESETS["gpt2"]
+    whole, chunked = (
+        describe(model, Plan(micro_batch=2, loss=loss), "cpu")  # type: ignore[arg-type]
+        for loss in ("whole", "chunked")
+    )
+    assert whole.model_flops == chunked.model_flops
+    logits = 2 * 1024 * model.vocabulary * 4  # type: ignore[union-attr]
+    table = model.width * model.vocabulary * 4  # type: ignore[union-attr]
+    found = [held(work, Plan(micro_batch=2)).exit for work in (whole, chunked)]
+    assert found[0] - found[1] == pytest.approx(logits - table, rel=0.01)
+
+
+def test_padding_left_out_and_words_not_asked_for_are_not_computed() -> None:
+    model, plan = PRESETS["bert-base"], Plan(micro_batch=4, padding="remove")
+    whole, part = describe(model, plan, "cpu"), describe(model, plan, "cpu", real=0.5)
+    mlp = [next(op for op in work.blocks[0].forward if op.name == "mlp.up") for work in (whole, part)]
+    assert mlp[1].flops == mlp[0].flops / 2
+    core = [
+        next(op for op in work.blocks[0].forward if op.name == "attention.scores") for work in (whole, part)
+    ]
+    assert core[1].flops == core[0].flops
+    kept = describe(model, replace(plan, padding="keep"), "cpu", real=0.5)
+    assert kept.model_flops == whole.model_flops
+    masked = describe(model, plan, "cpu", words=0.15)
+    head = [next(op for op in work.parts[-1].forward if op.name == "head") for work in (whole, masked)]
+    assert head[1].flops == pytest.approx(0.15 * head[0].flops)
+
+
+def test_attention_in_blocks_is_priced_for_the_keys_that_it_sees() -> None:
+    long = replace(PRESETS["gpt2"], sequence=1024, dropout=0.0)  # type: ignore[call-arg]
+    plain = describe(long, Plan(attention="plain"), "cpu").blocks[0]
+    scores = next(op for op in plain.forward if op.name == "attention.scores")
+    assert scores.window == (1024 + 128) // 2
+    near = describe(replace(long, window=100), Plan(), "cpu").blocks[0]  # type: ignore[call-arg]
+    assert next(op for op in near.forward if op.name == "attention").window == 99 + 99
+    wide = describe(replace(long, window=600), Plan(), "cpu").blocks[0]  # type: ignore[call-arg]
+    assert next(op for op in wide.forward if op.name == "attention").window == 0

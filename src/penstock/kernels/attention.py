@@ -121,10 +121,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) -> Tensor:
     """Two matrix products and a softmax: the reference that every other form is tested against.
 
-    Long causal attention is computed in blocks of queries, none of which looks at later keys.
+    Long causal attention is computed in blocks of queries on a CPU, none of which looks at later keys.
     """
     tokens = q.shape[-2]
-    if not scores.causal or tokens < 2 * CAUSAL_BLOCK or tokens != k.shape[-2]:
+    if q.is_cuda or not scores.causal or tokens < 2 * CAUSAL_BLOCK or tokens != k.shape[-2]:
         return _composed(q, k, v, scores)
     parts = []
     for start in range(0, tokens, CAUSAL_BLOCK):

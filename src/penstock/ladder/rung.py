@@ -44,6 +44,12 @@ class Situation:
     """Attention backends the model can be switched to."""
     token_orders: tuple[str, ...] = ("batch_first",)
     """Layouts the model can be switched to."""
+    losses: tuple[str, ...] = ("whole",)
+    """Forms of the loss over a vocabulary that the model can be switched to."""
+    paddings: tuple[str, ...] = ("keep",)
+    """What it can do with padding."""
+    padding_share: float = 0.0
+    """How much of a batch's tokens is padding."""
     procs: int = 1
     """Processes that rungs of several may start."""
 
@@ -115,7 +121,8 @@ def vision_only(setting: Setting) -> str | None:
     """The obstacle of a rung that rebuilds our Vision Transformer, or None."""
     if isinstance(setting.model, ViTConfig):
         return None
-    return "it changes a Vision Transformer of Penstock's, and this model is your own"
+    whose = "is your own" if setting.model is None else "reads text"
+    return f"it changes a Vision Transformer of Penstock's, and this model {whose}"
 
 
 _RUNGS: dict[str, Rung] = {}

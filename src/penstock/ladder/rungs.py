@@ -73,6 +73,14 @@ def _compiled(region: str, place: int, why: str) -> Rung:
     )
 
 
+def _without_padding(setting: Setting, situation: Situation) -> str | None:
+    if "remove" not in situation.paddings:
+        return "the model computes all tokens that it is given"
+    if not situation.padding_share:
+        return "no token of its batches is padding"
+    return None
+
+
 def _batch(factor: int, place: int) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if not situation.splittable:
@@ -222,6 +230,28 @@ for _rung in (
         "efficient", 620, "Pins the memory-efficient kernel of torch, which keeps no scores in memory."
     ),
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
+    Rung(
+        name="loss-chunked",
+        place=650,
+        title="loss in chunks",
+        why="Logits over a vocabulary are made for some tokens at a time, with their gradients, so that they never lie "
+        "in memory all together.",
+        apply=plan(loss="chunked"),
+        obstacle=lambda setting, situation: (
+            None
+            if "chunked" in situation.losses
+            else "the model does not make its loss over a vocabulary itself"
+        ),
+        results="rounding",
+    ),
+    Rung(
+        name="padding",
+        place=660,
+        title="padding left out",
+        why="An encoder computes tokens that are there, and no padding, in all but attention.",
+        apply=plan(padding="remove"),
+        obstacle=_without_padding,
+    ),
     _compiled(
         "blocks",
         700,

@@ -35,9 +35,10 @@ class LadderConfig(Checked):
     factory: FunctionPath | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
     batch: Count | None = None
-    """Samples per step of the baseline; none is 8 on a CPU and 64 on a GPU. A factory's batch is taken as it is."""
+    """Samples per step of the baseline; none is 8 images on a CPU and 64 on a GPU, or 1,024 and 32,768 tokens of text.
+    A factory's batch is taken as it is."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Images of the loss runs: `digits`, `imagefolder:PATH` or `pack:PATH`."""
+    """What batches are made of, as in `penstock train`; `auto` is what is embedded for the model's task."""
     rungs: tuple[str, ...] = ()
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()

@@ -6,9 +6,11 @@ in the same order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
-from penstock.config.model import option_words, title
-from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
+from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
 from penstock.config.run import DataConfig, Recipe
 from penstock.containers import replaced
 from penstock.data import Loader
@@ -28,14 +30,20 @@ from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
+from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
 from penstock.tasks import Loss, task_of
+from penstock.tasks.task import Fullness
+from penstock.tasks.text import tokenizer_of
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Samples per step of the baseline, where nobody says."""
+
+
+BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
+"""The same of text, in tokens."""
 
 
 class Subject(ABC):
@@ -62,6 +70,12 @@ class Subject(ABC):
     """Attention backends that its model can be switched to."""
     token_orders: tuple[str, ...] = ("batch_first", "batch_second")
     """Orders of tokens that its model can be switched to."""
+    losses: tuple[str, ...] = get_args(LossForm)
+    """Forms of the loss over a vocabulary that its model can be switched to."""
+    paddings: tuple[str, ...] = get_args(Padding)
+    """What its model can do with padding."""
+    padding_share = 0.0
+    """How much of a batch's tokens is padding."""
 
     def situation(self, machine: Machine) -> Situation:
         """What rungs may ask about."""
@@ -71,6 +85,9 @@ class Subject(ABC):
             splittable=self.splittable,
             attention=self.attention,
             token_orders=self.token_orders,
+            losses=self.losses,
+            paddings=self.paddings,
+            padding_share=self.padding_share,
             procs=self.procs,
         )
 
@@ -111,13 +128,14 @@ class Configured(Subject):
         self.device = device
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
-        batch = config.batch if config.batch is not None else BATCH[device.type]
         self._task = task_of(config.model)
-        self._model = config.model
+        self._source = self._task.open(config.data, config.model, "train")
+        self._model = self._fitted(config.model)
+        batch = config.batch if config.batch is not None else _usual_batch(self._model, device)
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
-        self._source = self._task.open(config.data, config.model, "train")
         self.data = config.data.source
+        self.padding_share = 1.0 - self._fullness(self._model, batch).real
         self._starts: dict[int, dict[str, Tensor]] = {}
 
     def build(self, setting: Setting, seed: int) -> Built:
@@ -144,7 +162,8 @@ class Configured(Subject):
 
     def workload(self, setting: Setting) -> Workload:
         assert setting.model is not None
-        return describe(setting.model, setting.plan, self.device.type)
+        model, real, words = self._fullness(setting.model, setting.plan.micro_batch)
+        return describe(model, setting.plan, self.device.type, real=real, words=words)
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None
@@ -154,6 +173,23 @@ class Configured(Subject):
         if self.data != DataConfig().source:
             words.append(f"--data {self.data}")
         return " ".join(words)
+
+    def _fitted(self, model: ModelConfig) -> ModelConfig:
+        """The model with what follows from the data, but with its own vocabulary if that has room for all tokens: its
+        size is a great part of what a step costs. How many classes images have is no matter of speed.
+        """
+        if isinstance(model, ViTConfig):
+            return model
+        words = not isinstance(model, EncoderConfig) or model.head == "words"
+        if words and tokenizer_of(self._source).size <= model.vocabulary:
+            return model
+        fitted = self._task.fit(model, self._source)
+        assert not isinstance(fitted, ViTConfig)
+        return replace(fitted, vocabulary=max(model.vocabulary, fitted.vocabulary))
+
+    @functools.cache  # noqa: B019 (a subject lives as long as its climb)
+    def _fullness(self, model: ModelConfig, batch: int) -> Fullness:
+        return self._task.fullness(self._source, model, batch)
 
     def _start(self, seed: int) -> dict[str, Tensor]:
         """The baseline's first weights, which every rung starts from as far as its shapes allow."""
@@ -187,6 +223,8 @@ class Own(Subject):
         self.token_orders = tuple(
             name for name in self.token_orders if _accepts(set_token_order, model, name)
         )
+        self.losses = tuple(name for name in self.losses if _accepts(set_loss, model, name))
+        self.paddings = tuple(name for name in self.paddings if _accepts(set_padding, model, name))
         self._traces: dict[int, Workload] = {}
 
     def build(self, setting: Setting, seed: int) -> Built:
@@ -238,6 +276,13 @@ class Own(Subject):
             return torch.cat([leaf] * times) if grows else leaf
 
         return replaced(self._batch, move)
+
+
+def _usual_batch(model: ModelConfig, device: torch.device) -> int:
+    """Samples of the baseline where nobody says."""
+    if isinstance(model, ViTConfig):
+        return BATCH[device.type]
+    return max(1, BATCH_TOKENS[device.type] // model.tokens)
 
 
 def _blocks_in(model: nn.Module) -> int:

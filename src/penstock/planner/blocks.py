@@ -20,18 +20,20 @@ ROTARY_EAGER_BYTES = 8
 def list_block(to: Lister, block: Block) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
-    rows, d = t.samples * block.tokens / t.cp, stack.width
+    whole, d = t.samples * block.tokens / t.cp, stack.width
+    rows = whole if block.causal else whole * t.real
     stream_rows = rows / (t.tp if t.sp else 1)
 
     def norm(name: str) -> None:
         to.norm(name, stream_rows, d, rms=stack.norm == "rms", shift=stack.norm_bias)
 
     norm("norm1")
-    _attend(to, block, rows, t.cached + block.tokens, "attention", causal=block.causal and not t.cached)
+    seen = t.cached + block.tokens
+    _attend(to, block, whole, seen, "attention", causal=block.causal and not t.cached, computed=rows)
     _branch(to, "branch1", block, stream_rows)
     if block.cross:
         norm("cross_norm")
-        _attend(to, block, rows, block.cross, "attention.cross")
+        _attend(to, block, rows, block.cross, "attention.cross", computed=rows)
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
         norm("norm2")
@@ -72,13 +74,15 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
         to.add(Op("sum", "allreduce", read=moved, axis="tensor"))
 
 
-def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, causal: bool = False) -> None:
-    """Attention of `rows` over `seen` tokens of each sample, with its projections."""
+def _attend(
+    to: Lister, block: Block, rows: float, seen: int, name: str, *, causal: bool = False, computed: float
+) -> None:
+    """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d, f, cross = stack.width, stack.head_width, name.endswith("cross")
     heads, kv_heads = max(1, stack.heads // t.tp), max(1, stack.kv // t.tp)
     a, kv = heads * f, kv_heads * f
-    before_split(to, rows, d)
+    before_split(to, computed, d)
     if cross:
         others = max(1.0, t.samples * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
@@ -86,7 +90,9 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
         to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=0.0)
     else:
         others = rows + t.samples * t.cached
-        to.gemm(f"{name}.qkv", rows, a + 2 * kv, d, bias=stack.qkv_bias)
+        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias)
+        if computed < rows:
+            to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
     # The gradients of queries, keys and values become one of the packed projection.
     to.behind(
@@ -119,7 +125,7 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
     window = 0 if cross or block.window >= seen else block.window
-    if t.host or t.form != "fused":
+    if t.host:
         window = _keys_in_blocks(block.window if window else 0, seen, causal=causal, plain=t.form == "plain")
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
@@ -138,12 +144,14 @@ def _attend(to: Lister, block: Block, rows: float, seen: int, name: str, *, caus
         # are fp32 in place.
         values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
         _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values)
-    to.gemm(f"{name}.out", rows, d, a, bias=stack.bias, group="attention")
-    _after_split(to, rows, d)
+    if computed < rows:
+        to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
+    to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention")
+    _after_split(to, computed, d)
 
 
 def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> int:
-    """Keys that a query of ours is compared with on average, where queries are taken in blocks; 0 is all."""
+    """Keys that a query is compared with on average on a CPU, where queries are taken in blocks; 0 is all."""
     if window:
         around = window - 1 if causal else 2 * (window // 2)
         seen = around + max(window - 1 if causal else window // 2, WINDOW_BLOCK)

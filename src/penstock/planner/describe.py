@@ -18,8 +18,20 @@ from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
 
 
-def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK) -> Workload:
-    """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together."""
+def describe(
+    model: ModelConfig,
+    plan: Plan,
+    device: str = "cuda",
+    software: Software = PENSTOCK,
+    *,
+    real: float = 1.0,
+    words: float = 1.0,
+) -> Workload:
+    """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
+
+    Of a batch of text, `real` is the share of an encoder's tokens that are no padding, `words` the share of tokens
+    whose words the loss asks for.
+    """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
     terms = Terms(
@@ -27,7 +39,8 @@ def describe(model: ModelConfig, plan: Plan, device: str = "cuda", software: Sof
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
-        norms_apart=software.norms_apart, gathers_keys=plan.cp_exchange == "gather",
+        norms_apart=software.norms_apart, chunked=plan.loss == "chunked", words=words,
+        real=real if plan.padding == "remove" else 1.0, gathers_keys=plan.cp_exchange == "gather",
     )  # fmt: skip
     return described(model, terms)
 
@@ -190,6 +203,7 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         if model.head == "classes":
             _pooled(to, model)
         return
+    rows *= t.words
     if isinstance(model, EncoderConfig):
         # The head of masked language models: a dense layer, its activation and a norm.
         learned = -(-d * (d + last.bias) // t.tp)
@@ -206,7 +220,7 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         "head", rows, columns, d, bias=biased, fp8=False, group="output",
         learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
     )  # fmt: skip
-    _loss(to, rows, columns)
+    _loss(to, rows, d, columns)
 
 
 def _pooled(to: Lister, model: EncoderConfig) -> None:
@@ -224,11 +238,16 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
     to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
 
 
-def _loss(to: Lister, rows: float, columns: int) -> None:
+def _loss(to: Lister, rows: float, width: int, columns: int) -> None:
     """Cross-entropy: a cast to fp32, log-softmax, its gradient and the cast back, each an operator of its own unless
     the whole model is compiled."""
     t, size, c = to.terms, rows * columns, to.terms.product
-    if t.whole:
+    if t.chunked:
+        # All of it in the forward pass, which keeps the gradients: those of its inputs in their place, those of the
+        # table of words in fp32.
+        to.move("loss.chunks", size, (2 * c + 12, 12 + c), (0, 0), kind="softmax", kept=width * columns * 4.0,
+                group="output")  # fmt: skip
+    elif t.whole:
         cast = c + (2 if c == 2 else 0)
         to.move("loss", size, (2 * c, 0), (c, cast), kind="softmax", kept=size * c, group="output")
     else:

@@ -56,6 +56,12 @@ class Terms(NamedTuple):
     """The same of a number of the cache."""
     softmax_apart: bool = False
     """Whether the softmax of scores is computed in fp32, as single operators, even where other operators are fused."""
+    chunked: bool = False
+    """Whether the loss over a vocabulary is made of some tokens at a time."""
+    real: float = 1.0
+    """Share of an encoder's tokens that are computed."""
+    words: float = 1.0
+    """Share of tokens of which words are asked for."""
     norms_apart: bool = False
     """Whether a GPU has no kernel for RMSNorm either."""
 

@@ -104,15 +104,23 @@ def room(machine: Machine) -> float:
     return MARGIN * machine.memory_bytes - (CONTEXT_BYTES if machine.device == "cuda" else 0.0)
 
 
-def predict(model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK) -> Prediction:
+def predict(
+    model: ModelConfig,
+    machine: Machine,
+    plan: Plan,
+    software: Software = PENSTOCK,
+    *,
+    real: float = 1.0,
+    words: float = 1.0,
+) -> Prediction:
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    `software` says what is not as in Penstock's own training.
+    `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like: see `describe`.
 
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
     _refuse(model, machine, plan)
-    work = describe(model, plan, machine.device, software)
+    work = describe(model, plan, machine.device, software, real=real, words=words)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
 

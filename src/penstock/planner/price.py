@@ -38,7 +38,6 @@ def seconds(op: Op, rates: Rates) -> float:
         by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
         computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows)
         if op.kind == "bmm":
-            computed *= _seen(op)
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
     if op.kind == "attention":
@@ -90,18 +89,14 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     )
 
 
-def _seen(op: Op) -> float:
-    """The share of all keys that a query is compared with in a product of scores."""
-    return op.window / max(op.m, op.n, op.k) if op.window else 1.0
-
-
 def _host_seconds(op: Op, rates: Rates) -> float:
     """Seconds of one operator on a CPU."""
     moved = (op.read + op.written) / rates.memory
     backward = "" if op.forward else "_backward"
     if op.kind in MATRIX:
         measured = None
-        share = _seen(op) if op.kind == "bmm" else 1.0
+        # A product of scores in blocks of queries, which look at some of the keys.
+        share = op.window / max(op.m, op.n, op.k) if op.window else 1.0
         if op.kind == "bmm":
             features, _, tokens = sorted((op.m, op.n, op.k))
             measured = rates.kernel(f"bmm{backward}", tokens, features) or rates.kernel(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ Loss = Callable[[nn.Module, Any], Tensor]
 is one; so is a function of the user's own."""
 Prepare = Callable[[Any, torch.device], Any]
 """Makes of what a source has read (`penstock.data.loader.HostBatch`) the batch on the device. Waits for nothing."""
+
+
+class Fullness(NamedTuple):
+    """What batches of a source are like."""
+
+    model: ModelConfig
+    """The model with samples as long as they are on average, padding included."""
+    real: float = 1.0
+    """Share of an encoder's tokens that are no padding."""
+    words: float = 1.0
+    """Share of tokens whose words the loss asks for."""
 
 
 class Task(ABC):
@@ -53,6 +64,10 @@ class Task(ABC):
     @abstractmethod
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         """Arguments of the model for one sample of nothing, for a rank that must take part without samples."""
+
+    def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
+        """What batches of so many samples are like, for predictions."""
+        return Fullness(model)
 
     # -- training
 

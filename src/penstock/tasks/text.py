@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.run import DataConfig
 from penstock.config.trainable import require_trainable
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
-from penstock.tasks.task import Task, plain
+from penstock.tasks.task import Fullness, Task, plain
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -37,6 +37,8 @@ VOCABULARY_MULTIPLE = 8
 """Rows of logits then start at a multiple of 16 bytes in half precision, which matrix units ask for."""
 MOST_NATS = 80.0
 """A loss beyond it is told as the perplexity of this one: e⁸⁰ still fits fp32."""
+DRAWN = 64
+"""Batches of which it is asked how long they are."""
 IGNORED = -100
 
 
@@ -70,6 +72,8 @@ class TextTask(Task):
 
     unit = "sequences"
     size_setting = "model.sequence"
+    asked_words = 1.0
+    """Share of tokens whose words the loss asks for."""
 
     def __init__(self, init_from: str | None = None) -> None:
         self.init_from = init_from
@@ -107,6 +111,21 @@ class TextTask(Task):
                 "model.vocabulary is set to %d, which the tokenizer %s needs.", wanted, tokenizer.name
             )
         return replace(model, vocabulary=wanted)
+
+    def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
+        """Batches are cut to their longest sample: on average over some that are drawn by chance."""
+        assert not isinstance(model, ViTConfig)
+        if source.lengths is None:
+            return Fullness(model, words=self.asked_words)
+        drawn = source.lengths[np.random.default_rng(0).integers(len(source.lengths), size=(DRAWN, batch))]
+        padded = float(np.mean([rounded(int(longest), model.tokens) for longest in drawn.max(axis=1)]))
+        sequence = max(1, round(padded))
+        changes: dict[str, Any] = {"sequence": sequence, "max_positions": model.max_positions or model.tokens}
+        if isinstance(model, Seq2SeqConfig):
+            changes["decoder_sequence"] = max(1, round(model.decoder_sequence * sequence / model.sequence))
+        return Fullness(
+            replace(model, **changes), real=min(1.0, float(drawn.mean()) / sequence), words=self.asked_words
+        )
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         return (torch.zeros(1, 1, dtype=torch.int64, device=device),)

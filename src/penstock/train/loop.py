@@ -153,7 +153,8 @@ class _Run:
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
-        self.prediction = predict(config.model, self.machine, config.plan)
+        model, real, words = self.task.fullness(train_source, config.model, config.plan.micro_batch)
+        self.prediction = predict(model, self.machine, config.plan, real=real, words=words)
 
         # Where it starts from.
         stored = find_checkpoint(config, dims, resume=resume)

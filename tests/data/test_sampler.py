@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.sampler import Stream, permutation
+from penstock.data.sampler import Stream, padding_share, permutation
 
 sizes = st.integers(1, 40)
 
@@ -54,3 +54,65 @@ def test_shuffling_is_unbiased() -> None:
 def test_a_stream_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Stream(0, 0)
+
+
+def lengths_of(samples: int) -> np.ndarray:
+    return np.random.default_rng(samples).integers(1, 100, samples).astype(np.int32)
+
+
+@given(samples=sizes, group=st.integers(1, 16), seed=st.integers(0, 9))
+def test_grouping_by_length_loses_and_repeats_nothing(samples: int, group: int, seed: int) -> None:
+    stream = Stream(samples, seed, lengths_of(samples), group)
+    ids = stream.ids(0, 5 * samples).reshape(5, samples)
+    for epoch in ids:
+        assert sorted(epoch.tolist()) == list(range(samples))
+
+
+def test_the_grouped_order_is_pinned() -> None:
+    stream = Stream(10, 3, np.arange(10, dtype=np.int32), 4)
+    assert stream.ids(0, 20).tolist() == [
+        4, 3, 0, 2, 9, 8, 5, 7, 6, 1, 9, 1, 0, 3, 2, 4, 5, 8, 7, 6
+    ]  # fmt: skip
+
+
+@given(
+    samples=st.integers(20, 200), batch=st.integers(1, 5), world=st.integers(1, 4), epoch=st.integers(0, 4)
+)
+def test_any_number_of_ranks_reads_the_same_groups(samples: int, batch: int, world: int, epoch: int) -> None:
+    lengths, group = lengths_of(samples), batch * world
+    start = -(-epoch * samples // group) * group
+    alone = Stream(samples, 1, lengths, group).ids(start, start + group)
+    ranks = [
+        Stream(samples, 1, lengths, group).ids(start + r * batch, start + (r + 1) * batch)
+        for r in range(world)
+    ]
+    np.testing.assert_array_equal(np.concatenate(ranks), alone)
+
+
+def test_batches_inside_an_epoch_hold_similar_lengths_wherever_the_epoch_begins() -> None:
+    samples, group = 5003, 8
+    lengths = lengths_of(samples)
+    plain = Stream(samples, 0).ids(0, 3 * samples)
+    by_length = Stream(samples, 0, lengths, group).ids(0, 3 * samples)
+    assert padding_share(lengths[plain], group) > 0.4
+    assert padding_share(lengths[by_length], group) < 0.05
+    assert len({tuple(by_length[epoch * samples :][:64]) for epoch in range(3)}) == 3
+
+
+def test_no_rank_always_gets_the_longest() -> None:
+    samples, group = 4096, 8
+    lengths = np.random.default_rng(0).permutation(samples).astype(np.int32)
+    batches = lengths[Stream(samples, 0, lengths, group).ids(0, samples)].reshape(-1, group)
+    places = batches.argmax(axis=1)
+    assert np.bincount(places, minlength=group).min() > samples / group / group / 2
+
+
+def test_padding_is_what_the_longest_leaves() -> None:
+    assert padding_share(np.array([1, 3, 2], np.int32), 2) == 1 - 6 / 8
+    assert padding_share(np.array([5], np.int32), 4) == 0
+
+
+@pytest.mark.parametrize(("lengths", "group"), [(np.ones(3, np.int32), 4), (np.ones(5, np.int32), 0)])
+def test_grouping_without_its_facts_is_refused(lengths: np.ndarray, group: int) -> None:
+    with pytest.raises(ValueError, match="Grouping needs"):
+        Stream(5, 0, lengths, group)

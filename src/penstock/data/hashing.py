@@ -17,6 +17,7 @@ REPLACE = 2
 SAMPLE = 3
 BATCH = 4
 MASK = 5
+GROUP = 6
 
 
 def _mix(x: Words) -> Words:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.containers import tensors
 from penstock.data.pool import Pool, Reader
-from penstock.data.sampler import Stream
+from penstock.data.sampler import Stream, padding_share
 from penstock.data.source import Source, Tally
 from penstock.errors import ConfigError, DataError
 
@@ -53,7 +53,9 @@ class Loader:
 
     With `endless` (training) it follows the shuffled stream from `position` and never stops. Without
     (evaluation) each `for` loop over it is one pass in order, in which the last batch may be short and a rank
-    may get one batch less. Close it, or use it in a `with`, to end its threads and processes early.
+    may get one batch less. Where the source asks for it (`group_by_length`), the stream brings samples of similar
+    length together in every `group` samples, the global batch of an optimizer step (0: that of one `next`). Close
+    it, or use it in a `with`, to end its threads and processes early.
 
     Raises DataError for unreadable samples, when more than 1 % are bad, and when a reading process dies.
     """
@@ -71,6 +73,7 @@ class Loader:
         world: int = 1,
         position: int = 0,
         endless: bool = True,
+        group: int = 0,
     ) -> None:
         _check(source, batch, workers, rank, world)
         self.source = source
@@ -85,7 +88,9 @@ class Loader:
         """Time the consumer has spent in `next` in total: waiting for data, and on a CPU preparing it."""
         self.tally = Tally(len(source))
         self._prepare = prepare
-        self._stream = Stream(len(source), seed)
+        by_length = endless and source.group_by_length and source.lengths is not None
+        self.group = (group or batch * world) if by_length else 0
+        self._stream = Stream(len(source), seed, source.lengths if by_length else None, self.group)
         self._reader = Pool(source, batch, workers, DEPTH) if workers else Reader(source, batch)
         self._reading: _ReadAhead | None = None
         self._ahead: _Staged | None = None
@@ -112,18 +117,32 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as JSON-able values."""
-        return {"position": self.position, "seed": self.seed, "samples": len(self.source)}
+        state = {"position": self.position, "seed": self.seed, "samples": len(self.source)}
+        return state | ({"group": self.group} if self.group else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. Raises DataError if the data or seed are others than were saved."""
-        for key, now in (("samples", len(self.source)), ("seed", self.seed)):
-            if state[key] != now:
+        for key, now in (("samples", len(self.source)), ("seed", self.seed), ("group", self.group)):
+            if state.get(key, 0) != now:
                 raise DataError(
-                    f"The saved position belongs to a sample stream with {key} {state[key]}, but "
+                    f"The saved position belongs to a sample stream with {key} {state.get(key, 0)}, but "
                     f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data "
                     "and seed, or start a new run."
                 )
         self._restart(int(state["position"]))
+
+    @property
+    def padding_share(self) -> float | None:
+        """How much of the batches is padding if each is padded to its longest sample, of the first 100,000 samples of
+        the stream; None where samples have no lengths.
+        """
+        if self.source.lengths is None:
+            return None
+        seen = np.arange(min(len(self.source), 100_000))
+        order = Stream(
+            len(self.source), self.seed, self.source.lengths if self.group else None, self.group
+        ).ids(0, len(seen))
+        return padding_share(self.source.lengths[order if self.endless else seen], self.batch)
 
     def close(self) -> None:
         """End threads and processes. The Loader can not be used afterwards."""

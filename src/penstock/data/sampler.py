@@ -1,4 +1,5 @@
-"""The order of samples: one endless stream, a pure function of (seed, samples in the set).
+"""The order of samples: one endless stream, a pure function of (seed, samples in the set). Where batches are to hold
+samples of similar length, it depends on their lengths and the global batch too.
 
 The stream is the concatenation of the epochs' permutations. Batch i of global size G is `stream[i*G:(i+1)*G]`, and
 rank r takes its slice of that. So a step sees the same samples with any number of workers or ranks, a batch may span
@@ -10,9 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.hashing import ORDER, words
+from penstock.data.hashing import GROUP, ORDER, words
 
 Ids = NDArray[np.int64]
+
+POOL = 64
+"""Batches among which samples are sorted by length: more save little padding, and make batches less alike by chance."""
 
 
 def permutation(seed: int, epoch: int, samples: int) -> Ids:
@@ -21,14 +25,52 @@ def permutation(seed: int, epoch: int, samples: int) -> Ids:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def grouped(order: Ids, lengths: NDArray[np.int32], batch: int, seed: int, epoch: int) -> Ids:
+    """The order of one epoch with samples of similar length in the same global batch.
+
+    Global batches lie across the ends of epochs, so what the epoch gives to a batch that began before it, and to one
+    that ends after it, stays as it was. Between these, every 64 batches are sorted by length and cut into batches,
+    which come in an order of chance. Inside of a batch the samples stay in their order, so that no rank always gets the
+    longest.
+    """
+    first = min(-epoch * len(order) % batch, len(order))
+    whole = (len(order) - first) // batch
+    middle = order[first : first + whole * batch].copy()
+    for start in range(0, len(middle), POOL * batch):
+        pool = middle[start : start + POOL * batch]
+        by_length = np.argsort(lengths[pool], kind="stable").reshape(-1, batch)
+        by_length.sort(axis=1)
+        pool[:] = pool[by_length.reshape(-1)]
+    keys = words(seed, GROUP, epoch, counters=np.arange(whole, dtype=np.uint64))
+    middle = middle.reshape(whole, batch)[np.argsort(keys, kind="stable")].reshape(-1)
+    return np.concatenate([order[:first], middle, order[first + whole * batch :]])
+
+
+def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
+    """How much of the batches is padding, in [0, 1), where each is padded to its longest sample. `lengths` are those of
+    the samples in the order in which batches take them.
+    """
+    starts = np.arange(0, len(lengths), batch)
+    sizes = np.minimum(batch, len(lengths) - starts)
+    padded = (np.maximum.reduceat(lengths, starts).astype(np.int64) * sizes).sum()
+    return 1 - int(lengths.sum(dtype=np.int64)) / max(1, int(padded))
+
+
 class Stream:
     """The sample stream. It keeps the permutation of the epoch that was read last, because reading is sequential."""
 
-    def __init__(self, samples: int, seed: int) -> None:
+    def __init__(
+        self, samples: int, seed: int, lengths: NDArray[np.int32] | None = None, group: int = 0
+    ) -> None:
+        """Samples of similar `lengths` (samples,) come together in global batches of `group`; none: pure chance."""
         if samples < 1:
             raise ValueError("A stream needs at least one sample.")
+        if lengths is not None and (len(lengths) != samples or group < 1):
+            raise ValueError("Grouping needs a length of every sample, and the global batch.")
         self.samples = samples
         self.seed = seed
+        self._lengths = lengths
+        self._group = group
         self._epoch = -1
         self._order: Ids = np.empty(0, np.int64)
 
@@ -38,8 +80,14 @@ class Stream:
         while start < stop:
             epoch, offset = divmod(start, self.samples)
             if epoch != self._epoch:
-                self._epoch, self._order = epoch, permutation(self.seed, epoch, self.samples)
+                self._epoch, self._order = epoch, self._order_of(epoch)
             part = self._order[offset : offset + stop - start]
             parts.append(part)
             start += len(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _order_of(self, epoch: int) -> Ids:
+        order = permutation(self.seed, epoch, self.samples)
+        if self._lengths is None:
+            return order
+        return grouped(order, self._lengths, self._group, self.seed, epoch)

@@ -102,10 +102,12 @@ def describe(record: Record, total: int, task: Task | None = None) -> str:
 
 
 def _header(record: Record) -> str:
+    share = record.get("padding")
+    padding = "" if share is None else f", {share:.0%} padding"
     rows = {
         "plan": record["plan"],
         "model": f"{record['parameters']:,} parameters, {record['model']}",
-        "data": f"{record['data']}, {record['samples']:,} {record['unit']}, {record['batch']} a step",
+        "data": f"{record['data']}, {record['samples']:,} {record['unit']}, {record['batch']} a step{padding}",
         "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
         "output": record["output"],
     }

@@ -386,6 +386,7 @@ class _Run:
             rank=self.dims.data_rank,
             world=self.dims.data_world,
             endless=endless,
+            group=self.config.plan.global_batch,
         )
 
     def _record(self, event: str, **values: Any) -> None:
@@ -409,6 +410,7 @@ class _Run:
             unit=self.task.unit,
             data=self.data,
             samples=self.calendar.samples,
+            padding=self.loader.padding_share,
             batch=self.calendar.batch,
             total=self.calendar.total,
             output=str(self.output),

@@ -148,7 +148,10 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
         ConfigError: a change that makes it another run, each named with both values.
     """
     old, new = _flat(stored), _flat(current)
-    if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # the same, since `auto` is there
+    if {old.get("data.source"), new.get("data.source")} == {
+        "auto",
+        "digits",
+    }:  # the same, since `auto` is there
         old["data.source"] = new["data.source"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     names = [name for name in names if name not in _FREE]

@@ -75,5 +75,5 @@ def test_grouping_saves_padding_and_is_part_of_where_a_run_stands(tmp_path: Path
         assert by_length is not None
         assert loader.padding_share is not None
         assert by_length < 0.1 < 0.25 < loader.padding_share
-        with pytest.raises(DataError, match="a sample stream with group 12, but .* has group 0"):
+        with pytest.raises(DataError, match=r"a sample stream with group 12, but .* has group 0"):
             loader.load_state_dict(state)

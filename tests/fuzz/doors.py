@@ -8,7 +8,8 @@ from fuzz.door import Door
 
 DOORS = (
     "files", "tar", "images", "image_folder", "tensors", "sealed", "checkpoint", "pack", "model",
-    "text_model", "settings", "plan_line", "machine", "model_config", "messages", "options",
+    "text_model", "settings", "plan_line", "machine", "model_config", "messages", "options", "text", "tokens",
+    "tokenizer",
 )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from typing import Literal
 from penstock.config.convert import Checked, Count, FilledText
 from penstock.config.run import DataConfig
 from penstock.data.text.build import Found, Row
+from penstock.data.text.columns import Form
 from penstock.data.text.open import open_tokenizer
-from penstock.data.text.sources import Form, build, content_of
+from penstock.data.text.sources import build, content_of
 from penstock.data.text.tokenizers import MOST_TOKENS, Bytes, Library, Tokenizer, refusing, tokenizers_library
 from penstock.data.text.tokenpack import Manifest, read_manifest
 from penstock.errors import ConfigError, DataError

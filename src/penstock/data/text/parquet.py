@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.boundary.files import open_regular, shown
+from penstock.boundary.files import open_regular, printable, shown
 from penstock.data.text.build import Bad, Found
 from penstock.data.text.columns import Columns, row_of
 
@@ -43,7 +43,7 @@ def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
             NotImplementedError,
             MemoryError,
         ) as error:
-            why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+            why = " ".join(printable(str(error)).split())[:300].rstrip(".") or type(error).__name__
             yield Bad(where, number + 1, f"the file cannot be read further: {why}")
 
 

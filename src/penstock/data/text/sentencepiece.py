@@ -20,7 +20,7 @@ _MOST_BYTES = 64 << 20
 _SPACE = "\u2581"
 _LONGEST_PIECE = 1000
 _UNIGRAM, _BPE = 1, 2
-_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
 
 
 @dataclass
@@ -71,7 +71,13 @@ def _made(library: Any, model: _Model) -> Any:
     words = [piece for piece, _ in model.pieces]
     unknown = next((number for number, kind in enumerate(model.kinds) if kind == _UNKNOWN), 0)
     if model.kind == _UNIGRAM:
-        made = library.Tokenizer(library.models.Unigram(model.pieces, unknown, model.byte_fallback))
+        # Text that spells a special token stays text: such a piece is the worst there is.
+        worst = min(score for _, score in model.pieces) - 1e3
+        pieces = [
+            (word, worst if kind in (_UNKNOWN, _CONTROL, _UNUSED) else score)
+            for (word, score), kind in zip(model.pieces, model.kinds)
+        ]
+        made = library.Tokenizer(library.models.Unigram(pieces, unknown, model.byte_fallback))
     else:
         numbers = {word: number for number, word in enumerate(words)}
         made = library.Tokenizer(
@@ -80,14 +86,14 @@ def _made(library: Any, model: _Model) -> Any:
                 byte_fallback=model.byte_fallback,
             )
         )  # fmt: skip
+    symbols = _USER in model.kinds
     steps = [library.normalizers.Precompiled(model.letters)] if model.letters else []
     if model.single_spaces:
-        steps += [
-            library.normalizers.Strip(),
-            library.normalizers.Replace(library.Regex(" {2,}"), " "),
-        ]
+        steps += [library.normalizers.Replace(library.Regex(" {2,}"), " ")]
+        if not symbols:  # or the library would strip around each of them
+            steps += [library.normalizers.Strip()]
     made.normalizer = library.normalizers.Sequence(steps)
-    scheme = "always" if model.prefix else "never"
+    scheme = ("first" if symbols else "always") if model.prefix else "never"
     # Where no piece goes on behind a space, words can be cut one by one, which is faster and the same.
     alone = not any(_SPACE in word[1:] for word in words)
     made.pre_tokenizer = library.pre_tokenizers.Metaspace(_SPACE, scheme, alone)

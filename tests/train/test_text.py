@@ -37,6 +37,11 @@ _BOTH = " ".join(
 ENROLLED = {
     "gpt-tiny": Job(f"{_ONE} --data text:words", "AutoModelForCausalLM"),
     "llama-tiny": Job(f"{_ONE} --model.kv_heads 1 --data text:words", "AutoModelForCausalLM"),
+    "bert-tiny": Job(f"{_ONE} --data text:words", "AutoModelForMaskedLM"),
+    "bert-tiny --task pairs": Job(f"{_ONE} --data pairs:pairs.tsv", "AutoModelForSequenceClassification"),
+    "t5-tiny": Job(f"{_BOTH} --data text:words", "AutoModelForSeq2SeqLM"),
+    "bart-tiny": Job(f"{_BOTH} --data text:words", "AutoModelForSeq2SeqLM"),
+    "marian-tiny": Job(f"{_BOTH} --data pairs:rows.tsv", "AutoModelForSeq2SeqLM"),
 }
 
 
@@ -51,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for part in range(12):
         (tmp_path / "words" / f"{part}.txt").write_text("\n".join(numbers[part::12]))
     rows = [f"{n} in tens\t{n // 10} and {n % 10}" for n in range(120)]
-    (tmp_path / "rows.tsv").write_text("\n".join(rows))
+    (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
     pairs = [
         f"{a} and {a + d}\t{a + d} less {d}\t{'same' if a % 2 else 'other'}"
         for a in range(40)
@@ -65,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _train(name: str, output: str, *words: str, code: int = 0) -> list[dict[str, Any]]:
     given = ["--recipe.steps", "6", "--checkpoint_every", "2", "--log_every", "1", "--plan.micro_batch", "4"]
     given += ["--recipe.warmup_share", "0", "--machine", "machine.json", "--output", output, *words]
-    assert main(["train", name, *ENROLLED[name].words.split(), *given]) == code
+    assert main(["train", *name.split(), *ENROLLED[name].words.split(), *given]) == code
     return read_metrics(Path(output) / "metrics.jsonl")
 
 
@@ -120,6 +125,7 @@ def _as_transformers_reads_it(name: str, folder: str) -> None:
     ours = from_pretrained(folder).eval()
     given = tokenizer(["3 and 4 make 7."], return_tensors="pt", add_special_tokens=False)
     assert tokenizer.decode(given.input_ids[0]) == "3 and 4 make 7."
+    assert tokenizer.name_or_path == folder
     second = (given.input_ids,) if ours.config.family == "seq2seq" else ()
     more = {"decoder_input_ids": given.input_ids} if second else {}
     with torch.no_grad():
@@ -151,7 +157,7 @@ def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> No
         "--data",
         ENROLLED[name].words.split("--data ")[1],
     ]
-    assert main(["train", name, *words, "--output", "second"]) == 0
+    assert main(["train", *name.split(), *words, "--output", "second"]) == 0
     before, after = (settled(load(RunConfig, file=f"{run}/run.toml").model) for run in ("first", "second"))  # type: ignore[arg-type]
     assert before == after
     metrics = [

@@ -45,7 +45,7 @@ JOBS: dict[str, Settings] = {
         **_TINY,
         "task": "translation",
         "data.source": "numbers:en,de",
-        "recipe.steps": 1000,
+        "recipe.steps": 900,
         "plan.micro_batch": 64,
     },
 }

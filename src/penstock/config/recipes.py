@@ -49,7 +49,9 @@ def load_run(
     base = _job(name) if known else RunConfig()
     if found is not None:
         base = replace(base, model=_of_weights(found, weights, base.model if known else None))
-        tuning = TUNING.get(given.get("task", stored.get("task", "")), {})
+        tuning = dict(TUNING.get(given.get("task", stored.get("task", "")), {}))
+        if "model.sequence" in tuning:
+            tuning["model.sequence"] = min(tuning["model.sequence"], base.model.tokens)
         base = from_dict(RunConfig, tuning, origin="the defaults of fine-tuning", base=base)
         # The preset's name has done its work. Changes to single fields of the model still apply.
         given.pop("model", None)

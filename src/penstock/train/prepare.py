@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.parallel import fit_to_ranks, launched
 from penstock.probe import machine_for
+from penstock.tasks.text import start_of
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         "pad_token_id": tokenizer.pad,
         "bos_token_id": tokenizer.begin,
         "eos_token_id": tokenizer.end,
-        "decoder_start_token_id": _start_of(tokenizer) if isinstance(model, Seq2SeqConfig) else None,
+        "decoder_start_token_id": start_of(tokenizer) if isinstance(model, Seq2SeqConfig) else None,
     }
     values: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
     classes = getattr(source, "classes", None)
@@ -81,7 +82,3 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         values["id2label"] = {str(number): str(name) for number, name in enumerate(classes)}
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
     write_file(folder / "config.json", [json.dumps(values).encode()])
-
-
-def _start_of(tokenizer: Any) -> int:
-    return int(tokenizer.pad if tokenizer.begin is None else tokenizer.begin)

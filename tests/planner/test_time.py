@@ -408,10 +408,15 @@ def test_large_results_are_mapped_anew_and_a_share_of_the_rest() -> None:
     assert pages(large, large) == pytest.approx(3 * 2 * MAPPED_ALONE_BYTES / 4096)
     assert pages(small) == 0
     assert pages(large._replace(name="add_")) == 0
-    work = _work(parameters=1024, kept=8 * 4096)
-    assert faulted_pages(work, plan) == pytest.approx(RETURNED_SHARE * (3 * 8 + 1))
+    pages_kept = 8 << 12
+    work = _work(parameters=1024, kept=pages_kept * 4096)
+    assert faulted_pages(work, plan) == pytest.approx(RETURNED_SHARE * (3 * pages_kept + 1))
     flat = replace(plan, optimizer="contiguous")
-    assert faulted_pages(work, flat) == pytest.approx(RETURNED_SHARE * 3 * 8)
+    assert faulted_pages(work, flat) == pytest.approx(RETURNED_SHARE * 3 * pages_kept)
+    assert faulted_pages(_work(kept=(64 << 20) // 3), plan) == 0, (
+        "the end of the heap stays below the threshold"
+    )
+    assert faulted_pages(_work(kept=(72 << 20) // 3), plan) == pytest.approx((8 << 20) / 4096)
     machine = replace(CPU, page_seconds=1e-3)
     assert _seconds(work, machine, plan)["pages"] == pytest.approx(1e-3 * faulted_pages(work, plan))
     assert _seconds(work, machine, replace(plan, host_memory="keep"))["pages"] == 0

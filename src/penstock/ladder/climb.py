@@ -157,14 +157,16 @@ class _Climb:
         self.phase = "top"
         best = self._same_results(search, search.top(best, self._until("top")))
         self.phase = "path"
-        path = search.path(best, self._until("path"))
+        # What changes results may have been left out; then its time is the path's.
+        others = [rung for rung in rungs if not rung.searched]
+        path = search.path(best, self._until("apart" if not others else "path"))
         if not self._pays(best):
             best, path = space.first, []
         for setting in (first, *(step.setting for _, step in path)):
             self.account.weigh(setting)
         self.phase = "apart"
         apart = Apart(self.account, search, self.situation, best.setting)
-        apart.climb([rung for rung in rungs if not rung.searched], self._until("apart"))
+        apart.climb(others, self._until("apart"))
         self.phase = "race"
         self._race([first, best.setting, apart.best])
         if not self._pays(best):

@@ -206,7 +206,7 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
     if t.softmax_apart:
         to.move(f"{name}.cast", scores, (each, 4), (4, each))
         to.move(f"{name}.scale", scores, (4, 4))
-        to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group)
+        to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n)
         to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group)
         return
     apart = not t.fused and not t.host
@@ -215,7 +215,16 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
         to.move(f"{name}.mask", scores, (2 * each, each), (0, 0))
     reads = 2 if apart and core.n > WARP_SOFTMAX else 1
     read, both = reads * each, 2 * reads * each
-    to.move(softmax, scores, (read, each), (both, each), kind="softmax", kept=scores * each, group=group)
+    to.move(
+        softmax,
+        scores,
+        (read, each),
+        (both, each),
+        kind="softmax",
+        kept=scores * each,
+        group=group,
+        row=core.n,
+    )
 
 
 def _mlp(

@@ -249,14 +249,16 @@ def _loss(to: Lister, rows: float, width: int, columns: int) -> None:
                 group="output")  # fmt: skip
     elif t.whole:
         cast = c + (2 if c == 2 else 0)
-        to.move("loss", size, (2 * c, 0), (c, cast), kind="softmax", kept=size * c, group="output")
+        to.move(
+            "loss", size, (2 * c, 0), (c, cast), kind="softmax", kept=size * c, group="output", row=columns
+        )
     else:
         if c < 4:
             # The training loop still holds the output in half precision when its gradient is made.
             to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=size * c, group="output")
         # Over tensor parallel devices the exponentials are kept besides the logarithms.
         kept = size * (8 if t.tp > 1 else 4)
-        to.move("loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output")
+        to.move("loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns)
         to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
     if t.tp > 1:
         for _ in range(3):

@@ -198,11 +198,12 @@ class Lister:
         weights: int = 0,
         tensors: int = 0,
         launches: int = 1,
+        row: int = 0,
     ) -> None:
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
-        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers."""
+        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows."""
         one = Op(
-            name, kind, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
+            name, kind, row=row, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
             weights=weights, tensors=tensors, launches=launches,
         )  # fmt: skip
         read, written = behind or ahead
@@ -210,7 +211,14 @@ class Lister:
             self.add(one)
             return
         back = Op(
-            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches
+            name,
+            kind,
+            False,
+            row=row,
+            read=size * read,
+            written=size * written,
+            elements=size,
+            launches=launches,
         )
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))

@@ -57,6 +57,8 @@ class Op(NamedTuple):
     """Whether a collective can hide behind the gradients of weights."""
     uncut: bool = False
     """Whether it belongs to no single product that it could be cut into pieces with."""
+    row: int = 0
+    """Numbers in a row of a softmax; 0 where that is not known."""
 
     @property
     def flops(self) -> float:

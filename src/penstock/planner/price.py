@@ -25,6 +25,8 @@ MOVED = {True: 2.0, False: 10.0}
 """What fused attention moves and does not hide, in sizes of all queries, forward and backward. Backward: keys and
 values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
 of queries, cleared and read (4)."""
+USUAL_ROW = 197
+"""Numbers in a row of a softmax, where an operator does not say."""
 CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
 it: the kernel converts as it goes. fp32 has no such loss."""
@@ -117,6 +119,6 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         return max(flops / rate, moved)
     if op.kind in ("norm", "softmax", "activation"):
         name = "gelu" if op.kind == "activation" else op.kind
-        element = rates.kernel(f"{name}{backward}")
+        element = rates.kernel(f"{name}{backward}", op.row or USUAL_ROW)
         return moved + op.elements / element if element else moved
     return moved

@@ -32,7 +32,9 @@ _TYPES: tuple[tuple[str, torch.dtype, Matmul], ...] = (
 )
 """A type's name, what operands are stored in, and the setting of fp32 products."""
 _ROWS, _WIDTH = 512, 384
-_SCORES = (1024, 197)
+_SCORES = ((12608, 16), (1024, 197), (100, 2017))
+"""Rows of softmax and their length: numbers of short ones take longer, most of all in half types, whose vectors they
+do not fill."""
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
 """As the planner counts: a norm and its gradient, a linear layer and its three gradients, GELU and its gradient."""
@@ -74,10 +76,6 @@ class _Kernels:
     def elementwise(self) -> Iterator[KernelSample]:
         x, gradient, weight = self.random(_ROWS, _WIDTH), self.random(_ROWS, _WIDTH), self.random(_WIDTH)
         _, mean, root = torch.native_layer_norm(x, [_WIDTH], weight, weight, 1e-6)
-        scores = self.random(*_SCORES)
-        with torch.enable_grad():
-            leaf = scores.clone().requires_grad_()
-            shares = leaf.softmax(-1)
         calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
             "gelu": (x, lambda: F.gelu(x)),
             "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
@@ -88,14 +86,14 @@ class _Kernels:
                     gradient, x, [_WIDTH], mean, root, weight, weight, [True, True, True]
                 ),
             ),
-            "softmax": (scores, lambda: scores.softmax(-1)),
-            "softmax_backward": (
-                scores,
-                lambda: torch.autograd.grad(shares, leaf, scores, retain_graph=True),
-            ),
         }
         for name, (over, call) in calls.items():
             yield KernelSample(name=name, per_second=over.numel() / self.seconds(call), dtype=self.name)
+        for rows, length in _SCORES:
+            scores = self.random(rows, length)
+            for name, call in _softmax(scores).items():
+                rate = scores.numel() / self.seconds(call)
+                yield KernelSample(name=name, per_second=rate, tokens=length, dtype=self.name)
 
     def attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
         """Fused attention and the batched products of plain attention, forward and backward."""
@@ -138,6 +136,17 @@ class _Kernels:
                 yield KernelSample(
                     name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name
                 )
+
+
+def _softmax(scores: Tensor) -> dict[str, Callable[[], object]]:
+    """A softmax over rows, and its gradient."""
+    with torch.enable_grad():
+        leaf = scores.clone().requires_grad_()
+        shares = leaf.softmax(-1)
+    return {
+        "softmax": lambda: scores.softmax(-1),
+        "softmax_backward": lambda: torch.autograd.grad(shares, leaf, scores, retain_graph=True),
+    }
 
 
 class _Layer(nn.Module):

@@ -297,6 +297,20 @@ def test_a_budget_is_kept_and_what_it_had_no_time_for_is_said(clock: Clock) -> N
     assert short.noise is None
 
 
+@pytest.mark.parametrize(("rungs", "share"), [(("optimizer",), "apart"), (("optimizer", "batch"), "path")])
+def test_the_path_has_the_time_of_what_was_left_out(
+    rungs: tuple[str, ...], share: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short climb that leaves out what changes results would otherwise end before its time, with wide intervals."""
+    ends = []
+    path = search.Search.path
+    monkeypatch.setattr(
+        search.Search, "path", lambda self, best, end: ends.append(end) or path(self, best, end)
+    )
+    _climb(clock, _seconds, rungs=rungs, budget=100.0, loss_steps=0)
+    assert ends == [pytest.approx(100.0 * climb.UNTIL[share])]
+
+
 def test_where_memory_holds_few_settings_they_race_in_groups(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

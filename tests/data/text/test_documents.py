@@ -1,0 +1,258 @@
+"""What is read of files, and what happens with those that are broken: file and line are named."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import logging
+import lzma
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.boundary import compressed
+from penstock.boundary.text import LINE_BYTES, read_lines
+from penstock.data.text.build import Bad, Found, Row, Shape
+from penstock.data.text.columns import Columns
+from penstock.data.text.documents import files_of, read_files, splits_of
+from penstock.data.text.packing import TextPacking, pack_text
+from penstock.errors import DataError
+
+DOCUMENTS = Columns("document", (), Shape(form="documents"))
+PAIRS = Columns("pair", (), Shape(form="rows", fields=2, labels=True))
+SINGLE = Columns("single", (), Shape(form="rows", labels=True))
+
+
+def found(path: Path, columns: Columns = DOCUMENTS) -> list[Found]:
+    return list(read_files([path], columns))
+
+
+def texts(path: Path, columns: Columns = DOCUMENTS) -> list[tuple[str, ...]]:
+    return [row.texts for row in found(path, columns) if isinstance(row, Row)]
+
+
+def problems(path: Path, columns: Columns = DOCUMENTS) -> list[tuple[int, str]]:
+    return [(row.line, row.why) for row in found(path, columns) if isinstance(row, Bad)]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_files_are_read_plain_and_compressed(tmp_path: Path, pack: object) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(pack("\ufeffeins\r\nzwei ü\n".encode()))  # type: ignore[operator]
+    assert texts(path) == [("eins\nzwei ü\n",)]
+
+
+def test_a_long_file_comes_in_pieces_of_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a line of text\n" * 30_000)
+    rows = [row for row in found(path) if isinstance(row, Row)]
+    assert len(rows) > 2
+    assert [row.more for row in rows] == [True] * (len(rows) - 1) + [False]
+    assert "".join(row.texts[0] for row in rows) == path.read_text()
+    assert all(len(row.texts[0]) < 1 << 18 for row in rows)
+
+
+def test_folders_patterns_and_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (
+        "b/train-2.txt",
+        "a/train-1.jsonl.gz",
+        "dev.txt",
+        "test.txt",
+        ".hidden.txt",
+        "c.png",
+        "notes.md",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    caplog.set_level(logging.INFO)
+    files = files_of(str(tmp_path))
+    assert [file.name for file in files] == [
+        "train-1.jsonl.gz",
+        "train-2.txt",
+        "dev.txt",
+        "notes.md",
+        "test.txt",
+    ]
+    assert "1 files of other kinds were left out" in caplog.text
+    train, val = splits_of(files, str(tmp_path))
+    assert [file.name for file in train] == ["train-1.jsonl.gz", "train-2.txt"]
+    assert [file.name for file in val] == ["dev.txt"]
+    assert [file.name for file in files_of(f"{tmp_path}/*/*.txt")] == ["train-2.txt"]
+    assert splits_of([tmp_path / "training.txt"], str(tmp_path)) == [[tmp_path / "training.txt"]]
+    with pytest.raises(DataError, match="No file in"):
+        files_of(f"{tmp_path}/*.tsv")
+
+
+def test_broken_utf_8_is_named_by_line_and_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\nbad \xc3\x28\ngood\nNUL \0\n")
+    assert problems(path) == [
+        (2, "it is not text in UTF-8: byte 5 is 0xc3"),
+        (4, "it holds the character NUL, so it is no text"),
+    ]
+    assert texts(path) == [("good\ngood\n",)]
+
+
+def test_a_line_that_is_too_long_is_passed_over_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "one"}\n{"text": "')
+        for _ in range(40):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"text": "three"}\n')
+    peak = _peak_of(lambda: found(path))
+    assert peak < 3 * LINE_BYTES
+    assert texts(path) == [("one",), ("three",)]
+    (problem,) = problems(path)
+    assert problem[0] == 2
+    assert "it has 41,943,0" in problem[1]
+    assert "at most 16,777,216 are read of a line" in problem[1]
+
+
+@pytest.mark.slow
+def test_a_line_of_two_gigabytes_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.write(b"one\n")
+        file.truncate(2 << 30)
+    assert _peak_of(lambda: found(path)) < 3 * LINE_BYTES
+    assert [line.number for line in read_lines(path, "The text file")] == [1, 2]
+
+
+def _peak_of(action: object) -> int:
+    import tracemalloc
+
+    tracemalloc.start()
+    action()  # type: ignore[operator]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "_FREE_BYTES", 1 << 20)
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"x" * 100 + b"\n" + bytes(30 << 20)))
+    (problem,) = problems(path)
+    assert problem[0] == 2
+    assert "as nothing but a bomb does" in problem[1]
+    path.write_bytes(gzip.compress(b"some text\n" * 1000)[:-20])
+    (problem,) = problems(path)
+    assert "cannot be read further: it ends inside its compressed data" in problem[1]
+
+
+def test_an_empty_file_is_bad(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl", "c.tsv", "d.txt.gz"):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+        assert problems(path) == [(0, "it is empty")]
+    with pytest.raises(DataError, match=r"a.txt cannot be used: it is empty.*bad_rows"):
+        pack_text(f"text:{tmp_path}/a.txt", tmp_path / "packed")
+
+
+def test_json_lines_with_holes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"text": "a"}\n[1]\n{"label": 1}\n{"text": 5}\n{"text": null}\n{"text": "b"\n{"text": "c", "x": 1}\n'
+    )
+    assert texts(path) == [("a",), ("c",)]
+    lines = problems(path)
+    assert [line for line, _ in lines] == [2, 3, 4, 5, 6]
+    assert [why for _, why in lines[1:4]] == [
+        "the column 'text' is missing",
+        "the column 'text' is int, not text",
+        "the column 'text' is empty",
+    ]
+
+
+def test_tables_with_missing_columns_and_labels(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(
+        "premise\thypothesis\tlabel\na\tb\tyes\na\tb\na\t\tno\na\tb\t-\na\tb\tno\tmore\nc\td\tno\n"
+    )
+    assert texts(path, PAIRS) == [("a", "b"), ("c", "d")]
+    assert problems(path, PAIRS) == [
+        (3, "it has 2 columns instead of 3"),
+        (4, "the column 'hypothesis' is empty"),
+        (5, "the column 'label' holds no label: '-'"),
+        (6, "it has 4 columns instead of 3"),
+    ]
+    path.write_text("one\ttwo\n1\t2\n")
+    with pytest.raises(
+        DataError, match=r"has no known columns of text and second text and label; its columns are 'one, two'"
+    ):
+        found(path, PAIRS)
+
+
+def test_csv_with_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\n"two\nlines, ""quoted""",1\n"never closed,2\nb,3\n')
+    assert texts(path, SINGLE) == [('two\nlines, "quoted"',)]
+    assert problems(path, SINGLE) == [(4, "a quotation mark is opened and never closed")]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": ["a", None, "c"], "label": [1, 2, None], "other": [1, 2, 3]}), path
+    )
+    assert texts(path) == [("a",), ("c",)]
+    assert problems(path) == [(2, "the column 'text' is empty")]
+    assert problems(path, SINGLE) == [
+        (2, "the column 'text' is empty"),
+        (3, "the column 'label' holds no label: 'None'"),
+    ]
+    path.write_bytes(path.read_bytes()[:-30])
+    assert "the file cannot be read further" in problems(path)[0][1]
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.errors import EnvironmentProblem
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'penstock\[hf\]'"):
+        found(tmp_path / "a.parquet")
+
+
+def test_bad_rows_are_left_out_up_to_one_percent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    good = '{"text": "some text"}\n'
+    path.write_text(good * 150 + "broken\n" + good * 150)
+    manifest = pack_text(f"text:{path}", tmp_path / "packed", TextPacking(bad_rows="skip"))
+    assert (manifest.parts[0].rows, manifest.parts[0].skipped) == (300, 1)
+    assert f"Left out {path}, line 151: " in caplog.text
+    with pytest.raises(DataError, match=r"a.jsonl, line 151 cannot be used.*set data.bad_rows to 'skip'"):
+        pack_text(f"text:{path}", tmp_path / "other")
+    path.write_text((good * 9 + "broken\n") * 10)
+    with pytest.raises(DataError, match=r"10 of 100 rows are bad, more than 1%"):
+        pack_text(f"text:{path}", tmp_path / "other", TextPacking(bad_rows="skip"))
+
+
+def test_a_dataset_that_was_saved_and_one_that_streams(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from penstock.config.run import DataConfig
+    from penstock.data.text.rows import open_rows
+    from penstock.data.text.tokenizers import Bytes
+    from penstock.data.text.tokens import open_tokens
+
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    rows = {"text": [f"text {n}" for n in range(300)], "label": [n % 2 for n in range(300)]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    data = DataConfig(source=f"hf:{tmp_path / 'saved'}")
+    source = open_rows(data, Bytes(), "train", form="single", length=16)
+    assert source.classes == ("bad", "good")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    out = io.StringIO()
+    out.write("".join(f'{{"text": "text {n}"}}\n' for n in range(300)))
+    (folder / "train.jsonl").write_text(out.getvalue())
+    data = DataConfig(source=f"hf:{folder}", streaming=True, limit=40)
+    tokens = open_tokens(data, Bytes(), "train", length=8)
+    assert tokens.tokens == 10 * 7 + 30 * 8 - (10 * 7 + 30 * 8) // 20

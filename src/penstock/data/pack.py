@@ -32,7 +32,7 @@ from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.disk import digest_file
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -100,10 +100,7 @@ def read_manifest(root: Path) -> Manifest:
         raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
     if not has_seal:
         _say_unsealed(path)
-    try:
-        manifest = from_dict(Manifest, table, origin=str(path))
-    except ConfigError as error:
-        raise DataError(f"{error} Pack the set again.") from error
+    manifest = from_dict(Manifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
     if not manifest.shards or names != [
         INDEX_FILE,

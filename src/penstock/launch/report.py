@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from penstock.boundary.files import printable, read_bytes
+from penstock.boundary.files import printable, read_bytes, write_text
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.errors import PenstockError
 
@@ -57,9 +57,9 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     hopeless = isinstance(error, ImportError | SyntaxError)
     report = Report(time.time(), printable(text[-_LIMIT:]), _is_consequence(error), hopeless)
-    partial = Path(f"{path}.part")
-    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    partial.replace(path)  # whole or not at all: the writer may be killed at any instant
+    write_text(
+        path, json.dumps(asdict(report))
+    )  # whole or not at all: the writer may be killed at any instant
     return True
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,13 +27,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises ConfigError when there is none, CheckpointError when one is broken.
     """
-    state: dict[str, Tensor] = {}
-    for file in _headers(Path(path)):
-        try:
-            state |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} {_BROKEN}: {error}. {_REMEDY}") from error
-    return state
+    return {name: tensor for file in _headers(Path(path)) for name, tensor in load_file(file).items()}
 
 
 def described(path: str | Path) -> dict[str, Tensor]:

@@ -376,3 +376,23 @@ def test_the_command_makes_the_report_again() -> None:
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LadderConfig(**settings)
+
+
+@pytest.mark.parametrize(("left", "first"), [(120.0, "whole"), (20.0, "none")])
+def test_a_long_compilation_that_promises_more_comes_before_cheap_looks_while_there_is_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, left: float, first: str
+) -> None:
+    """By gain per second, dozens of eager neighbours would come first, and the compilation never."""
+
+    class One(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    eager = One(key=("a",), gain=0.03, cost=3.0, setting=SimpleNamespace(plan=Plan()))
+    whole = One(key=("b",), gain=0.12, cost=30.0, setting=SimpleNamespace(plan=Plan(compile="whole")))
+    of = search.Search.__new__(search.Search)
+    for name in ("gain", "cost"):
+        monkeypatch.setattr(of, f"_{name}", lambda one, name=name: getattr(one, name), raising=False)
+    monkeypatch.setattr(of, "_unseen", lambda: [eager, whole], raising=False)
+    monkeypatch.setattr(of, "speed", lambda one: 1.0, raising=False)
+    found: Any = of._next(clock.now + left)
+    assert found.setting.plan.compile == first

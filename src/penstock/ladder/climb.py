@@ -36,8 +36,10 @@ from penstock.ladder.team import Team, threads_of
 from penstock.probe import machine_for, resolve_device
 from penstock.report import record
 
-UNTIL: dict[Phase, float] = {"search": 0.5, "top": 0.75, "path": 0.85, "apart": 0.96, "race": 1.0}
+UNTIL: dict[Phase, float] = {"search": 0.55, "top": 0.75, "path": 0.85, "apart": 0.96, "race": 1.0}
 """Share of the budget after which a phase begins nothing new; what a phase leaves is the next one's."""
+SCOUT_UNTIL = 0.42
+"""Share of the budget after which the search looks at no new setting, and races the best of those it saw."""
 CONTROL_ROUNDS, CONTROL_SHARE = 10, 0.06
 """Rounds of the baseline against itself, and what they may take of the budget."""
 STANDINGS = 5
@@ -152,7 +154,7 @@ class _Climb:
             arena, space, lambda s: self.account.predict(s).samples_per_second, self.config.rounds
         )
         self.phase = "search"
-        search.scout(self._until("search"))
+        search.scout(self.start + SCOUT_UNTIL * self.budget)
         best = self._same_results(search, search.halve(self._until("search")))
         self.phase = "top"
         best = self._same_results(search, search.top(best, self._until("top")))

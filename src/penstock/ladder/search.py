@@ -21,8 +21,11 @@ from penstock.ladder.space import Candidate, Space
 
 log = logging.getLogger(__name__)
 
-PROMISING = 0.002
+PROMISING = 0.005
 """Expected gain, as a ratio less one, below which a candidate is not worth a look."""
+CHEAP = 0.25
+"""Share of the time left up to which a look's cost does not count. By gain per second alone the search would spend all
+its time on cheap neighbours of what it knows, and never pay for a long compilation."""
 LOOK_SECONDS = 3.0
 """What a look at a candidate takes, where its steps are short: up to `LOOKS` rounds."""
 LOOKS = 3
@@ -35,7 +38,8 @@ DEVIATIONS_FOR = 80
 MOVES = 6
 """Times that the best may change at the top."""
 IDLE = 0.002
-"""A rung that gains less than this, and not surely that, is left out: a Plan has no more than it needs."""
+"""A rung that gains less than this by what was measured, not surely that, and by the forecast, is left out: a Plan has
+no more than it needs. The forecast has a say because a few rounds beside other work find nearly everything idle."""
 
 
 class Search:
@@ -164,17 +168,21 @@ class Search:
     def _next(self, end: float) -> Candidate | None:
         """The candidate with the largest expected gain per second; none where none is worth its time."""
         left = end - time.perf_counter()
-        fastest = math.log(self.speed(self.best))
         found, most = None, 0.0
         likely = heapq.nlargest(DEVIATIONS_FOR, self._unseen(), key=self.speed)
         eager = [c for c in self._unseen() if c.setting.plan.compile == "none"]
         for candidate in {*likely, *heapq.nlargest(DEVIATIONS_FOR // 2, eager, key=self.speed)}:
-            ahead = math.log(self.speed(candidate)) - fastest
-            gain = expected_gain(ahead, self.corrected.deviation(candidate.key))
+            gain = self._gain(candidate)
             cost = self._cost(candidate)
-            if gain > PROMISING and cost < left and (gain / cost, candidate.key) > (most, ()):
-                found, most = candidate, gain / cost
+            rate = gain / max(cost, CHEAP * left)
+            if gain > PROMISING and cost < left and (rate, candidate.key) > (most, ()):
+                found, most = candidate, rate
         return found
+
+    def _gain(self, candidate: Candidate) -> float:
+        """By how much a candidate is expected to be faster than the best, as a ratio less one."""
+        ahead = math.log(self.speed(candidate)) - math.log(self.speed(self.best))
+        return expected_gain(ahead, self.corrected.deviation(candidate.key))
 
     def _looks(self, candidate: Candidate) -> int:
         step = self.arena.turn_seconds(candidate.setting)
@@ -210,20 +218,21 @@ class Search:
     def top(self, best: Candidate, end: float) -> Candidate:
         """Take each rung of the best away, and put on each that it lacks; move where that is faster.
 
-        Each is looked at once, then those that are near race together. A rung without which nothing is slower goes.
+        Each is looked at once, the most promising first, then those that are near race together. A rung without which
+        nothing is slower goes.
         """
         for _ in range(MOVES):
             self.arena.keep = {self.arena.baseline, best.setting}
             near = [c for c in self.space.neighbours(best) if self.allowed(c) and c not in self.failures]
-            away = [c for c in near if c.rungs < best.rungs]
-            near = sorted(away, key=self._cost) + sorted(
-                (c for c in near if c not in away), key=self.speed, reverse=True
-            )
+            away = sorted((c for c in near if c.rungs < best.rungs), key=self._cost)
+            others = sorted((c for c in near if c not in away), key=self._gain, reverse=True)
+            kept_for_away = sum(self._cost(c) for c in away)
             there = []
-            for candidate in near:
+            for candidate in [*others, *away]:
                 if self.arena.says(candidate.setting, best.setting, self.rounds) != "open":
                     continue
-                if self._cost(candidate) > end - time.perf_counter():
+                left = end - time.perf_counter() - (0.0 if candidate in away else kept_for_away)
+                if self._cost(candidate) > left:
                     continue
                 if self.try_out(candidate, [best], self._looks(candidate)):
                     there.append(candidate)
@@ -231,7 +240,7 @@ class Search:
             self.arena.keep |= {c.setting for c in there}
             self.race([best.setting, *(c.setting for c in there)], pairs, end)
             self.took(best)
-            better = self._better(best, near, away)
+            better = self._better(best, [*others, *away], away)
             if better is None:
                 break
             best = better
@@ -250,7 +259,10 @@ class Search:
         idle = [
             c
             for c in away
-            if c in near and said(c) != "slower" and self.speed(c) > (1 - IDLE) * self.speed(best)
+            if c in near
+            and said(c) != "slower"
+            and self.speed(c) > (1 - IDLE) * self.speed(best)
+            and self.forecast[c.key] > self.forecast[best.key] - IDLE
         ]
         return max(faster or idle, key=self.speed, default=None)
 

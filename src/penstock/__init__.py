@@ -63,9 +63,17 @@ if TYPE_CHECKING:
     from penstock.probe import machine_for as machine_for
     from penstock.step import StepResult as StepResult
     from penstock.step import TrainStep as TrainStep
+    from penstock.tasks import Embedding as Embedding
     from penstock.tasks import ImageClassification as ImageClassification
+    from penstock.tasks import MaskedWords as MaskedWords
+    from penstock.tasks import NextToken as NextToken
+    from penstock.tasks import Pairs as Pairs
+    from penstock.tasks import Sentences as Sentences
+    from penstock.tasks import SpanCorruption as SpanCorruption
     from penstock.tasks import Task as Task
+    from penstock.tasks import Translation as Translation
     from penstock.tasks import classification_loss as classification_loss
+    from penstock.tasks import task_of as task_of
     from penstock.train import Callback as Callback
     from penstock.train import TrainResult as TrainResult
 
@@ -100,7 +108,19 @@ _NAMES = {
     "precision": ("accelerate", "clip_grad_norm_", "scale_loss"),
     "probe": ("machine_for",),
     "step": ("StepResult", "TrainStep"),
-    "tasks": ("ImageClassification", "Task", "classification_loss"),
+    "tasks": (
+        "Embedding",
+        "ImageClassification",
+        "MaskedWords",
+        "NextToken",
+        "Pairs",
+        "Sentences",
+        "SpanCorruption",
+        "Task",
+        "Translation",
+        "classification_loss",
+        "task_of",
+    ),
     "train": ("Callback", "TrainResult"),
 }
 """By module."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import Plan, TokenOrder
+from penstock.config.plan import LOSS_BUDGET, Plan, TokenOrder
 from penstock.config.rules import problems
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
@@ -235,7 +235,7 @@ TARGETED = ("gpt", "rotary", "bert", "t5", "marian")
 def test_a_model_makes_the_summed_loss_of_targets(
     name: str, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.models.stack.LOSS_BUDGET", 1000)
+    monkeypatch.setitem(LOSS_BUDGET, "cpu", 1000)
     model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
     logits = model(*inputs)
     targets = torch.randint(0, 50, logits.shape[:2])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.model import PRESETS, ViTConfig, stacks
-from penstock.config.plan import Plan
+from penstock.config.plan import LOSS_BUDGET, Plan
 from penstock.models import create
 from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
@@ -111,9 +111,12 @@ def test_a_loss_in_chunks_keeps_no_logits() -> None:
     )
     assert whole.model_flops == chunked.model_flops
     logits = 2 * 1024 * model.vocabulary * 4  # type: ignore[union-attr]
+    inputs = 2 * 1024 * model.width * 4  # type: ignore[union-attr]
+    ends = [held(work, Plan(micro_batch=2)) for work in (whole, chunked)]
+    assert ends[0].exit - ends[1].exit == pytest.approx(logits + inputs)
+    # One chunk, the gradients of the table and those of the inputs.
     table = model.width * model.vocabulary * 4  # type: ignore[union-attr]
-    found = [held(work, Plan(micro_batch=2)).exit for work in (whole, chunked)]
-    assert found[0] - found[1] == pytest.approx(logits - table, rel=0.01)
+    assert ends[1].output == pytest.approx(LOSS_BUDGET["cpu"] + table + inputs, rel=0.03)
 
 
 def test_padding_left_out_and_words_not_asked_for_are_not_computed() -> None:

@@ -44,7 +44,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(name: str, line: str) -> Trained:
-    stack.LOSS_BUDGET = 10 * WORDS * 10  # ten rows
+    stack.LOSS_BUDGET = {"cpu": 10 * WORDS * 10}  # ten rows
     recipe = Recipe(lr=1e-3, eps=1e-4)  # what rounding decides is not divided by its own size
     return trained(MODELS[name], Plan.parse(line), steps=3, batches=_batch, loss=_loss, recipe=recipe)
 

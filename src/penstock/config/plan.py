@@ -25,8 +25,12 @@ AUTO_PLAIN_TOKENS = 512
 fused kernel forward and backward together: 4.1 against 13.8 ms with matrix units and 3.3 against 8.6 with vectors of
 512 bits, at 197 tokens and 8 and 2 samples of 6 heads."""
 LossForm = Literal["whole", "chunked"]
-LOSS_BUDGET = 64 * 2**20
-"""Bytes that the logits of `loss=chunked`, and what is made of them, take at one time."""
+LOSS_BUDGET = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Bytes that the logits of `loss=chunked`, and what is made of them, take at one time. Each chunk reads all weights of
+the output and adds to their gradients, so that a quicker device needs more rows in one."""
+LOGIT_BYTES = {2: 10, 4: 8, 8: 16}
+"""What one of these logits takes at the most, by the bytes of a number: itself, its log-probability, and of a half one
+its cast to fp32."""
 Padding = Literal["keep", "remove"]
 CAUSAL_BLOCK = 128
 """Queries of a block of the plain form of causal attention, from twice as many tokens on. A block looks at no later
@@ -80,7 +84,7 @@ class Plan(Checked, where="plan"):
     and sequence length; the others fix one backend of SDPA."""
     loss: LossForm = "whole"
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
-    made along with it, so that logits take 64 MiB at the most."""
+    made along with it, so that logits take 64 MiB at the most, on a GPU 1 GiB."""
     padding: Padding = "keep"
     """Whether an encoder computes padding, or leaves it out of all but attention: `remove` saves its share of the
     tokens of a batch."""

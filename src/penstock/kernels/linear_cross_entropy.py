@@ -19,14 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.plan import LOSS_BUDGET
+from penstock.config.plan import LOGIT_BYTES
 
 IGNORED = -100
 """A target that counts nothing, as torch's cross entropy has it."""
-ALIVE_BYTES = {torch.float32: 8, torch.float64: 16}
-"""Bytes that a logit takes at the most: itself and its log-probability."""
-ALIVE_BYTES_HALF = 10
-"""The same in half precision: itself, its cast to fp32, and its log-probability."""
 _FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
@@ -39,7 +35,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     smoothing: float = 0.0,
-    budget: int | None = LOSS_BUDGET,
+    budget: int | None = None,
 ) -> Tensor:
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
@@ -71,7 +67,7 @@ def plain_linear_cross_entropy(
 
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget."""
-    most = max(1, budget // (ALIVE_BYTES.get(dtype, ALIVE_BYTES_HALF) * columns))
+    most = max(1, budget // (LOGIT_BYTES[dtype.itemsize] * columns))
     return -(-rows // -(-rows // most)) if rows else 1
 
 
@@ -92,9 +88,11 @@ def _chunked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
     with torch.autocast(x.device.type, enabled=False):
-        sums = _Sums.of(x, weight, dtype, smoothing, to_x, to_weight, to_bias)
         cast, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         step = rows_at_once(budget, len(x), len(weight), dtype)
+        # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
+        sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
+        sums = _Sums.of(x, weight, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
         for start in range(0, len(x), step):
             here = slice(start, start + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
@@ -137,14 +135,14 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: Tensor, weight: Tensor, dtype: torch.dtype, smoothing: float, to_x: bool, to_weight: bool,
-        to_bias: bool,
+        cls, x: Tensor, weight: Tensor, dtype: torch.dtype, sum_type: torch.dtype, smoothing: float, to_x: bool,
+        to_weight: bool, to_bias: bool,
     ) -> _Sums:  # fmt: skip
         wide = _sums_type(dtype)
         return cls(
             loss=x.new_zeros((), dtype=wide),
             x=torch.empty_like(x) if to_x else x.new_empty(0),
-            weight=weight.new_zeros(weight.shape if to_weight else (0,), dtype=wide),
+            weight=weight.new_zeros(weight.shape if to_weight else (0,), dtype=sum_type),
             bias=weight.new_zeros(weight.shape[:1] if to_bias else (0,), dtype=wide),
             smoothing=smoothing,
             scale=_FP16_SCALE if dtype == torch.float16 else 1.0,
@@ -182,7 +180,7 @@ class _Sums(NamedTuple):
             self._learn(gradient, x * counts)
 
     def _learn(self, gradient: Tensor, x: Tensor) -> None:
-        """Add what the rows say of the weight: (V, r) @ (r, D), summed in fp32."""
+        """Add what the rows say of the weight: (V, r) @ (r, D)."""
         if x.dtype == self.weight.dtype:
             self.weight.addmm_(gradient.T, x)
         elif x.is_cuda:

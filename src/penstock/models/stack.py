@@ -164,15 +164,14 @@ def _type_of_scores(x: Tensor) -> torch.dtype:
 class Vocabulary(nn.Linear):
     """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d."""
 
-    budget: int | None = None
-    """Bytes that logits may take where only their loss is asked for; none: what all take."""
+    chunked = False
+    """Whether logits of which only the loss is asked for are made for some rows at a time."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
         if targets is None:
             return super().forward(x)
-        return linear_cross_entropy(
-            x, self.weight, self.bias, targets, smoothing=smoothing, budget=self.budget
-        )
+        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
+        return linear_cross_entropy(x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget)
 
 
 class TextModel(Switched):
@@ -199,7 +198,7 @@ class TextModel(Switched):
         """Choose how the loss is made of targets; results stay as they are."""
         for module in self.modules():
             if isinstance(module, Vocabulary):
-                module.budget = LOSS_BUDGET if form == "chunked" else None
+                module.chunked = form == "chunked"
 
     def __init__(
         self,

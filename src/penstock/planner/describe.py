@@ -6,11 +6,20 @@ lies between the inputs and the blocks, and between these and the loss, is liste
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, sequences, stacks
+from penstock.config.model import (
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    ViTConfig,
+    sequences,
+    stacks,
+)
 from penstock.config.numerics import BYTES, numerics_of
-from penstock.config.plan import AUTO_PLAIN_TOKENS, Plan
+from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, Plan
 from penstock.planner.blocks import before_split, list_block
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import Op, Workload
@@ -215,12 +224,57 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
     columns = -(-model.vocabulary // t.tp)
+    if t.chunked:
+        _chunked_loss(to, model, rows, columns, d)
+        return
     biased = model.output_bias
     to.gemm(
         "head", rows, columns, d, bias=biased, fp8=False, group="output",
         learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
     )  # fmt: skip
-    _loss(to, rows, d, columns)
+    _loss(to, rows, columns)
+
+
+def _chunked_loss(
+    to: Lister, model: DecoderConfig | EncoderConfig | Seq2SeqConfig, rows: float, columns: int, d: int
+) -> None:
+    """The output and its loss, of some rows at a time, as `penstock.kernels.linear_cross_entropy` makes them. Gradients
+    are made along with the loss, which is when all activations are there. They are listed as the first of the backward
+    pass: the logits of one chunk and the sum of the weights' gradients are then alive beside all that is kept.
+    """
+    t, c = to.terms, to.terms.product
+    alive = LOGIT_BYTES[int(c)] * columns
+    chunks = math.ceil(rows / max(1, LOSS_BUDGET["cpu" if t.host else "cuda"] // alive))
+    some, size, weights = rows / chunks, rows * columns, columns * d
+    biases = columns if model.output_bias else 0
+    learned = weights * (not model.tied) + biases
+    cast = 2.0 * weights if t.casts else 0.0
+    # Products of several chunks are added up in fp32; a half product is made first.
+    apart = c < 4 and chunks > 1
+    added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if apart else 0.0)
+    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if apart else 0.0) + cast
+
+    # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
+    moved = size * (12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
+    if cast:
+        to.add(Op("cast.weights", "copy", read=4.0 * weights, written=cast))
+    to.add(
+        Op("loss.softmax", "softmax", read=size * c, written=size * 4.0, elements=size, launches=2 * chunks)
+    )
+    to.add(
+        Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
+           tensors=(not model.tied) + (biases > 0), launches=chunks),
+        Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held, launches=6 * chunks),
+        Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
+           launches=chunks),
+        Op("head.weight", "gemm", False, chunks, columns, d, some, (size + rows * d) * c + added, weights=weights,
+           launches=chunks),
+        *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
+        Op("loss.scale_", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c),
+    )  # fmt: skip
+    if t.tp > 1:
+        for _ in range(3):
+            to.add(Op("loss.sum", "allreduce", read=rows * 4.0, axis="tensor"))
 
 
 def _pooled(to: Lister, model: EncoderConfig) -> None:
@@ -238,16 +292,11 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
     to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
 
 
-def _loss(to: Lister, rows: float, width: int, columns: int) -> None:
+def _loss(to: Lister, rows: float, columns: int) -> None:
     """Cross-entropy: a cast to fp32, log-softmax, its gradient and the cast back, each an operator of its own unless
     the whole model is compiled."""
     t, size, c = to.terms, rows * columns, to.terms.product
-    if t.chunked:
-        # All of it in the forward pass, which keeps the gradients: those of its inputs in their place, those of the
-        # table of words in fp32.
-        to.move("loss.chunks", size, (2 * c + 12, 12 + c), (0, 0), kind="softmax", kept=width * columns * 4.0,
-                group="output")  # fmt: skip
-    elif t.whole:
+    if t.whole:
         cast = c + (2 if c == 2 else 0)
         to.move(
             "loss", size, (2 * c, 0), (c, cast), kind="softmax", kept=size * c, group="output", row=columns

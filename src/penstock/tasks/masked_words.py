@@ -47,6 +47,8 @@ class MaskedWords(WordTask):
     head.
     """
 
+    asked_words = SHARE
+
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
 

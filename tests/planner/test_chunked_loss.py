@@ -1,0 +1,75 @@
+"""What the planner says of a loss in chunks, held to what a step takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.build import build
+from penstock.config.machine import load_machine
+from penstock.config.model import PRESETS, DecoderConfig
+from penstock.config.plan import LOSS_BUDGET, Plan
+from penstock.planner import predict
+from penstock.planner.describe import describe, described
+from penstock.step.memory import step_with_memory
+from penstock.tasks import NextToken
+from penstock.tasks.text import TextBatch
+
+MODEL = DecoderConfig(width=32, depth=1, heads=2, mlp_width=64, vocabulary=8192, sequence=128)
+CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
+
+
+def _measured(plan: Plan, model: DecoderConfig) -> int:
+    built = build(model, plan, loss=NextToken())
+    tokens = torch.randint(0, model.vocabulary, (plan.micro_batch, model.sequence))
+    inputs = (tokens, None, tokens)
+    batch = TextBatch(inputs=inputs, ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0))
+    built.step([batch])
+    return step_with_memory(built.step, [batch])[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
+def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSS_BUDGET, "cpu", 2 << 20)
+    described.cache_clear()
+    model = replace(MODEL, tied=tied)
+    plan = Plan.parse(f"micro_batch=4 precision={precision} optimizer=fused loss=chunked")
+    whole = replace(plan, loss="whole")
+    try:
+        predicted = predict(model, CPU, plan).memory_bytes
+    finally:
+        described.cache_clear()
+    assert predicted == pytest.approx(_measured(plan, model), rel=0.1)
+    assert predicted < predict(model, CPU, whole).memory_bytes - (16 << 20)
+
+
+def test_the_same_work_is_counted() -> None:
+    for name in ("gpt2", "bert-base", "t5-small", "llama3-8b"):
+        whole, chunked = (
+            describe(PRESETS[name], Plan.parse(f"precision=O1 loss={form}")) for form in ("whole", "chunked")
+        )
+        assert chunked.model_flops == pytest.approx(whole.model_flops, rel=1e-9)
+        assert chunked.parameters == whole.parameters
+        assert chunked.tensors == whole.tensors
+        assert len(list(chunked.operators())) < len(list(whole.operators())) + 8
+
+
+def test_a_prediction_takes_no_longer() -> None:
+    machine, model = load_machine("h100"), PRESETS["llama3-8b"]
+    start = time.perf_counter()
+    for size in range(1, 33):
+        predict(model, machine, Plan.parse(f"precision=O1 loss=chunked micro_batch={size}"))
+    assert time.perf_counter() - start < 3.2
+
+
+def test_large_vocabularies_then_fit() -> None:
+    """Of 8 texts of 8,192 tokens, the logits of 128,256 words alone would take 84 GB."""
+    machine, model = load_machine("h100"), PRESETS["llama3-1b"]
+    line = "precision=O1 recompute=full optimizer=fused micro_batch=8 loss="
+    whole, chunked = (predict(model, machine, Plan.parse(line + form)) for form in ("whole", "chunked"))
+    assert whole.memory_bytes > 80e9 > chunked.memory_bytes
+    assert chunked.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.25)

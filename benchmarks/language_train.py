@@ -433,6 +433,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", help="contestants whose name contains this; may be given again"
     )
+    parser.add_argument("--no-compile", action="store_true", help="leave compiled contestants out")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="steps timed in a round")
     parser.add_argument("--output", type=Path, help="other cells in it stay")
@@ -450,6 +451,8 @@ def main() -> None:
     entries = contestants(config, batch, device, machine, plans)
     if options.only:
         entries = [entry for entry in entries if any(word in entry.name for word in options.only)]
+    if options.no_compile:
+        entries = [entry for entry in entries if "compile" not in entry.name]
     stored = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
     cells = stored.get("cells", {})
     key = f"{options.model}, {samples} x {sequence} tokens, {device.type}"

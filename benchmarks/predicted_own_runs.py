@@ -29,7 +29,7 @@ from torch import Tensor, distributed, nn
 
 from penstock.build import Built, build
 from penstock.config.machine import Machine
-from penstock.config.model import PRESETS
+from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_vision
@@ -55,6 +55,16 @@ CASES = (
     ("vit-s16", "micro_batch=2 optimizer=fused precision=O1 host_memory=keep"),
     ("vit-s16", "micro_batch=2 optimizer=fused precision=O2 attention=plain host_memory=keep"),
     ("vit-ti16", "micro_batch=4 optimizer=fused precision=O3 attention=plain host_memory=keep"),
+    ("gpt-tiny", "micro_batch=8 optimizer=fused host_memory=keep"),
+    ("gpt2 of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("gpt2 of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep loss=chunked"),
+    ("qwen2-0.5b of 128 tokens", "micro_batch=1 optimizer=fused host_memory=keep"),
+    ("bert-tiny", "micro_batch=8 optimizer=fused host_memory=keep"),
+    ("bert-base of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("modernbert-base of 256 tokens", "micro_batch=2 optimizer=fused host_memory=keep"),
+    ("t5-small of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("marian-base of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep"),
+    ("marian-base of 128 tokens", "micro_batch=4 optimizer=fused host_memory=keep attention=plain"),
     ("gpt2, 4 blocks", "micro_batch=2 optimizer=fused"),
     ("gpt2, 4 blocks", "micro_batch=8 optimizer=fused host_memory=keep"),
     ("gpt2, 12 blocks", "micro_batch=1 optimizer=fused host_memory=keep"),
@@ -126,10 +136,41 @@ def foreign(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Mo
     return model.to(device), loss
 
 
+def text(
+    case: Case, config: ModelConfig, words: str, device: torch.device
+) -> tuple[Built, Any, Callable[[Machine], Prediction]]:
+    """As `prepared`, of a text model of ours on samples of so many tokens, such as `128 tokens`."""
+    assert not isinstance(config, ViTConfig)
+    if words:
+        tokens = int(words.split()[0])
+        config = replace(config, sequence=tokens, max_positions=config.max_positions or config.sequence)
+        if isinstance(config, Seq2SeqConfig):
+            config = replace(config, decoder_sequence=tokens)
+    batch = case.plan.micro_batch
+
+    def drawn(length: int) -> Tensor:
+        return torch.randint(0, config.vocabulary, (batch, length), device=device)
+
+    inputs = [drawn(config.sequence)]
+    if isinstance(config, Seq2SeqConfig):
+        inputs.append(drawn(config.decoder_sequence))
+    targets = drawn(inputs[-1].shape[1])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        *given, targets = batch
+        return model(*given, targets=targets) / targets.numel()  # type: ignore[no-any-return]
+
+    built = build(config, case.plan, device=device, recipe=Recipe(), loss=loss)
+    return built, (*inputs, targets), lambda machine: predict(config, machine, case.plan)
+
+
 def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Machine], Prediction]]:
     """The built model, a batch, and what predicts its step on a Machine."""
     plan, batch = case.plan, case.plan.micro_batch
     recipe = Recipe()
+    preset, _, words = case.model.partition(" of ")
+    if preset in PRESETS and not isinstance(PRESETS[preset], ViTConfig):
+        return text(case, PRESETS[preset], words, device)
     if case.model in PRESETS:
         config = require_vision(PRESETS[case.model])
         built = build(config, plan, device=device, recipe=recipe)

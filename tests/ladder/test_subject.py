@@ -202,3 +202,12 @@ def test_rungs_of_text_say_where_they_do_not_apply() -> None:
     own = _own()
     for name in ("loss-chunked", "padding"):
         assert "the model" in str(rungs[name].refusal(own.first, own.situation(CPU)))
+
+
+def test_a_preset_climbs_at_the_task_of_its_job_or_the_one_asked_for() -> None:
+    pytest.importorskip("num2words")
+    config = LadderConfig(model=PRESETS["marian-tiny"], batch=2)
+    for asked, name in (("auto", "Translation"), ("span_corruption", "SpanCorruption")):
+        subject = Configured(replace(config, task=asked), DEVICE)  # type: ignore[arg-type]
+        assert type(subject._task).__name__ == name
+        assert ("--task" in subject.train_command(subject.first)) == (asked != "auto")

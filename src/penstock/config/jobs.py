@@ -41,6 +41,9 @@ JOBS: dict[str, Settings] = {
     "modernbert-tiny": {**_TINY, "recipe.steps": 500},
     "t5-tiny": {**_TINY, "recipe.steps": 500},
     "bart-tiny": {**_TINY, "recipe.steps": 500},
+    "marian-base": {"task": "translation"},
+    "transformer-base": {"task": "translation"},
+    "transformer-big": {"task": "translation"},
     "marian-tiny": {
         **_TINY,
         "task": "translation",

@@ -19,7 +19,7 @@ from penstock.config.convert import (
     Seed,
 )
 from penstock.config.model import PRESETS, ModelConfig, option_words
-from penstock.config.run import DataConfig
+from penstock.config.run import DataConfig, TaskName
 
 QUICK_LOSS_STEPS = 8
 BUDGET, QUICK_BUDGET = 360.0, 150.0
@@ -37,6 +37,8 @@ class LadderConfig(Checked):
     batch: Count | None = None
     """Samples per step of the baseline; none is 8 images on a CPU and 64 on a GPU, or 1,024 and 32,768 tokens of text.
     A factory's batch is taken as it is."""
+    task: TaskName = "auto"
+    """What the model is trained for; `auto` is the task of the preset's job, or of the model's family."""
     data: DataConfig = field(default_factory=DataConfig)
     """What batches are made of, as in `penstock train`; `auto` is what is embedded for the model's task."""
     rungs: tuple[str, ...] = ()

@@ -11,16 +11,17 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from penstock.build import Built, build
+from penstock.config.jobs import JOBS
 from penstock.config.machine import Machine
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
-from penstock.config.run import DataConfig, Recipe
+from penstock.config.run import DataConfig, Recipe, TaskName
 from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.errors import ConfigError
@@ -128,13 +129,13 @@ class Configured(Subject):
         self.device = device
         self.procs = config.procs
         self.recipe = Recipe(lr=config.lr)
-        self._task = task_of(config.model)
+        self._task = task_of(config.model, _task_named(config))
         self._source = self._task.open(config.data, config.model, "train")
         self._model = self._fitted(config.model)
         batch = config.batch if config.batch is not None else _usual_batch(self._model, device)
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
-        self.data = config.data.source
+        self.data, self._asked = config.data.source, config.task
         self.padding_share = 1.0 - self._fullness(self._model, batch).real
         self._starts: dict[int, dict[str, Tensor]] = {}
 
@@ -170,6 +171,8 @@ class Configured(Subject):
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
+        if self._asked != "auto":
+            words.append(f"--task {self._asked}")
         if self.data != DataConfig().source:
             words.append(f"--data {self.data}")
         return " ".join(words)
@@ -276,6 +279,15 @@ class Own(Subject):
             return torch.cat([leaf] * times) if grows else leaf
 
         return replaced(self._batch, move)
+
+
+def _task_named(config: LadderConfig) -> TaskName:
+    """The task that is asked for, or that of the preset's job."""
+    if config.task != "auto":
+        return config.task
+    preset, *changes = option_words(config.model)
+    job = JOBS.get(preset, {}) if not changes else {}
+    return cast(TaskName, job.get("task", "auto"))
 
 
 def _usual_batch(model: ModelConfig, device: torch.device) -> int:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.config.run import DataConfig
+from penstock.data.text.build import write_pack
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.tokenizers import Bytes
 from penstock.data.text.tokens import TokenSource, open_tokens
@@ -116,3 +119,18 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(DataError, match="fewer than one sample of 8"):
         opened(f"text:{tmp_path}")
+
+
+def test_ranks_that_start_together_tokenise_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 4000)
+    made: list[Path] = []
+
+    def counting(target: Path, *arguments: object) -> object:
+        made.append(target)
+        time.sleep(0.2)  # so that the others come meanwhile
+        return write_pack(target, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("penstock.data.text.sources.write_pack", counting)
+    with ThreadPoolExecutor(3) as ranks:
+        sizes = {len(source) for source in ranks.map(lambda _: opened(f"text:{tmp_path}/a.txt"), range(3))}
+    assert len(made) == len(sizes) == 1

@@ -31,7 +31,10 @@ from penstock.config.describe import default_word
 from penstock.config.plan import Plan
 
 ROOT = Path(__file__).parent.parent
-SLOW = ("checkpoints", "fine-tune", "ladder", "launch", "own-model", "train")
+SLOW = (
+    "checkpoints", "fine-tune", "fine-tune-text", "ladder", "language-model", "launch", "own-model", "train",
+    "translation",
+)  # fmt: skip
 """Pages whose commands take ten seconds and more."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 _FENCE = re.compile(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from helpers.images import write_folder
+from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig, ViTConfig
 
 _MODEL = {
     f"--model.{name}": value
@@ -18,8 +19,15 @@ _MODEL = {
         "image_size": "32",
     }.items()
 }
+_TEXT = {
+    f"--model.{side}{name}": value
+    for side in ("", "encoder.", "decoder.")
+    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
+}
+_LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
 _INSTEAD: dict[str, dict[str, str]] = {
-    "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0", "--plan.micro_batch": "2"},
+    "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0", "--recipe.warmup_share": "0",
+              "--plan.micro_batch": "2"},
     "ladder": {
         **_MODEL, "--rungs": "optimizer-fused", "--rounds": "2", "--round_seconds": "0.01", "--loss_steps": "0",
         "--budget": "30", "--batch": "2", "--procs": "1",
@@ -29,7 +37,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
     "probe": {"--output": "machine.toml"},
 }  # fmt: skip
 """By verb, the options that replace or complete those of a page."""
-_LEFT_OUT = ("--nnodes", "--rdzv", "--init_from")
+_LEFT_OUT = ("--nnodes", "--rdzv", "--init_from", "--from")
 """Options with a value that need other machines or a network."""
 
 _FILES = {
@@ -78,8 +86,27 @@ def lay_out(folder: Path) -> None:
     for name, content in (_FILES | {name: _FILES[like] for name, like in _ALIKE.items()}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
+    rows = [f"{n} and one\t{n + 1}\t{'odd' if n % 2 else 'even'}" for n in range(60)]
+    tables = {
+        "xnli": ("first\tsecond\tlabel", rows),
+        "sentences": ("source\ttarget", [r.rpartition("\t")[0] for r in rows]),
+    }
+    for name, (first, lines) in tables.items():
+        (folder / "data").mkdir(exist_ok=True)
+        (folder / "data" / f"{name}.tsv").write_text("\n".join([first, *lines]), encoding="utf-8")
     write_folder(folder / "photos", per_class=12)
     write_folder(folder / "data" / "flowers", per_class=12)
+
+
+def _of_text(preset: ModelConfig) -> dict[str, str]:
+    """Options that make a text model small, and its data few."""
+    both = isinstance(preset, Seq2SeqConfig)
+    sizes = {
+        name: value
+        for name, value in (_TEXT | _LENGTHS).items()
+        if both == (name.count(".") == 2 or "decoder" in name)
+    }
+    return {**sizes, "--model.sequence": "32", "--data.limit": "60"}
 
 
 def small_form(words: list[str], folder: Path) -> list[str]:
@@ -91,6 +118,10 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     models = [word for before, word in itertools.pairwise(words[:end]) if before in (verb, "--model")]
     if any(re.fullmatch(r"[\w.]+:\w+", word) for word in models):
         instead = {name: value for name, value in instead.items() if name not in _MODEL}
+    for name in models:
+        if name in PRESETS and not isinstance(PRESETS[name], ViTConfig):
+            instead = {option: value for option, value in instead.items() if option not in _MODEL}
+            instead |= _of_text(PRESETS[name]) if verb in ("train", "ladder") else {}
     kept = []
     passed = iter(words[1:end])
     for word in passed:

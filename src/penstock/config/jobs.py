@@ -12,6 +12,7 @@ Settings = dict[str, Any]
 """Values by dotted key."""
 
 _TINY: Settings = {
+    "recipe.steps": 340,
     "recipe.lr": 2e-3,
     "recipe.warmup_share": 0.1,
     "recipe.weight_decay": 0.01,
@@ -35,12 +36,12 @@ JOBS: dict[str, Settings] = {
         "recipe.augment.crop_scale_min": 0.7,
         "plan.micro_batch": 64,
     },
-    "gpt-tiny": {**_TINY, "recipe.steps": 500},
-    "llama-tiny": {**_TINY, "recipe.steps": 500},
-    "bert-tiny": {**_TINY, "recipe.steps": 500},
-    "modernbert-tiny": {**_TINY, "recipe.steps": 500},
-    "t5-tiny": {**_TINY, "recipe.steps": 500},
-    "bart-tiny": {**_TINY, "recipe.steps": 500},
+    "gpt-tiny": {**_TINY, "recipe.lr": 3e-3},
+    "llama-tiny": {**_TINY, "recipe.lr": 3e-3},
+    "bert-tiny": _TINY,
+    "modernbert-tiny": _TINY,
+    "t5-tiny": _TINY,
+    "bart-tiny": _TINY,
     "marian-base": {"task": "translation"},
     "transformer-base": {"task": "translation"},
     "transformer-big": {"task": "translation"},

@@ -186,6 +186,38 @@ def test_an_export_is_the_model_and_transformers_reads_it(
         torch.testing.assert_close(theirs(**given).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+HEADS = [
+    ("words", "classes"),
+    ("classes", "words"),
+    ("words", "none"),
+    ("none", "words"),
+    ("none", "classes"),
+]
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize(("before", "after"), HEADS)
+def test_an_encoder_of_another_head_starts_a_run(name: str, before: str, after: str, tmp_path: Path) -> None:
+    """What was learned on masked words is fine-tuned on classes, and so on: all but the head is taken."""
+    config: Any = ENROLLED[name].config
+    torch.manual_seed(3)
+    start, model = create(replace(config, head=before)), create(replace(config, head=after))
+    save_pretrained(start, tmp_path)
+    loaded = load_weights(model, tmp_path, new_head=True)
+    taken = model.state_dict()
+    for key, tensor in start.state_dict().items():
+        if key.startswith(("tokens.", "types.", "encoder.")):
+            torch.testing.assert_close(taken[key], tensor)
+    assert set(loaded.drawn) <= {key for key in taken if key.startswith(("head.", "pooler.", "transform."))}
+    assert bool(loaded.drawn) == (after != "none")
+    if after == "words":
+        assert torch.equal(taken["head.weight"], taken["tokens.weight"])
+    with pytest.raises(ConfigError):
+        load_weights(model, tmp_path) if after != "none" else load_weights(
+            create(replace(config, width=8)), tmp_path
+        )
+
+
 def _blocks(enrolled: Enrolled) -> tuple[str, str]:
     """Names of the first and the last block."""
     blocks = anatomy_of(create(enrolled.config)).blocks

@@ -136,6 +136,10 @@ def require_as_large(
         )
 
 
+_OUR_HEADS = ("head.", "pooler.", "transform.")
+_THEIR_HEADS = ("cls.", "classifier.", "lm_head.", "score.", "bert.pooler.")
+
+
 def _fitted_text(
     model: TextModel, state: dict[str, Tensor], new_head: bool
 ) -> tuple[dict[str, Tensor], Loaded]:
@@ -143,14 +147,21 @@ def _fitted_text(
     names: Names = "penstock" if "tokens.weight" in state else "hf"
     if names == "hf":
         ours, free = text_from_hf(state, model)
-        state, misfits, ignored = ours.state, ours.misfits, tuple(free)
-        state |= dict.fromkeys(ours.left, torch.empty(0))
+        state, misfits = ours.state, ours.misfits
+        # What served another head is of no use to a new one.
+        other = tuple(name for name in ours.left if new_head and name.startswith(_THEIR_HEADS))
+        ignored = (*free, *other)
+        state |= dict.fromkeys((name for name in ours.left if name not in other), torch.empty(0))
     elif shares_head(model.config):
         state["head.weight"] = state["tokens.weight"]
     # What turns features into outputs, and may be learned anew.
-    head = tuple(name for name in expected if name.startswith(("head.", "pooler.", "transform.")))
+    head = tuple(name for name in expected if name.startswith(_OUR_HEADS))
     drawn: tuple[str, ...] = ()
-    if new_head and not shares_head(model.config):
+    if new_head:
+        ignored += tuple(name for name in state if name not in expected and name.startswith(_OUR_HEADS))
+        state = {name: tensor for name, tensor in state.items() if name not in ignored}
+        if shares_head(model.config) and "tokens.weight" in state:
+            state["head.weight"] = state["tokens.weight"]
         drawn = tuple(n for n in head if n not in state or misfit(n, state[n], expected[n]))
         state |= {name: expected[name] for name in drawn}
     _check(expected, state, head, misfits)

@@ -69,9 +69,9 @@ def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
 
 def list_classes(root: Path) -> Listing:
     """Every image under each class folder, sorted by name, so that the order is the same on every machine."""
-    classes = tuple(
-        sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != ".")
-    )
+    # Not `DirEntry.is_dir`, which raises at a link that leads back to itself.
+    entries = [name for name in os.listdir(root) if name[0] != "."]
+    classes = tuple(sorted(name for name in entries if os.path.isdir(root / name)))
     paths: list[str] = []
     labels: list[int] = []
     ignored = 0

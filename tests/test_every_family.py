@@ -70,6 +70,8 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
 def test_compiled_models_learn_the_same(enrolled: Enrolled, compiled: str) -> None:
     _, losses = _stepped(enrolled, "baseline", 3)

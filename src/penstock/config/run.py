@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from penstock.boundary.files import quoted
@@ -77,6 +77,10 @@ class DataConfig(Checked, where="data"):
     """How many documents or rows are read of each source at most; none: all."""
     streaming: bool = False
     """Whether a text dataset `hf:NAME` is read while it is fetched, without a copy of it on the disk."""
+
+    def filled(self, default: str) -> DataConfig:
+        """With what `auto` means to a task."""
+        return replace(self, source=default) if self.source == "auto" else self
 
     def parts(self) -> tuple[tuple[str, float], ...]:
         """Each source and its share of the samples. The shares sum to 1."""

@@ -22,7 +22,7 @@ class Digits(ImageSource):
             stored = np.load(file, allow_pickle=False)
             images, labels = stored["images"], stored["labels"]
         chosen = is_val(labels) == (split == "val")
-        self.name = f"digits/{split}"
+        self.name = f"digits ({split})"
         self.classes = tuple(str(digit) for digit in range(10))
         self.labels = labels[chosen].astype(np.int64)
         self.size = 8

@@ -14,6 +14,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
     `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
     of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
     """
+    config = config.filled("digits")
     kind, _, path = config.source.partition(":")
     problems = []
     if channels not in (1, 3):
@@ -22,7 +23,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
-    if kind not in ("auto", "digits", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
+    if kind not in ("digits", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
         problems.append(
             f"data.source is {quoted(config.source)}, which is text, but the model takes images; choose digits, "
             "imagefolder:PATH, pack:PATH or hf:NAME."
@@ -41,7 +42,7 @@ def _opened(
     kind: str, path: str, config: DataConfig, split: Split, channels: int, image_size: int
 ) -> ImageSource:
     # Late: each kind of source brings the libraries that it reads with.
-    if kind in ("auto", "digits"):
+    if kind == "digits":
         from penstock.data.digits import Digits
 
         return Digits(split, channels)

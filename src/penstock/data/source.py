@@ -61,6 +61,11 @@ class Source(ABC):
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
 
+    @property
+    def title(self) -> str:
+        """Its name without its split: what it was opened by."""
+        return self.name.removesuffix(" (train)").removesuffix(" (val)")
+
     @abstractmethod
     def load(self, index: int, out: Any) -> None:
         """Write sample `index` into `out`: an array of the sample's shape, or a record. Raises BadSample where it

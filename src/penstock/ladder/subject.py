@@ -135,7 +135,8 @@ class Configured(Subject):
         batch = config.batch if config.batch is not None else _usual_batch(self._model, device)
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
-        self.data, self._asked = config.data.source, config.task
+        self.data = self._source.title
+        self._asked, self._data = config.task, config.data.source
         self.padding_share = 1.0 - self._fullness(self._model, batch).real
         self._starts: dict[int, dict[str, Tensor]] = {}
 
@@ -173,8 +174,8 @@ class Configured(Subject):
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
         if self._asked != "auto":
             words.append(f"--task {self._asked}")
-        if self.data != DataConfig().source:
-            words.append(f"--data {self.data}")
+        if self._data != DataConfig().source:
+            words.append(f"--data {self._data}")
         return " ".join(words)
 
     def _fitted(self, model: ModelConfig) -> ModelConfig:

@@ -148,7 +148,7 @@ class _Run:
         self.task = task_of(config.model, config.task, init_from=config.init_from)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
-        self.data = train_source.name if config.data.source == "auto" else config.data.source
+        self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))

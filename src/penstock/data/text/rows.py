@@ -215,7 +215,8 @@ def open_rows(
 
     Raises ConfigError and DataError.
     """
-    packs = open_packs(data, tokenizer, form, "numbers")
+    data = data.filled("numbers")
+    packs = open_packs(data, tokenizer, form)
     labelled = form in ("single", "pair")
     kinds = {(pack.manifest.labels, pack.manifest.classes) for pack, _ in packs}
     if labelled and len(kinds) > 1:

@@ -28,16 +28,14 @@ from penstock.leftovers import make_public, temporary
 _log = logging.getLogger(__name__)
 
 
-def open_packs(
-    data: DataConfig, tokenizer: Tokenizer, form: Form, default: str
-) -> list[tuple[TokenPack, float]]:
-    """The pack of each source, and its weight. `default` is what `auto` means.
+def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
+    """The pack of each source, and its weight.
 
     Raises ConfigError for sources that are no text, DataError for those that cannot be read.
     """
     packs = []
     for source, weight in data.parts():
-        kind, _, path = (default if source == "auto" else source).partition(":")
+        kind, _, path = source.partition(":")
         pack = TokenPack(Path(path)) if kind == "pack" else _cached(kind, path, data, tokenizer, form)
         pack.require(tokenizer)
         _require_form(pack, form)

@@ -99,7 +99,8 @@ def open_tokens(
     A window is a pure function of its number, and so is the order of windows of seed and epoch. Tokenises what is no
     pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError.
     """
-    packs = open_packs(data, tokenizer, "document", "stdlib")
+    data = data.filled("stdlib")
+    packs = open_packs(data, tokenizer, "document")
     texts = [
         (_of_split(pack, split, source), weight) for (pack, weight), (source, _) in zip(packs, data.parts())
     ]

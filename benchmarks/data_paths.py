@@ -14,12 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +25,12 @@ from helpers.images import encoded, photo
 from penstock.config.run import Augment, DataConfig
 from penstock.data import ImageSource, augment_batch, center_batch, decode, open_source
 from penstock.data.packing import Packing, pack_source
-from penstock.report.record import environment
+from ways import Way, in_turn
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 97
 BATCH = 64
 COPIES = 5
 """Files per image. Generating images takes time, but the set must be larger than the processor's caches."""
-
-
-@dataclass
-class Way:
-    """One way to read images, and its measurements: processor and wall-clock seconds per round."""
-
-    work: Callable[[np.random.Generator], int]
-    """Does the work once and returns the number of images."""
-    images: int = 0
-    cpu: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-
-    def measure(self, rng: np.random.Generator, seconds: float) -> None:
-        images, cpu, wall = 0, time.thread_time(), time.perf_counter()
-        while time.thread_time() - cpu < seconds:
-            images += self.work(rng)
-        self.images += images
-        self.cpu.append(images / (time.thread_time() - cpu))
-        self.wall.append(images / (time.perf_counter() - wall))
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "images_per_second_per_core": statistics.median(self.cpu),
-            "spread": [min(self.cpu), max(self.cpu)],
-            "images_per_wall_second": statistics.median(self.wall),
-            "images_read": self.images,
-        }
 
 
 def make_folder(root: Path, count: int) -> int:
@@ -89,7 +57,7 @@ def reading(source: ImageSource, *, pillow: bool = False) -> Way:
             decode.fast_path = fast
         return len(images)
 
-    return Way(work)
+    return Way(work, "images")
 
 
 def augmenting(config: Augment | None, batch: int = 8) -> Way:
@@ -104,7 +72,7 @@ def augmenting(config: Augment | None, batch: int = 8) -> Way:
             augment_batch(images, labels, config, image_size=224, classes=1000, seed=0, positions=positions)
         return batch
 
-    return Way(work)
+    return Way(work, "images")
 
 
 def paths(root: Path, count: int) -> tuple[dict[str, Way], dict[str, Any]]:
@@ -149,27 +117,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as root:
         found, facts = paths(Path(root), options.images)
-        names = list(found)
-        for name in names:  # warm up: page cache, checksums, allocators
-            found[name].measure(rng, options.seconds / 2)
-            found[name].cpu.clear(), found[name].wall.clear()
-        for turn in range(options.rounds):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                found[name].measure(rng, options.seconds)
-    record = environment()
-    record["load_average"] = os.getloadavg()[
-        1
-    ]  # over the last five minutes; above the number of cores it slows all
-    for package in ("simplejpeg", "opencv-python-headless"):
-        if decode.fast_path():
-            record["versions"][package] = importlib.metadata.version(package)
-    result = {"environment": record, "data": facts, "paths": {name: found[name].report() for name in names}}
-    for name in names:
-        line = result["paths"][name]
-        print(f"{name:48s} {line['images_per_second_per_core']:>12,.0f} images/s/core")
+        result = in_turn(found, options.rounds, options.seconds) | {"data": facts}
+    if decode.fast_path():
+        for package in ("simplejpeg", "opencv-python-headless"):
+            result["environment"]["versions"][package] = importlib.metadata.version(package)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")

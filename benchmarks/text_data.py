@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +28,9 @@ from penstock.data.text.open import open_tokenizer
 from penstock.data.text.packing import TextPacking, pack_text
 from penstock.data.text.rows import open_rows
 from penstock.data.text.tokens import TokenSource, open_tokens
-from penstock.report.record import environment
+from ways import Way, in_turn
 
 WINDOW, ROW, BATCH = 1024, 128, 64
-
-
-@dataclass
-class Way:
-    """One way to read or to tokenise, and its measurements: units per second of each round."""
-
-    work: Callable[[np.random.Generator], int]
-    """Does the work once and returns how many units it was."""
-    unit: str = "tokens"
-    cpu: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-
-    def measure(self, rng: np.random.Generator, seconds: float) -> None:
-        units, cpu, wall = 0, time.process_time(), time.perf_counter()
-        while time.process_time() - cpu < seconds:
-            units += self.work(rng)
-        self.cpu.append(units / (time.process_time() - cpu))
-        self.wall.append(units / (time.perf_counter() - wall))
-
-    def report(self) -> dict[str, Any]:
-        return {
-            f"{self.unit}_per_second_per_core": statistics.median(self.cpu),
-            "spread": [min(self.cpu), max(self.cpu)],
-            f"{self.unit}_per_wall_second": statistics.median(self.wall),
-        }
 
 
 def reading(source: Source, tokens: int) -> Way:
@@ -69,7 +41,7 @@ def reading(source: Source, tokens: int) -> Way:
         source.read_into(rng.integers(0, len(source), BATCH), out)
         return BATCH * tokens
 
-    return Way(work)
+    return Way(work, "tokens")
 
 
 def first_pass(open_again: Callable[[], TokenSource]) -> Way:
@@ -81,7 +53,7 @@ def first_pass(open_again: Callable[[], TokenSource]) -> Way:
             source.read_into(order[start : start + BATCH], out)
         return len(source) * WINDOW
 
-    return Way(work)
+    return Way(work, "tokens")
 
 
 def loading(source: Source) -> Way:
@@ -90,7 +62,7 @@ def loading(source: Source) -> Way:
     def work(_: np.random.Generator) -> int:
         return int(next(loader).numel())
 
-    return Way(work)
+    return Way(work, "tokens")
 
 
 def tokenising(data: DataConfig) -> Way:
@@ -106,7 +78,7 @@ def tokenising(data: DataConfig) -> Way:
         tokenizer.encode(texts)
         return size
 
-    return Way(work, unit="bytes")
+    return Way(work, "bytes")
 
 
 def ways(root: Path) -> tuple[dict[str, Way], dict[str, Any]]:
@@ -156,22 +128,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as root:
         found, facts = ways(Path(root))
-        names = list(found)
-        for name in names:  # warm up: page cache, checksums, allocators
-            found[name].measure(rng, options.seconds / 4)
-            found[name].cpu.clear(), found[name].wall.clear()
-        for turn in range(options.rounds):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                found[name].measure(rng, options.seconds)
-    record = environment()
-    record["load_average"] = os.getloadavg()[1]
-    result = {"environment": record, "data": facts, "ways": {name: found[name].report() for name in names}}
-    for name in names:
-        unit = found[name].unit
-        print(f"{name:32s} {result['ways'][name][f'{unit}_per_second_per_core']:>14,.0f} {unit}/s/core")
+        result = in_turn(found, options.rounds, options.seconds) | {"data": facts}
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": BASE | {"leftovers"},
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels", "leftovers"},
-    "tasks": BASE | {"data", "models"},
+    "tasks": BASE | {"data", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models"},
     "precision": BASE | ASKED | {"containers", "kernels", "matmul", "models", "optim"},
     "parallel": BASE | ASKED | {"containers", "kernels", "models", "optim", "precision"},

@@ -91,9 +91,10 @@ def lay_out(folder: Path) -> None:
         "xnli": ("first\tsecond\tlabel", rows),
         "sentences": ("source\ttarget", [r.rpartition("\t")[0] for r in rows]),
     }
+    (folder / "data").mkdir(exist_ok=True)
     for name, (first, lines) in tables.items():
-        (folder / "data").mkdir(exist_ok=True)
-        (folder / "data" / f"{name}.tsv").write_text("\n".join([first, *lines]), encoding="utf-8")
+        for place in (folder, folder / "data"):
+            (place / f"{name}.tsv").write_text("\n".join([first, *lines]), encoding="utf-8")
     write_folder(folder / "photos", per_class=12)
     write_folder(folder / "data" / "flowers", per_class=12)
 

@@ -137,7 +137,7 @@ def test_padding_left_out_changes_neither_outputs_nor_gradients(name: str, order
 
 def test_decoders_and_models_of_others_refuse_to_leave_padding_out() -> None:
     for model in (create(DECODER), nn.Linear(2, 2)):
-        with pytest.raises(ConfigError, match=r"plan\.padding 'remove'"):
+        with pytest.raises(ConfigError, match=r"plan\.padding=remove"):
             set_padding(model, "remove")
     assert any("padding=remove" in problem for problem in problems(Plan.parse("padding=remove"), DECODER))
     assert not list(problems(Plan.parse("padding=remove"), ENCODER))
@@ -273,5 +273,5 @@ def test_smoothing_is_that_of_torch() -> None:
 
 
 def test_a_model_without_a_loss_of_its_own_has_no_form_of_it() -> None:
-    with pytest.raises(ConfigError, match=r"Linear does not make its loss itself, so plan\.loss 'chunked'"):
+    with pytest.raises(ConfigError, match=r"Linear does not make its loss itself, so plan\.loss=chunked"):
         set_loss(nn.Linear(2, 2), "chunked")

@@ -10,6 +10,7 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
@@ -93,6 +94,11 @@ def switch_of(module: nn.Module) -> Switch | None:
 
 
 def _switched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
-    pinned = nullcontext() if switch.backend in ("auto", "plain") else sdpa_kernel(PINNED[switch.backend])
-    with Watch(switch), pinned:
+    if switch.backend in ("auto", "plain"):
+        with Watch(switch):
+            return forward(*args, **kwargs)
+    # Torch answers by itself. Its calls are watched once only, for each operator that is looked at costs time; compiled
+    # code does not look while it runs, and must not depend on what was seen.
+    unseen = torch.compiler.is_compiling() or not switch.used
+    with Watch(switch) if unseen else nullcontext(), sdpa_kernel(PINNED[switch.backend]):
         return forward(*args, **kwargs)

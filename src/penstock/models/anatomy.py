@@ -144,10 +144,8 @@ def set_token_order(model: nn.Module, token_order: TokenOrder) -> None:
     if family is not None and family.set_token_order is not None:
         family.set_token_order(model, token_order)
     elif token_order != "batch_first":
-        raise ConfigError(
-            f"{_path(type(model))} has no token order but batch_first, so plan.token_order {token_order!r} cannot be "
-            f"applied to it; leave plan.token_order at batch_first, or use Penstock's own model of this family."
-        )
+        why = "has no token order but batch_first"
+        raise _without_choice(model, "token_order", token_order, why, "model of this family")
 
 
 def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
@@ -175,26 +173,30 @@ def set_loss(model: nn.Module, form: LossForm) -> None:
     """Choose how a model makes the loss over its vocabulary. Raises ConfigError where it makes none itself."""
     model = uncompiled(model)
     family = _family_of(model)
-    if family is not None and family.set_loss is not None:
-        family.set_loss(model, form)
-    elif form != "whole":
-        raise ConfigError(
-            f"{_path(type(model))} does not make its loss itself, so plan.loss {form!r} cannot be applied to it; leave "
-            "plan.loss at whole, or use Penstock's own decoder, encoder or encoder–decoder."
+    if family is None or family.set_loss is None:
+        raise _without_choice(
+            model, "loss", form, "does not make its loss itself", "decoder, encoder or encoder–decoder"
         )
+    family.set_loss(model, form)
 
 
 def set_padding(model: nn.Module, padding: Padding) -> None:
     """Choose whether a model computes padding. Raises ConfigError where it cannot leave it out."""
     model = uncompiled(model)
     family = _family_of(model)
-    if family is not None and family.set_padding is not None:
-        family.set_padding(model, padding)
-    elif padding != "keep":
-        raise ConfigError(
-            f"{_path(type(model))} computes all tokens that it is given, so plan.padding {padding!r} cannot be applied "
-            "to it; leave plan.padding at keep, or use Penstock's own encoder or encoder–decoder."
+    if family is None or family.set_padding is None:
+        raise _without_choice(
+            model, "padding", padding, "computes all tokens that it is given", "encoder or encoder–decoder"
         )
+    family.set_padding(model, padding)
+
+
+def _without_choice(model: nn.Module, field: str, value: str, why: str, ours: str) -> ConfigError:
+    """A setting of a Plan that no model of this class has a use for."""
+    return ConfigError(
+        f"{_path(type(model))} {why}, so plan.{field}={value} cannot be applied to it; leave plan.{field} out, or use "
+        f"Penstock's own {ours}."
+    )
 
 
 def is_norm(module: nn.Module) -> bool:

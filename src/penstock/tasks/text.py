@@ -22,6 +22,7 @@ from penstock.config.trainable import require_trainable
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
+from penstock.kernels.linear_cross_entropy import IGNORED
 from penstock.tasks.task import Fullness, Task, plain
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ MOST_NATS = 80.0
 """A loss beyond it is told as the perplexity of this one: e⁸⁰ still fits fp32."""
 DRAWN = 64
 """Batches of which it is asked how long they are."""
-IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)

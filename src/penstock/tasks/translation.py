@@ -13,11 +13,11 @@ from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.kernels.linear_cross_entropy import IGNORED
 from penstock.tasks import scores
 from penstock.tasks.generate import sharded, translate
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
-    IGNORED,
     TextBatch,
     WordTask,
     counted,

@@ -9,7 +9,7 @@ one that holds a share of the weights, or computes in another type.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,25 @@ class Context(NamedTuple):
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
     memory: Tensor | None = None
     """What cross attention reads, in the order of the tokens."""
-    memory_mask: Tensor | None = None
+    memory_mask: Tensor | Sight | None = None
     real: Real | None = None
     """Which tokens are computed, if padding is left out; attention alone sees whole samples."""
 
 
 _ALONE = Context()
+
+
+class Past(Protocol):
+    """What is kept of earlier tokens, so that a model continues them: see `penstock.infer.past`."""
+
+    places: Tensor
+    """Positions of the tokens of this pass, (N,) or (B, N)."""
+    remembers: bool
+    """Whether it keeps the keys and values of the memory too, so that no source need be encoded."""
+
+    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
+        """What the blocks of a `TokenStack` are given in this pass."""
+        ...
 
 
 def make_norm(sizes: Stack, features: int, **where: Any) -> nn.LayerNorm | nn.RMSNorm:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.models.block import Past
 from penstock.models.stack import TextModel, TokenStack
 
 
@@ -25,10 +26,12 @@ class Decoder(TextModel):
         targets: Tensor | None = None,
         rows: Tensor | None = None,
         smoothing: float = 0.0,
+        past: Past | None = None,
     ) -> Tensor:
         """Padding comes last in a sample, where no token before it sees it. `documents` (B, N) are numbers that change
         where another document begins: attention does not cross from one to the next, and positions start again. With
-        `targets` (B, N), or of `rows` (M,), the summed loss: see `TextModel`.
+        `targets` (B, N), or of `rows` (M,), the summed loss: see `TextModel`. With a `past`, the tokens follow those
+        that it keeps.
         """
-        x = self.decoder(self.embed(tokens), documents=documents)
+        x = self.decoder(self.embed(tokens), documents=documents, past=past)
         return self.words(self.chosen(x, rows), targets, smoothing)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.config.model import Seq2SeqConfig
+from penstock.models.block import Past
 from penstock.models.stack import TextModel, TokenStack
 
 
@@ -26,18 +27,20 @@ class Seq2Seq(TextModel):
 
     def forward(
         self,
-        source: Tensor,
+        source: Tensor | None,
         target: Tensor,
         lengths: Tensor | None = None,
         targets: Tensor | None = None,
         rows: Tensor | None = None,
         smoothing: float = 0.0,
+        past: Past | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each source are no padding, which comes last. With `targets` (B, N) of
-        the target's tokens, or of `rows` (M,), the summed loss: see `TextModel`.
+        the target's tokens, or of `rows` (M,), the summed loss: see `TextModel`. With a `past`, the target's tokens
+        follow those that it keeps; once it remembers a source, none is given.
         """
-        memory = self.encode(source, lengths)
-        x = self.decoder(self.embed(target), memory=memory, memory_lengths=lengths)
+        memory = None if source is None else self.encode(source, lengths)
+        x = self.decoder(self.embed(target), memory=memory, memory_lengths=lengths, past=past)
         return self.words(self.chosen(x, rows), targets, smoothing)
 
     def encode(self, source: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.padding import Real
 from penstock.kernels.windows import Windows
 from penstock.models.base import Switched, Undrawn
-from penstock.models.block import Attention, Block, Context, CrossAttention, make_norm
+from penstock.models.block import Attention, Block, Context, CrossAttention, Past, make_norm
 from penstock.models.positions import (
     Learned,
     Relative,
@@ -71,16 +71,20 @@ class TokenStack(nn.Module):
         documents: Tensor | None = None,
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        places = places_of(x.shape[1], documents, x.device)
+        """With a `past`, the tokens follow those whose keys and values it keeps, and it says where they stand."""
+        places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         if self.places is not None:
             x = x + self.places(places).to(x.dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         if self.dropout is not None:
             x = self.dropout(x)
-        context = self._context(x, places, lengths, documents)
-        if memory is not None:
+        context = (
+            self._context(x, places, lengths, documents) if past is None else past.context(self, x, memory)
+        )
+        if memory is not None and past is None:
             mask = None if memory_lengths is None else within(memory_lengths, memory.shape[1])
             mask = added(mask, _type_of_scores(x))
             memory = memory.transpose(0, 1) if self.sequence_first else memory

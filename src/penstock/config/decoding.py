@@ -1,0 +1,113 @@
+"""How the next tokens of a text are chosen: the settings of generation. No torch is needed to make or check them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from penstock.config.convert import Checked, Count, Natural, Positive, PositiveShare, Probability, Range, Text
+
+Penalty = Annotated[float, Range(-2, 2)]
+Share = Annotated[float, Range(0, 1)]
+Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's number and an amount, as 42=-1.5")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Checked, where="decoding"):
+    """How a text is continued. The defaults take the likeliest token of each step (greedy).
+
+    The order is that of transformers: bias, penalties, blocked n-grams, least tokens, then temperature, `top_k`,
+    `top_p` and `min_p` where tokens are drawn.
+    """
+
+    max_tokens: Count = 128
+    """New tokens at the most."""
+    min_tokens: Natural = 0
+    """New tokens before which the text may not end."""
+    temperature: Annotated[float, Range(0, 100)] = 0.0
+    """0 takes the likeliest token; above, tokens are drawn with logits divided by it."""
+    top_k: Natural = 0
+    """Only so many of the likeliest tokens may be drawn (Fan et al., ACL 2018); 0: all."""
+    top_p: PositiveShare = 1.0
+    """Only the likeliest tokens that together have this probability may be drawn (Holtzman et al., ICLR 2020)."""
+    min_p: Probability = 0.0
+    """Only tokens at least this many times as likely as the likeliest may be drawn (Nguyen et al., ICLR 2025)."""
+    repetition_penalty: Positive = 1.0
+    """By which logits of tokens that are already there, prompt included, are divided if above 0, else multiplied
+    (Keskar et al., 2019, "CTRL", section 4.1)."""
+    frequency_penalty: Penalty = 0.0
+    """Taken from a token's logit for each time that it has been generated."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the logit of each token that has been generated."""
+    no_repeat_ngram: Natural = 0
+    """No sequence of so many tokens comes twice, the prompt included; 0: any may."""
+    bias: tuple[Bias, ...] = ()
+    """What is added to logits: a token's number and an amount each, as `42=-1.5`."""
+    stop: tuple[str, ...] = ()
+    """Texts before which generation ends."""
+    ignore_end: bool = False
+    """Whether the model's end of text is a token like any other."""
+    seed: Natural | None = None
+    """Makes drawing repeatable, whatever else runs beside it; none: drawn anew each time."""
+    beams: Annotated[int, Range(1, 256)] = 1
+    """Texts that beam search keeps at each step."""
+    beam_groups: Annotated[int, Range(1, 256)] = 1
+    """Groups of beams that differ from each other (Vijayakumar et al., AAAI 2018)."""
+    diversity_penalty: Annotated[float, Range(0, 1000)] = 0.0
+    """Taken from a token's logit for each beam of an earlier group that chose it in the same step."""
+    length_penalty: Annotated[float, Range(-100, 100)] = 1.0
+    """A finished beam's score is divided by its number of tokens to this power."""
+    coverage_penalty: Annotated[float, Range(0, 100)] = 0.0
+    """Weight of the penalty for words of a source that nothing attended to (Wu et al., 2016, "GNMT", eq. 14)."""
+    early_stopping: Literal["never", "heuristic", "full"] = "heuristic"
+    """When beam search ends, as transformers defines it: once no beam can become better (`never`), once the best beam
+    of this length cannot (`heuristic`), or once as many have finished as there are beams (`full`)."""
+    best: Annotated[int, Range(1, 256)] = 1
+    """Texts that are returned for each prompt: the best of beam search, or so many drawn apart."""
+    contrastive: Share = 0.0
+    """Share of the penalty for being alike to what is there, in contrastive search among `top_k` tokens (Su et al.,
+    NeurIPS 2022); 0: no such search."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.beams % self.beam_groups:
+            yield (
+                f"decoding.beams is {self.beams}, but must be a multiple of decoding.beam_groups {self.beam_groups}."
+            )
+        if self.diversity_penalty and self.beam_groups == 1:
+            yield "decoding.diversity_penalty parts groups of beams; set decoding.beam_groups above 1."
+        if self.beams > 1 and self.temperature:
+            yield "decoding.beams above 1 searches for likely texts and draws none; leave decoding.temperature at 0."
+        if self.contrastive and (self.beams > 1 or self.temperature):
+            yield "decoding.contrastive is a search of its own; leave decoding.beams and decoding.temperature out."
+        if self.contrastive and self.top_k < 2:
+            yield "decoding.contrastive chooses among decoding.top_k tokens; set it to 4, or any number above 1."
+        if self.best > 1 and self.beams == 1 and not self.temperature:
+            yield "decoding.best above 1 needs decoding.beams, or decoding.temperature above 0: else all are the same."
+        if self.beams > 1 and self.best > self.beams:
+            yield f"decoding.best is {self.best}, but only decoding.beams {self.beams} are kept."
+        if self.min_tokens > self.max_tokens:
+            yield f"decoding.min_tokens is {self.min_tokens}, above decoding.max_tokens {self.max_tokens}."
+        if any(not text for text in self.stop):
+            yield "decoding.stop has an empty text, which would end at once; remove it."
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`bias` as numbers."""
+        pairs = (word.split("=") for word in self.bias)
+        return tuple((int(number), float(amount)) for number, amount in pairs)
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.temperature > 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether logits are changed by the tokens that are already there."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.no_repeat_ngram
+        )

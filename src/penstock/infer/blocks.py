@@ -1,0 +1,125 @@
+"""Which blocks of a paged cache belong to which text: host logic, without tensors (Kwon et al., SOSP 2023, section 4).
+
+A text's tokens lie in blocks of `size` tokens each. Texts that begin alike share the blocks of their beginning: each
+block of prompt tokens is known by them and by all before it. A block that nobody uses any more keeps its tokens until
+its place is needed, so that the next text with this beginning finds them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[int, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Table:
+    """The blocks of one text, in the order of its tokens."""
+
+    blocks: list[int]
+    shared: int
+    """Tokens at the beginning whose keys and values are there already."""
+    known: int = 0
+    """Blocks that others can find."""
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The blocks of a cache and who uses them."""
+
+    count: int
+    size: int
+    _free: list[int] = field(init=False)
+    _users: list[int] = field(init=False)
+    _found: dict[Key, int] = field(init=False, default_factory=dict)
+    _keys: dict[int, Key] = field(init=False, default_factory=dict)
+    _idle: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.count - 1, -1, -1))
+        self._users = [0] * self.count
+
+    @property
+    def available(self) -> int:
+        """Blocks that a new text can have."""
+        return len(self._free) + len(self._idle)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.size)
+
+    def allocate(self, ids: Sequence[int], tokens: int) -> Table | None:
+        """Blocks for a text of `tokens` at the most that begins with `ids`; None where too few are left.
+
+        The last token of a prompt is never taken from another text, for its features are needed.
+        """
+        shared = self._alike(ids)
+        for block in shared:
+            self._idle.pop(block, None)
+        fresh = self.needed(tokens) - len(shared)
+        if fresh > self.available:
+            for block in shared:
+                if not self._users[block]:
+                    self._idle[block] = None
+            return None
+        for block in shared:
+            self._users[block] += 1
+        blocks = [*shared, *(self._take() for _ in range(fresh))]
+        return Table(blocks, len(shared) * self.size, len(shared), tuple(ids))
+
+    def _alike(self, ids: Sequence[int]) -> list[int]:
+        """Blocks that hold the beginning of these tokens."""
+        found: list[int] = []
+        before = -1
+        for start in range(0, len(ids) - self.size, self.size):
+            block = self._found.get((before, tuple(ids[start : start + self.size])))
+            if block is None:
+                break
+            found.append(block)
+            before = block
+        return found
+
+    def _take(self) -> int:
+        if not self._free:
+            self._forget(next(iter(self._idle)))
+        block = self._free.pop()
+        self._users[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        """Give the place of a block that nobody uses to others; what followed it cannot be found any more."""
+        del self._idle[block]
+        self._free.append(block)
+        key = self._keys.pop(block)
+        del self._found[key]
+        for other in [b for b, (before, _) in self._keys.items() if before == block]:
+            del self._found[self._keys[other]]
+            del self._keys[other]
+            if other in self._idle:
+                del self._idle[other]
+                self._free.append(other)
+
+    def computed(self, table: Table, tokens: int) -> None:
+        """Let others find the blocks of a text's prompt, of which so many tokens have been computed."""
+        while (table.known + 1) * self.size <= min(tokens, len(table.ids)):
+            start = table.known * self.size
+            block = table.blocks[table.known]
+            before = table.blocks[table.known - 1] if table.known else -1
+            key = (before, table.ids[start : start + self.size])
+            if key in self._found or (before >= 0 and before not in self._keys):
+                break  # another text was first, and what follows belongs to its blocks
+            self._found[key], self._keys[block] = block, key
+            table.known += 1
+
+    def release(self, table: Table) -> None:
+        """Give back a text's blocks."""
+        for block in reversed(table.blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if block in self._keys:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)

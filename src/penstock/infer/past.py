@@ -1,0 +1,302 @@
+"""What is kept of earlier tokens: keys and values of every block, so that a token is computed once.
+
+One thing serves all ways of generating. New tokens of a text, N at a time, look at the columns of a cache, and a mask
+says which columns each sees: a prompt's tokens those before them; beams, which are tokens of one text side by side,
+the columns of their ancestors; drafts of a speculation the branch they stand on. So no beam copies keys or values.
+
+Shapes: R rows of the cache, one for each text; N new tokens; C columns; G heads of keys, H of queries; K features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.plan import AttentionBackend
+from penstock.config.stack import Stack
+from penstock.kernels.attention import Scores, attention
+from penstock.models.block import Context
+from penstock.models.positions import alibi, rotation
+
+NEVER = 1 << 30
+"""The position of a column that nothing may see."""
+
+
+class Columns:
+    """Keys and values of each block, one row of columns for each text."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, (r, G, N, K), and return those of the columns in sight, (r, G, width, K)."""
+        if layer == len(self.layers):
+            shape = (self.rows, k.shape[1], self.columns, k.shape[3])
+            self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
+        found = []
+        for store, new in zip(self.layers[layer], (k, v)):
+            rows = store[past.rows]
+            if isinstance(past.columns, int):
+                rows[:, :, past.columns : past.columns + new.shape[2]] = new
+            else:
+                texts = torch.arange(len(rows), device=new.device)[:, None]
+                rows.transpose(1, 2)[texts, past.columns] = new.transpose(1, 2)
+            found.append(rows[:, :, : past.width])
+        return found[0], found[1]
+
+
+class Pages:
+    """Keys and values of each block in blocks of tokens that any text can have: see `penstock.infer.blocks`."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.tokens, self.size = blocks * size, size
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.table = torch.zeros(0, 0, dtype=torch.int64)
+        """(r, blocks of a text), the blocks of the texts of this pass."""
+        self._pass: tuple[Tensor, Tensor] | None = None
+
+    def look(self, table: Tensor) -> None:
+        """Set the blocks of the texts of the next pass."""
+        self.table, self._pass = table, None
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        """As of `Columns`. Columns are gathered, for kernels here take keys that lie together."""
+        if layer == len(self.layers):
+            shape = (k.shape[1] * self.tokens, k.shape[3])
+            self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
+        if self._pass is None:
+            self._pass = self._places(past, k.shape[1], k.shape[2])
+        written, read = self._pass
+        found = []
+        for store, new in zip(self.layers[layer], (k, v)):
+            store.index_copy_(
+                0, written, new.flatten(0, 2) if new.is_contiguous() else new.reshape(-1, new.shape[3])
+            )
+            found.append(store.index_select(0, read).view(len(new), new.shape[1], past.width, -1))
+        return found[0], found[1]
+
+    def _places(self, past: Past, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rows of the store that new tokens are written to, and those that are read: (r·G·N,) and (r·G·width,)."""
+        device = self.table.device
+        columns = past.columns
+        if not isinstance(columns, Tensor):
+            columns = torch.arange(columns, columns + tokens, device=device).expand(len(self.table), -1)
+        every = torch.arange(past.width, device=device).expand(len(self.table), -1)
+        heads = torch.arange(groups, device=device)[None, :, None] * self.tokens
+
+        def of(wanted: Tensor) -> Tensor:
+            blocks = self.table.gather(1, (wanted // self.size).clamp(max=self.table.shape[1] - 1))
+            return ((blocks * self.size + wanted % self.size)[:, None] + heads).flatten()
+
+        return of(columns), of(every)
+
+
+class Past:
+    """What a model needs to continue texts: a cache, and where this pass's tokens stand.
+
+    `at` says so before each pass; then `model(…, past=past)`.
+    """
+
+    def __init__(
+        self,
+        store: Columns | Pages,
+        *,
+        rows: int,
+        columns: int,
+        positions: int | None = None,
+        memory: int = 0,
+        device: torch.device,
+    ) -> None:
+        """`rows` and `columns` are those of the cache. `positions` are so many as a text can have, where columns are
+        not the positions of what is in them. `memory` are tokens of a source, where each text's comes at another time.
+        """
+        self.store, self.positions = store, positions or columns
+        self.in_order = positions is None
+        places = torch.arange(columns, device=device)[None]
+        self.key_places = places if self.in_order else torch.full((rows, columns), NEVER, device=device)
+        """(R, C) or (1, C), positions of the tokens in the columns."""
+        self.places = self.key_places.new_zeros(0)
+        self.rows, self.width = slice(None), 0
+        self.columns: int | Tensor = 0
+        self.remembers = False
+        self._seen: Tensor | None = None
+        self._causal = False
+        self._alone = False
+        self._kept = self.key_places
+        self._memory: list[tuple[Tensor, Tensor]] = []
+        self._memory_shape = (rows, memory) if memory else None
+        self._memory_mask: Tensor | None = None
+        self._tables: dict[str, Any] = {}
+
+    def at(
+        self,
+        places: Tensor,
+        *,
+        columns: int | Tensor,
+        width: int,
+        rows: slice = slice(None),
+        key_places: Tensor | None = None,
+        seen: Tensor | None = None,
+        first: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """Set where the next pass's tokens stand.
+
+        `places` (N,) or (r, N) are their positions, `columns` where their keys go: the first of N, or (r, N). They look
+        at `width` columns, of which they see those whose positions are not after their own, and where `seen` (r, N,
+        width) is true. `key_places` (r, N) are the positions under which others see them, if not `places`: that of
+        padding is `NEVER`. `first`: nothing is in the cache, and columns are the tokens of this pass in order. `alone`:
+        one token looks at columns that it sees all of.
+        """
+        self.places, self.columns, self.width = places, columns, width
+        self.rows = rows
+        if not self.in_order:
+            assert isinstance(columns, int)
+            told = places if key_places is None else key_places
+            self.key_places[:, columns : columns + places.shape[-1]] = told
+        self._kept, self._seen, self._causal, self._alone = self.key_places[:, :width], seen, first, alone
+
+    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
+        """What the blocks of a `TokenStack` are given in this pass."""
+        sizes: Stack = stack.sizes
+        turn = None
+        if sizes.positions == "rotary":
+            turn = self._turn(sizes, sequence_first=stack.sequence_first)
+        kinds = {sizes.windowed(block) for block in range(sizes.depth)}
+        dtype = (
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        )
+        look = _Look(self)
+        for windowed in kinds:
+            look.masks[windowed] = self._mask(stack, sizes.window if windowed else None, dtype)
+        look.windowed = [sizes.windowed(block) for block in range(sizes.depth)]
+        context = Context(mask=look, near=look, rotation=turn)
+        if memory is None and not self.remembers:
+            return context
+        if memory is None:
+            memory = x.new_zeros(x.shape[0], 0, x.shape[2])
+        memory = memory.transpose(0, 1) if stack.sequence_first else memory
+        return context._replace(memory=memory, memory_mask=_LookAcross(self))
+
+    def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
+        if "turn" not in self._tables:
+            every = torch.arange(self.positions, device=self.places.device)
+            self._tables["turn"] = rotation(sizes, every, sequence_first=False)
+        cosine, sine = (table[0].index_select(0, self.places.flatten()) for table in self._tables["turn"])
+        shape = (*self.places.shape, *cosine.shape[1:])
+        cosine, sine = cosine.view(shape), sine.view(shape)
+        if self.places.dim() == 1:
+            cosine, sine = cosine[None], sine[None]
+        return (cosine.transpose(0, 1), sine.transpose(0, 1)) if sequence_first else (cosine, sine)
+
+    def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Numbers to add to scores, (r or 1, H or 1, N, width); None where all is seen, or a causal mask is enough."""
+        narrow = window is not None and window < self.positions
+        biased = stack.sizes.positions in ("relative", "alibi")
+        if not narrow and not biased and (self._causal or self._alone):
+            return None
+        places = self.places if self.places.dim() == 2 else self.places[None]
+        behind = places[:, :, None] - self._kept[:, None]  # (r, N, width)
+        seen = behind >= 0
+        if narrow:
+            assert window is not None
+            seen &= behind < window
+        if self._seen is not None:
+            seen = seen & self._seen
+        if self._causal:
+            # A prompt's padding sees itself: a row of −∞ alone would be NaN.
+            seen = seen | torch.eye(self.width, dtype=torch.bool, device=seen.device)[: seen.shape[1]]
+        if not biased:
+            none = torch.zeros((), dtype=dtype, device=seen.device)
+            return none.masked_fill(~seen, -math.inf).unsqueeze(1)
+        bias = self._by_distance(stack)[:, behind.clamp(0, self.positions - 1)].transpose(0, 1)
+        return bias.masked_fill(~seen.unsqueeze(1), -math.inf).to(dtype)
+
+    def _by_distance(self, stack: Any) -> Tensor:
+        """Biases (H, positions) by how far a token lies behind the one that looks."""
+        if "bias" not in self._tables:
+            device, count = self.places.device, self.positions
+            if stack.relative is not None:
+                table = stack.relative(count, 1)
+            else:
+                table = alibi(stack.sizes.heads, count, 1, device)
+            self._tables["bias"] = table[0, :, :, 0]
+        found: Tensor = self._tables["bias"]
+        return found
+
+    def remember(self, lengths: Tensor | None, memory: int) -> None:
+        """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
+        self._memory_mask = None
+        if lengths is not None:
+            real = torch.arange(memory, device=lengths.device) < lengths[:, None]
+            none = torch.zeros((), device=lengths.device)
+            self._memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
+
+
+class _Look:
+    """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
+
+    def __init__(self, past: Past) -> None:
+        self.past, self.layer = past, 0
+        self.masks: dict[bool, Tensor | None] = {}
+        self.windowed: list[bool] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        past, mask = self.past, self.masks[self.windowed[self.layer]]
+        keys, values = past.store.keep(self.layer, k, v, past)
+        self.layer += 1
+        if past._causal:
+            return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
+        return _folded(q, keys, values, mask, backend, scores.scale)
+
+
+class _LookAcross:
+    """A `Sight` of a source, whose keys and values are made in the first pass and kept."""
+
+    def __init__(self, past: Past) -> None:
+        self.past, self.layer = past, 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        past, layer = self.past, self.layer
+        self.layer += 1
+        if k.shape[2]:
+            if past._memory_shape is None:
+                past._memory.append((k.contiguous(), v.contiguous()))
+            else:
+                if layer == len(past._memory):
+                    rows, columns = past._memory_shape
+                    shape = (rows, k.shape[1], columns, k.shape[3])
+                    past._memory.append((k.new_zeros(shape), v.new_zeros(shape)))
+                for store, new in zip(past._memory[layer], (k, v)):
+                    store[past.rows, :, : new.shape[2]] = new
+            past.remembers = True
+        keys, values = (store[past.rows] for store in past._memory[layer])
+        mask = past._memory_mask
+        mask = mask if mask is None else mask[past.rows].to(q.dtype)
+        return _folded(q, keys, values, mask, backend, scores.scale)
+
+
+def _folded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scale: float | None
+) -> Tensor:
+    """Attention where heads that share keys are taken for more tokens of one head, so that these are read once."""
+    texts, heads, tokens, features = q.shape
+    groups = k.shape[1]
+    if groups == heads:
+        return attention(q, k, v, backend, Scores(mask, scale=scale))
+    shared = heads // groups
+    if mask is not None:
+        if mask.shape[1] == 1:
+            mask = mask.repeat(1, 1, shared, 1)
+        else:
+            mask = torch.unflatten(mask, 1, (groups, shared)).flatten(2, 3)
+    folded = q.reshape(texts, groups, shared * tokens, features)
+    return attention(folded, k, v, backend, Scores(mask, scale=scale)).reshape(texts, heads, tokens, features)

@@ -1,0 +1,51 @@
+"""Tiny models for generation whose weights are large enough to prefer some tokens clearly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.config.model import PRESETS, Seq2SeqConfig
+from penstock.models import create
+from penstock.models.stack import TextModel
+
+WORDS = 60
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {"kv_heads": 2},
+    "qwen": {"kv_heads": 2, "qk_norm": True, "qkv_bias": False},
+    "alibi": {"positions": "alibi"},
+    "window": {"window": 4, "positions": "rotary"},
+}
+BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
+_BASE = {
+    "gpt": "gpt-tiny",
+    "alibi": "gpt-tiny",
+    "window": "gpt-tiny",
+    "llama": "llama-tiny",
+    "qwen": "llama-tiny",
+}
+
+
+def tiny(name: str, *, words: int = WORDS, seed: int = 0, dtype: torch.dtype = torch.float64) -> TextModel:
+    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, two blocks of width 16, drawn by `seed`."""
+    sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2, "mlp_width": 32, "head_features": None}
+    config: Any = PRESETS[_BASE.get(name, name)]
+    if isinstance(config, Seq2SeqConfig):
+        stack = replace(config.encoder, **sizes)
+        config = replace(config, encoder=stack, decoder=stack, vocabulary=words)
+    else:
+        config = replace(config, **sizes, vocabulary=words, **DECODERS[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = create(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    # Ties would leave the choice to the order of a sum.
+                    parameter.normal_(std=0.5)
+    model.eval()
+    assert isinstance(model, TextModel)
+    return model

@@ -1,0 +1,133 @@
+"""Slots: whichever texts run beside a text, whenever they come, and however they are kept, it stays the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.generation import BOTH, DECODERS, WORDS, tiny
+from penstock.config.decoding import Decoding
+from penstock.errors import ConfigError
+from penstock.infer.engine import Engine, Request
+from penstock.models.encoder import Encoder
+from penstock.models.seq2seq import Seq2Seq
+from penstock.models.stack import TextModel
+
+
+def plain(model: TextModel, ids: Sequence[int], steps: int) -> list[int]:
+    """The likeliest tokens, by running the whole model for each."""
+    tokens = [0] if isinstance(model, Seq2Seq) else list(ids)
+    begin = len(tokens)
+    for _ in range(steps):
+        given = torch.tensor([tokens])
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), given) if isinstance(model, Seq2Seq) else model(given)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[begin:]
+
+
+def served(engine: Engine, requests: Sequence[Request], late: int = 0) -> list[tuple[list[int], str]]:
+    """What an engine makes of requests, of which all but `late` come at once."""
+    waiting = list(enumerate(requests))
+    running: dict[int, int] = {}
+    found: list[Any] = [([], "") for _ in requests]
+    step = 0
+    while waiting or running:
+        while waiting and (len(waiting) > late or step % 3 == 0):
+            slot = engine.admit(waiting[0][1])
+            if slot is None:
+                break
+            running[slot] = waiting.pop(0)[0]
+        for slot, tokens, finished in engine.step():
+            found[running[slot]][0].extend(tokens)
+            if finished:
+                found[running[slot]] = (found[running[slot]][0], finished)
+                engine.release(slot)
+                del running[slot]
+        step += 1
+    return found
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *BOTH])
+def test_neither_company_nor_order_nor_cache_changes_a_token(name: str) -> None:
+    model = tiny(name)
+    draw = random.Random(1)
+    start = tuple(draw.choices(range(WORDS), k=6))
+    requests = [
+        Request(
+            ids=(*start, *draw.choices(range(WORDS), k=draw.randint(1, 9))), decoding=Decoding(max_tokens=9)
+        )
+        for _ in range(7)
+    ]
+    expected = [plain(model, request.ids, 9) for request in requests]
+    assert len({tuple(text) for text in expected}) > 1
+    for cache, chunk, late in (("slots", 4, 0), ("paged", 100, 3), ("paged", 3, 0)):
+        engine = Engine(model, slots=3, cache=cache, block=4, chunk=chunk, start=0)  # type: ignore[arg-type]
+        found = served(engine, requests, late)
+        assert [text for text, _ in found] == expected
+        assert {why for _, why in found} == {"length"}
+        assert engine.running == 0
+
+
+def test_prompts_that_begin_alike_are_read_once() -> None:
+    model, start = tiny("gpt"), tuple(range(16))
+    engine = Engine(model, slots=2, cache="paged", block=4)
+    requests = [Request(ids=(*start, last), decoding=Decoding(max_tokens=3)) for last in (20, 30)]
+    read = []
+    model.decoder.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1]))
+    found = [served(engine, [request])[0][0] for request in requests]
+    assert read == [17, 1, 1, 1, 1, 1]
+    assert found == [plain(model, request.ids, 3) for request in requests]
+
+
+def test_a_seed_draws_the_same_beside_others_and_another_seed_does_not() -> None:
+    model = tiny("llama")
+    asked = Request(ids=(1, 2, 3), decoding=Decoding(max_tokens=12, temperature=1.5, seed=7))
+    other = Request(ids=(4, 5), decoding=Decoding(max_tokens=12, temperature=1.5, seed=8, top_k=5))
+    alone = served(Engine(model, slots=1), [asked])[0]
+    beside = served(Engine(model, slots=3, cache="paged"), [other, asked, other])
+    assert beside[1] == alone
+    assert beside[0] == beside[2]
+    assert served(Engine(model, slots=1), [Request(ids=asked.ids, decoding=other.decoding)])[0] != alone
+
+
+def test_the_end_of_text_ends_it_unless_it_is_ignored() -> None:
+    model = tiny("gpt")
+    text = plain(model, (1, 2, 3), 8)
+    end = text[4]
+    until = text[: text.index(end)]
+    engine = Engine(model, slots=1, ends=(end,))
+    asked = Request(ids=(1, 2, 3), decoding=Decoding(max_tokens=8))
+    assert served(engine, [asked])[0] == (until, "stop")
+    on = Request(ids=(1, 2, 3), decoding=Decoding(max_tokens=8, ignore_end=True))
+    assert served(engine, [on])[0] == (text, "length")
+    least = Request(ids=(1, 2, 3), decoding=Decoding(max_tokens=8, min_tokens=8))
+    assert len(served(engine, [least])[0][0]) == 8
+
+
+def test_what_can_never_run_is_refused_with_all_reasons() -> None:
+    engine = Engine(tiny("gpt"), slots=1, context=16, cache="paged", tokens=8, block=4)
+    with pytest.raises(ConfigError, match="no tokens") as caught:
+        engine.admit(Request(ids=(), decoding=Decoding(max_tokens=20, beams=2)))
+    assert len(caught.value.problems) == 4
+    with pytest.raises(ConfigError, match="outside of the vocabulary"):
+        engine.admit(Request(ids=(WORDS,), decoding=Decoding(max_tokens=2)))
+    with pytest.raises(ConfigError, match="needs the number"):
+        Engine(tiny("t5-tiny"), slots=1)
+    with pytest.raises(ConfigError, match="does not generate"):
+        Engine(Encoder.__new__(Encoder))
+    assert engine.running == 0
+
+
+def test_full_slots_and_full_caches_wait() -> None:
+    engine = Engine(tiny("gpt"), slots=2, cache="paged", tokens=12, block=4)
+    small, large = (Request(ids=(1, 2), decoding=Decoding(max_tokens=most)) for most in (2, 6))
+    assert engine.open([large, large, small, small]) == [0, None, 1, None]
+    assert engine.free == 0
+    engine.release(0)
+    assert engine.free == 8
+    assert engine.admit(large) == 0

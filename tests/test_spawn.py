@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from helpers.rank_pool import RankPool
 from helpers.spawn import RankFailed, spawn
 
 pytestmark = pytest.mark.alone
@@ -152,3 +153,33 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     while _alive(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _drawn() -> float:
+    return float(torch.rand(()))
+
+
+def test_a_pool_runs_many_cases_in_the_same_ranks_and_starts_anew_after_a_failure() -> None:
+    ranks = RankPool(2)
+    try:
+        first = ranks.run(_pid)
+        assert ranks.run(_pid) == first
+        assert len(set(first)) == 2
+        assert [float(total) for total in ranks.run(_reduced, torch.ones(()))] == [3.0, 3.0]
+        assert ranks.run(_drawn) == ranks.run(_drawn)
+        with pytest.raises(RankFailed, match="only on rank one"):
+            ranks.run(_rank_one_fails)
+        assert set(ranks.run(_pid)).isdisjoint(first)
+    finally:
+        ranks.close()
+    assert not any(map(psutil.pid_exists, first))
+
+
+def _rank_one_fails() -> None:
+    if distributed.get_rank() == 1:
+        raise ValueError("only on rank one")
+    distributed.barrier()

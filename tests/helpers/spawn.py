@@ -65,21 +65,30 @@ def spawn(
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     needs_to_be_alone()
-    _start_server()
+    start_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    task = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="penstock-spawn-") as scratch:
-        ranks = [_Rank(number, Path(scratch)) for number in range(world)]
+        ranks = [Rank(number, Path(scratch)) for number in range(world)]
         try:
             for rank in ranks:
-                rank.start(task, _module_file(function), world, store.port, timeout, group)
-            return _collect(ranks, time.monotonic() + timeout, timeout)
+                rank.start(world, store.port, timeout if group else None)
+            return ask(ranks, function, args, timeout)
         finally:
             for rank in ranks:
                 rank.end()
 
 
-class _Rank:
+def ask(ranks: Sequence[Rank], function: Callable[..., R], args: tuple[Any, ...], timeout: float) -> list[R]:
+    """Let ranks that were started run `function(*args)`, and return what each returned. Raises as `spawn`."""
+    task = pickle.dumps((_module_file(function), pickle.dumps((function, args))))
+    for rank in ranks:
+        rank.outcome = None
+        with contextlib.suppress(OSError):  # it is gone, which is found when its result is waited for
+            rank.pipe.send_bytes(task)
+    return _collect(ranks, time.monotonic() + timeout, timeout)
+
+
+class Rank:
     """The parent's side of one process."""
 
     def __init__(self, number: int, scratch: Path) -> None:
@@ -91,11 +100,10 @@ class _Rank:
         self.outcome: tuple[float, bool, Any] | None = None
         """When it ended, whether it returned, and what: the result, or the text of the failure."""
 
-    def start(
-        self, task: bytes, module: tuple[str, str], world: int, port: int, timeout: float, group: bool
-    ) -> None:
+    def start(self, world: int, port: int, timeout: float | None) -> None:
+        """Start it; without a `timeout` of collectives it joins no group."""
         context = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context.Pipe(duplex=False)
+        self.pipe, theirs = context.Pipe()
         environment = {
             **os.environ,
             **_QUIET,
@@ -109,7 +117,7 @@ class _Rank:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         files = (str(self.log), str(self.stack))
-        arguments = (theirs, task, module, environment, os.getcwd(), files, timeout if group else None)
+        arguments = (theirs, environment, os.getcwd(), files, timeout)
         self.process = context.Process(target=_live, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -140,7 +148,7 @@ class _Rank:
         return f"\n--- output of rank {self.number} ---\n{text}" if text.strip() else ""
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: Sequence[Rank], deadline: float, timeout: float) -> list[Any]:
     """Every rank's result, or the first failure."""
     while waiting := [rank for rank in ranks if rank.outcome is None]:
         ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
@@ -167,12 +175,12 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[An
     return [rank.outcome[2] for rank in ranks if rank.outcome]
 
 
-def _when(rank: _Rank) -> float:
+def _when(rank: Rank) -> float:
     assert rank.outcome is not None
     return rank.outcome[0]
 
 
-def _stack(rank: _Rank) -> str:
+def _stack(rank: Rank) -> str:
     """Where a process stands that does not answer."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank.process.pid, signal.SIGUSR2)
@@ -181,7 +189,7 @@ def _stack(rank: _Rank) -> str:
     return f"--- stack of rank {rank.number} ---\n{text or '(it did not answer)'}{rank.said()}"
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the server that ranks are forked from, single-threaded whatever this process is."""
     with _environment({**os.environ, **_QUIET}):
         multiprocessing.get_context("forkserver").set_forkserver_preload(["helpers.preloaded"])
@@ -225,14 +233,12 @@ def _end_with_parent() -> None:
 
 def _live(
     pipe: Connection,
-    task: bytes,
-    module: tuple[str, str],
     environment: dict[str, str],
     folder: str,
     files: tuple[str, str],
     timeout: float | None,
 ) -> None:
-    """One rank, from its first breath: prepare, run, report."""
+    """One rank, from its first breath: prepare, and run and report until nothing more is asked or something failed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(files[0], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -242,29 +248,42 @@ def _live(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    try:
-        result = _run(task, module, timeout)
-        report = pickle.dumps((time.monotonic(), True, result))
-    except BaseException:  # whatever it is, the parent tells it
-        report = pickle.dumps((time.monotonic(), False, traceback.format_exc()))
-    pipe.send_bytes(report)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    done, joined = True, False
+    while done:
+        try:
+            module, task = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            break
+        try:
+            if not joined:
+                joined = True
+                _join(timeout)
+            report = pickle.dumps((time.monotonic(), True, _run(module, task)))
+        except BaseException:  # whatever it is, the parent tells it
+            done, report = False, pickle.dumps((time.monotonic(), False, traceback.format_exc()))
+        pipe.send_bytes(report)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)  # gloo's threads may abort in an orderly exit, after all work is done
 
 
-def _run(task: bytes, module: tuple[str, str], timeout: float | None) -> Any:
+def _join(timeout: float | None) -> None:
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     if timeout is not None:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+
+
+def _run(module: tuple[str, str], task: bytes) -> Any:
+    import torch
+    from torch import distributed
+
+    torch.manual_seed(0)
     _import(*module)
     function, args = pickle.loads(task)
     result = function(*args)
     if distributed.is_initialized():
         distributed.barrier()
-        distributed.destroy_process_group()
     return result

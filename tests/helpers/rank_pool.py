@@ -1,0 +1,70 @@
+"""Ranks that are started once and run many cases: `pool(world).run(function, *args)`, as `helpers.spawn` runs one.
+
+A case costs some milliseconds beside its own work. What a case leaves in its processes, the next one finds there:
+functions build what they need and keep nothing. After a failure all ranks of the pool are ended, and the next case
+starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from helpers.agents import needs_to_be_alone
+from helpers.spawn import Rank, ask, start_server
+
+R = TypeVar("R")
+_TIMEOUT = 300.0
+"""Seconds after which a collective that nobody answers fails."""
+
+
+class RankPool:
+    """`world` ranks of a gloo group on 127.0.0.1, started by the first case."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._ranks: list[Rank] = []
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._store: Any = None
+
+    def run(self, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
+        """What `function(*args)` returned on each rank, by rank. Takes and raises what `helpers.spawn.spawn` does."""
+        needs_to_be_alone()
+        if not self._ranks:
+            self._start()
+        try:
+            return ask(self._ranks, function, args, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        start_server()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._scratch = tempfile.TemporaryDirectory(prefix="penstock-pool-")
+        self._ranks = [Rank(number, Path(self._scratch.name)) for number in range(self.world)]
+        for rank in self._ranks:
+            rank.start(self.world, self._store.port, _TIMEOUT)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for rank in self._ranks:
+            rank.end()
+        self._ranks, self._store = [], None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+
+@cache
+def pool(world: int) -> RankPool:
+    """The pool of so many ranks, which lives until this process ends."""
+    made = RankPool(world)
+    atexit.register(made.close)
+    return made

@@ -41,6 +41,8 @@ INPUTS = [
     "scale --config it.json",
     "plan --config it.json",
     "plan gpt2 --gpus 8 --machine it.toml",
+    "deploy gpt2 --machine it.toml",
+    "deploy gpt2 --requests it.jsonl",
 ]
 NO_INPUT = {"run", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""

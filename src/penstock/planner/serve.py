@@ -1,14 +1,15 @@
-"""Memory and time of generating text: weights, key–value cache, prefill and decoding, on one device or several."""
+"""Memory and time of inference: weights, key–value cache, prefill and decoding, on one device or several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import rules
 from penstock.config.convert import Count, Positive, check_fields
 from penstock.config.machine import Machine
-from penstock.config.model import DecoderConfig, ModelConfig
+from penstock.config.model import DecoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
@@ -17,6 +18,7 @@ from penstock.planner.listing import Terms
 from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates, rates_of
+from penstock.planner.shapes import counted_tokens
 
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
@@ -43,6 +45,8 @@ class Serving:
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: Positive = 2.0
     """Per number of the key–value cache."""
+    half: bool = True
+    """Whether the device computes in half precision where it can; else in fp32."""
 
     @property
     def gpus(self) -> int:
@@ -75,20 +79,17 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
     """
     problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
+    if not isinstance(model, DecoderConfig):
+        problems.append(f"model.family is {model.family}, but only decoders are predicted to generate text.")
     if problems:
         raise ConfigError(problems)
-    assert isinstance(model, DecoderConfig)
-    plan = Plan()
-    for dtype in ("fp16", "bf16"):
-        if dtype in machine.peak_flops:
-            plan = Plan(precision="O3", dtype=dtype, attention="flash")
-    if plan.precision == "O0":
-        rules.require(plan, machine=machine)
-    rates = rates_of(machine, plan)
-    weights = totals(model).parameters * serving.weight_bytes / serving.gpus
+    passes = Passes(model, machine, serving)
+    length = serving.prompt + serving.generated
+    prefill = passes.prefill(serving.prompt, serving.batch)
+    decode = passes.decode(serving.batch, serving.prompt + serving.generated // 2 - 1)
+    weights = weights_bytes(model, serving)
     each = cache_bytes_per_token(model, serving)
-    cache = each * serving.batch * (serving.prompt + serving.generated)
-    prefill, decode = _passes(model, rates, serving)
+    cache = each * serving.batch * length
     needed = int(weights + cache + WORKSPACE_BYTES)
     room = machine.memory_bytes - weights - WORKSPACE_BYTES
     total = prefill + serving.generated * decode
@@ -101,33 +102,45 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
         cache_bytes=int(cache),
         memory_bytes=needed,
         fits=not machine.memory_bytes or needed <= machine.memory_bytes,
-        largest_batch=max(0, int(room / (each * (serving.prompt + serving.generated)))),
+        largest_batch=max(0, int(room / (each * length))),
     )
 
 
-def cache_bytes_per_token(model: DecoderConfig, serving: Serving) -> float:
-    """Bytes of the key–value cache of one token of one sequence, on one device.
+def weights_bytes(model: ModelConfig, serving: Serving) -> float:
+    """Bytes of the weights on one device."""
+    return totals(model).parameters * serving.weight_bytes / serving.gpus
+
+
+def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
+    """Bytes of the key–value cache of one token of one sequence, on one device; of an encoder–decoder, those of its
+    decoder, for tokens of both. An encoder keeps none.
 
     Where there are more devices than heads of keys, several devices keep the same head.
     """
-    heads = max(1.0, model.kv / serving.tp)
-    return model.depth * 2 * heads * model.head_width * serving.cache_bytes / serving.pp
+    if not generates(model):
+        return 0.0
+    stack = stacks(model)[-1]
+    heads = max(1.0, stack.kv / serving.tp)
+    return stack.depth * 2 * heads * stack.head_width * serving.cache_bytes / serving.pp
+
+
+def generates(model: ModelConfig) -> bool:
+    """Whether a model makes text token by token."""
+    return isinstance(model, DecoderConfig | Seq2SeqConfig)
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
     """Degrees that this model does not admit."""
     tp, ep = serving.tp, serving.ep
-    if not isinstance(model, DecoderConfig):
-        yield f"model.family is {model.family}, but only decoders are predicted to generate text."
-        return
-    if model.heads % tp:
-        yield f"tp={tp} cannot share out the model's {model.heads} attention heads evenly."
-    if serving.pp > model.depth:
-        yield f"pp={serving.pp} leaves stages without a block, for the model has {model.depth}."
-    if ep > 1 and not model.experts:
+    stack = stacks(model)[-1]
+    if stack.heads % tp:
+        yield f"tp={tp} cannot share out the model's {stack.heads} attention heads evenly."
+    if serving.pp > stack.depth:
+        yield f"pp={serving.pp} leaves stages without a block, for the model has {stack.depth}."
+    if ep > 1 and not stack.experts:
         yield f"ep={ep} is for mixtures of experts, and the model is none; use ep=1."
-    elif model.experts % ep:
-        yield f"ep={ep} cannot share out the model's {model.experts} experts evenly."
+    elif stack.experts % ep:
+        yield f"ep={ep} cannot share out the model's {stack.experts} experts evenly."
     if tp % ep:
         yield (
             f"ep={ep} shares the experts out over the tp={tp} devices of a stage, so it must divide tp; use a tp that "
@@ -135,37 +148,138 @@ def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
         )
 
 
-def _passes(model: DecoderConfig, rates: Rates, serving: Serving) -> tuple[float, float]:
-    """Seconds of reading the prompts, and of the pass that makes one token of each sequence at the mean length of the
-    cache: of all stages, one after the other."""
-    terms = Terms(
-        serving.batch, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
-        serving=True, weight=serving.weight_bytes, cache=serving.cache_bytes,
-    )  # fmt: skip
-    prompt = described(replace(model, sequence=serving.prompt), terms)
-    cached = serving.prompt + serving.generated // 2 - 1
-    token = described(replace(model, sequence=1), terms._replace(cached=cached))
-    blocks, first = (
-        sum(part.count * _seconds(part, rates, serving) for part in work.blocks) for work in (prompt, token)
-    )
-    # Only the last token of a prompt needs an output.
-    ends = sum(_seconds(part, rates, serving) for part in token.parts if part.block is None)
+class Passes:
+    """Seconds of the passes of a served model: of reading prompts, and of making one token of each sequence."""
 
-    def between(tokens: int) -> float:
-        moved = serving.batch * tokens * model.width * rates.compute / serving.tp
-        return (serving.pp - 1) * send_seconds(rates, serving.tp, moved)
+    def __init__(self, model: ModelConfig, machine: Machine, serving: Serving) -> None:
+        """Raises ConfigError for degrees that the model does not admit."""
+        if problems := [*_degrees(model, serving)]:
+            raise ConfigError(problems)
+        self.model, self.serving = model, serving
+        self.rates = rates_of(machine, _plan(machine, half=serving.half))
 
-    return blocks + ends + between(serving.prompt), first + ends + between(1)
+    def prefill(self, tokens: int, samples: int = 1) -> float:
+        """From prompts of so many tokens to the first token of each; of an encoder, to its outputs."""
+        rates, serving = self.rates, self.serving
+        work = described(_sized(self.model, tokens), self._terms(samples))
+        if not generates(self.model):
+            return sum(part.count * _seconds(part, rates, serving) for part in work.parts)
+        # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
+        blocks = sum(part.count * _seconds(part, rates, serving) for part in work.blocks)
+        # Only the last token of a prompt needs an output.
+        return blocks + self._ends(samples) + self._between(samples * tokens)
+
+    def decode(self, samples: int, cached: int) -> float:
+        """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
+        the other. An encoder–decoder's cache has the source among them, here as many tokens as its own.
+        """
+        rates, serving = self.rates, self.serving
+        sources = max(1, cached // 2) if isinstance(self.model, Seq2SeqConfig) else 1
+        work = described(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
+        blocks = [part for part in work.blocks if part.block and part.block.causal]
+        token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
+        return token + self._ends(samples) + self._between(samples)
+
+    def _terms(self, samples: int, cached: int = 0) -> Terms:
+        rates, serving = self.rates, self.serving
+        return Terms(
+            samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
+            host=rates.cpu, serving=True, weight=serving.weight_bytes, cache=serving.cache_bytes, cached=max(0, cached),
+        )  # fmt: skip
+
+    def _ends(self, samples: int) -> float:
+        """What one token of each sequence takes outside the blocks."""
+        work = described(_sized(self.model, 1), self._terms(samples))
+        return sum(_seconds(part, self.rates, self.serving) for part in work.parts if part.block is None)
+
+    def _between(self, rows: int) -> float:
+        """What passes from stage to stage."""
+        serving = self.serving
+        moved = rows * stacks(self.model)[-1].width * self.rates.compute / serving.tp
+        return (serving.pp - 1) * send_seconds(self.rates, serving.tp, moved)
 
 
-def _seconds(part: Part, rates: Rates, serving: Serving) -> float:
-    """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart."""
+def _plan(machine: Machine, *, half: bool) -> Plan:
+    """The Plan whose types are those of inference on a machine."""
+    plan = Plan()
+    for dtype in ("fp16", "bf16") if half else ():
+        if dtype in machine.peak_flops:
+            plan = Plan(precision="O3", dtype=dtype, attention="flash")
+    if plan.precision == "O0":
+        rules.require(plan, machine=machine)
+    return plan
+
+
+def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
+    """The model with samples of so many tokens; an encoder–decoder's decoder has one."""
+    if isinstance(model, ViTConfig):
+        return model
+    if isinstance(model, Seq2SeqConfig):
+        return replace(model, sequence=tokens, decoder_sequence=1)
+    return replace(model, sequence=tokens)
+
+
+def _seconds(part: Part, rates: Rates, serving: Serving, *, again: bool = False) -> float:
+    """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart. `again`
+    leaves out what the first token has left in the cache: keys and values of another stack."""
     total = 0.0
     for op in part.forward:
+        if again and op.name == "attention.cross.kv":
+            continue
         if op.axis == "expert":
             total += collective_seconds(op, rates, serving.ep, serving.tp // serving.ep)
         elif op.axis:
             total += collective_seconds(op, rates, serving.tp, 1)
         elif not op.name.startswith("loss"):
             total += seconds(op, rates)
+            if rates.cpu:
+                total += op.launches * rates.machine.launch_seconds
     return total
+
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of an engine's steps, between those of a few sizes: predicted, or measured on the engine itself."""
+
+    prefills: tuple[tuple[float, float], ...]
+    """Tokens of a prompt, and seconds; in order, and at least two."""
+    decodes: tuple[tuple[float, float, float], ...]
+    """Sequences, seconds of a step with an empty cache, and seconds for each cached token of a sequence; in order."""
+
+    def prefill(self, tokens: float) -> float:
+        """Seconds of reading one prompt."""
+        return _between(self.prefills, tokens)
+
+    def decode(self, batch: int, cached: float) -> float:
+        """Seconds of one token for each of `batch` sequences of `cached` tokens on average."""
+        empty = [(size, seconds) for size, seconds, _ in self.decodes]
+        each = [(size, seconds) for size, _, seconds in self.decodes]
+        return _between(empty, batch) + max(0.0, _between(each, batch)) * cached
+
+
+def _between(points: Sequence[tuple[float, float]], where: float) -> float:
+    """Linear between the points, and on beyond the last ones."""
+    if len(points) == 1:
+        return points[0][1]
+    right = min(max(1, bisect_left(points, (where,))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(min(y0, y1) if where < x0 else 0.0, y0 + (where - x0) * (y1 - y0) / (x1 - x0))
+
+
+def predicted_costs(
+    model: ModelConfig, machine: Machine, serving: Serving, *, slots: int, longest: int
+) -> StepCosts:
+    """The steps of `model` on `serving.gpus` devices, with up to `slots` sequences of up to `longest` tokens."""
+    passes = Passes(model, machine, serving)
+    sizes = [size for size in LENGTHS if size < longest] + [max(2, longest)]
+    if isinstance(model, ViTConfig):
+        sizes = [1, max(2, counted_tokens(model))]
+    decodes = []
+    for batch in [size for size in BATCHES if size < slots] + [slots] if generates(model) else ():
+        short, long = passes.decode(batch, 1), passes.decode(batch, max(2, longest))
+        decodes.append((float(batch), short, (long - short) / max(1, longest - 1)))
+    return StepCosts(tuple((float(size), passes.prefill(size)) for size in sizes), tuple(decodes))

@@ -1,0 +1,56 @@
+"""The files with which other servers start what `penstock deploy` has chosen, as far as the model fits them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from penstock.config.machine import Machine
+from penstock.config.model import DecoderConfig, title
+from penstock.infer.deploy import Layout
+from penstock.infer.settings import DeployConfig
+
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+CHUNK = 8192
+"""Tokens of one pass, where the server reads prompts in pieces."""
+
+
+def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str, str]:
+    """Names and texts of files."""
+    assert asked.model is not None
+    model = asked.weights or title(asked.model)
+    found: dict[str, str] = {}
+    decoder = isinstance(asked.model, DecoderConfig)
+    if decoder and machine.device == "cuda" and layout.type in _TYPES:
+        found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
+        found["tensorrt-llm.sh"] = _script(
+            "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
+        )
+    return found
+
+
+def vllm(model: str, layout: Layout) -> list[str]:
+    """The command of vLLM (docs.vllm.ai, "Engine Arguments")."""
+    options = {
+        "dtype": _TYPES[layout.type], "tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp,
+        "data-parallel-size": layout.replicas, "max-num-seqs": layout.slots, "max-model-len": layout.context,
+        "max-num-batched-tokens": max(CHUNK, layout.slots),
+    }  # fmt: skip
+    return ["vllm", "serve", model, *_words(options, "--{}"), "--enable-chunked-prefill"]
+
+
+def tensorrt_llm(model: str, layout: Layout) -> list[str]:
+    """The command of TensorRT-LLM (its documentation, "trtllm-serve")."""
+    options = {
+        "tp_size": layout.tp, "pp_size": layout.pp, "max_batch_size": layout.slots, "max_seq_len": layout.context,
+        "max_num_tokens": max(CHUNK, layout.context),
+    }  # fmt: skip
+    return ["trtllm-serve", model, "--backend", "pytorch", *_words(options, "--{}")]
+
+
+def _words(options: Mapping[str, object], form: str) -> list[str]:
+    return [word for name, value in options.items() for word in (form.format(name), str(value))]
+
+
+def _script(about: str, command: list[str]) -> str:
+    return f"#!/bin/sh\n# {about}.\nexec {shlex.join(command)}\n"

@@ -1,0 +1,251 @@
+"""Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache.
+
+Each candidate that fits the memory is simulated over the whole traffic; see `penstock.infer.simulate`. Layouts are
+tried from one replica up, until one is in time, because more replicas only cost more. A pipeline is tried only where
+tensor parallelism inside a node does not make the model fit: it shortens no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, ViTConfig, stacks
+from penstock.errors import ConfigError
+from penstock.infer.scheduler import Limits
+from penstock.infer.settings import DeployConfig, WeightType
+from penstock.infer.simulate import simulate
+from penstock.infer.traffic import Arrival, Served
+from penstock.planner.serve import (
+    WORKSPACE_BYTES,
+    Serving,
+    StepCosts,
+    cache_bytes_per_token,
+    generates,
+    predicted_costs,
+    weights_bytes,
+)
+
+BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5625}
+"""Of one weight. Of int4, groups of 32 have an fp16 scale each."""
+CHANGES = ("int8", "int4")
+"""Types that change results, and are chosen only if named."""
+SLOTS = (256, 64, 16, 4)
+"""Sequences at a time that are tried. Fewer make the tokens of each come faster."""
+PATIENCE = 10.0
+"""Without a limit, 95 % of requests may take so many times as long as one takes alone."""
+ENDLESS = 1 << 20
+"""The queue of a simulation, in which waiting must show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to serve, and what it would do."""
+
+    type: str
+    tp: int
+    pp: int
+    replicas: int
+    slots: int
+    memory_bytes: float
+    """Of a device: weights, cache of what its slots may need, and workspace."""
+    cache_tokens: int
+    """Tokens that the cache of one replica holds."""
+    context: int
+    """Tokens of the longest sequence."""
+    served: Served | None = None
+    """None where the model does not fit."""
+    costs: StepCosts | None = None
+    why: str = ""
+    """Why it is not the choice; empty for the choice itself."""
+
+    @property
+    def gpus(self) -> int:
+        """Devices in all."""
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def device_hours(self) -> float:
+        """Device hours of a million generated tokens, at the traffic that was asked for."""
+        rate = self.served.tokens_per_second if self.served else 0.0
+        return self.gpus * 1e6 / rate / 3600 if rate else 0.0
+
+    def words(self) -> str:
+        """Its name in a sentence."""
+        split = " ".join(f"{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1)
+        copies = f"{self.replicas} replicas" if self.replicas > 1 else "one replica"
+        return f"{self.type} on {copies}{f' of {split}' if split else ''}, {self.slots} slots"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The choice, None if no layout is in time, and all layouts that were tried, the choice first."""
+
+    choice: Layout | None
+    layouts: tuple[Layout, ...]
+
+
+def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[str]:
+    """The types of weights to choose from on a machine. Raises ConfigError for one that it cannot compute in."""
+    found: list[str] = []
+    for name in wanted:
+        if name == "auto":
+            half = next((kind for kind in ("bf16", "fp16") if kind in machine.peak_flops), "fp32")
+            found.append("fp32" if machine.device == "cpu" else half)
+        elif name in ("bf16", "fp16") and name not in machine.peak_flops:
+            have = ", ".join(machine.peak_flops)
+            raise ConfigError(f"types names {name}, but {machine.name} computes in {have} only.")
+        else:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig) -> Found:
+    """Try layouts of `model` on `machine` for some traffic.
+
+    Raises ConfigError where prompts and answers are longer than the model's positions, or the model cannot be served.
+    """
+    context = max(one.prompt + one.made for one in arrivals)
+    if isinstance(model, ViTConfig):
+        raise ConfigError(
+            "A vision model takes images and no requests of tokens; penstock deploy is for text models."
+        )
+    if not generates(model):
+        arrivals = [one._replace(made=1) for one in arrivals]
+    learned = any(stack.positions == "learned" for stack in stacks(model))
+    most = (model.max_positions or model.sequence) if learned else context
+    if context > most:
+        raise ConfigError(
+            f"The longest request has {context:,} tokens, but the model has {most:,} positions."
+        )
+    chosen = types_of(asked.types, machine)
+    offered = [kind for kind in CHANGES if kind not in chosen and generates(model)]
+    tried: list[Layout] = []
+    for kind in (*chosen, *offered):
+        for tp, pp in _degrees(model, machine, max(asked.devices), kind):
+            tried += _replicas(model, machine, arrivals, asked, (kind, tp, pp), context)
+    return _judged(tried, chosen, asked)
+
+
+def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: str) -> Iterator[tuple[int, int]]:
+    """Tensor and pipeline degrees: the latter only where no tensor degree makes the weights fit."""
+    stack = stacks(model)[-1]
+    powers = [1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus]
+    inside = [tp for tp in powers if tp <= machine.devices_per_node and stack.heads % tp == 0]
+    yield from ((tp, 1) for tp in inside)
+    tp = max(inside)
+    for pp in powers[1:]:
+        fits = _room(model, machine, _serving(model, machine, kind, tp, pp // 2)) > 0
+        if fits or tp * pp > gpus or pp > stack.depth:
+            return
+        yield tp, pp
+
+
+def _serving(model: ModelConfig, machine: Machine, kind: str, tp: int, pp: int) -> Serving:
+    ep = tp if stacks(model)[-1].experts and stacks(model)[-1].experts % tp == 0 else 1
+    half = kind != "fp32" and (machine.device != "cpu" or kind in ("bf16", "fp16"))
+    return Serving(
+        tp=tp, pp=pp, ep=ep, weight_bytes=BYTES_OF[kind], cache_bytes=2.0 if half else 4.0, half=half
+    )  # fmt: skip
+
+
+def _room(model: ModelConfig, machine: Machine, serving: Serving) -> float:
+    """Bytes for the cache on a device."""
+    return (machine.memory_bytes or 1e18) - weights_bytes(model, serving) - WORKSPACE_BYTES
+
+
+def _replicas(
+    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig,
+    how: tuple[str, int, int], context: int,
+) -> Iterator[Layout]:  # fmt: skip
+    """One layout with more and more replicas, until it is in time."""
+    kind, tp, pp = how
+    counts = sorted({gpus // (tp * pp) for gpus in asked.devices if gpus % (tp * pp) == 0})
+    if not counts:
+        return
+    serving = _serving(model, machine, kind, tp, pp)
+    each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
+    held = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
+    plain = Layout(
+        type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, held), context=context,
+        memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES,
+    )  # fmt: skip
+    if held < Limits(context=context).blocks(context):
+        needs = plain.memory_bytes + each * context
+        yield replace(
+            plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
+        )
+        return
+    mean = sum(one.prompt + one.made for one in arrivals) / len(arrivals)
+    slots = min(SLOTS[0], max(1, int(held // mean)))
+    costs = predicted_costs(model, machine, serving, slots=slots, longest=context)
+    alone = max(_alone(one, costs) for one in arrivals)
+    limit = asked.seconds or PATIENCE * alone
+    for count in counts:
+        best = None
+        for number in sorted({min(size, slots) for size in SLOTS}, reverse=True):
+            limits = Limits(slots=number, waiting=ENDLESS, context=context, cache=held)
+            served = simulate(arrivals, limits, costs, replicas=count)
+            if best is None or served.latency.p95 < best[1].latency.p95:
+                best = number, served
+            if served.latency.p95 <= limit:
+                break
+        assert best is not None
+        number, served = best
+        memory = plain.memory_bytes + each * min(held, number * mean)
+        late = ""
+        if served.latency.p95 > limit:
+            late = f"95 % of requests take up to {served.latency.p95:.3g} s, more than {limit:.3g} s"
+            if alone > limit:
+                late = f"even alone, a request takes up to {alone:.3g} s, more than {limit:.3g} s"
+        yield replace(
+            plain, replicas=count, slots=number, memory_bytes=memory, served=served, costs=costs, why=late
+        )
+        if not late or alone > limit:
+            return
+
+
+def _alone(one: Arrival, costs: StepCosts) -> float:
+    """Seconds of a request on an idle server."""
+    decoded = (one.made - 1) * costs.decode(1, one.prompt + one.made / 2) if one.made > 1 else 0.0
+    return costs.prefill(one.prompt) + decoded
+
+
+def _judged(tried: Sequence[Layout], chosen: Sequence[str], asked: DeployConfig) -> Found:
+    """The layout on the fewest devices that is in time, and why each other is not the choice."""
+
+    def rank(one: Layout) -> tuple[bool, int, float]:
+        late = one.served is None or bool(one.why)
+        return late, one.gpus, one.served.latency.p95 if one.served else one.memory_bytes
+
+    allowed = sorted((one for one in tried if one.type in chosen), key=rank)
+    if not allowed:
+        raise ConfigError(
+            f"gpus is {asked.gpus}, which no layout of this model takes; allow fewer devices too."
+        )
+    best = allowed[0] if not allowed[0].why else None
+    layouts = []
+    for one in sorted(tried, key=rank):
+        if one is best:
+            continue
+        if not one.why and best is not None and best.served is not None and one.served is not None:
+            one = replace(one, why=_loses(one, best, chosen))
+        elif not one.why:
+            one = replace(one, why="in time, but changes results")
+        layouts.append(one)
+    return Found(choice=best, layouts=(*([best] if best else []), *layouts))
+
+
+def _loses(one: Layout, best: Layout, chosen: Sequence[str]) -> str:
+    assert one.served is not None
+    assert best.served is not None
+    if one.type not in chosen:
+        if one.gpus < best.gpus:
+            return f"{best.gpus / one.gpus:.2g}× cheaper, but changes results"
+        faster = 1 - one.served.latency.p95 / best.served.latency.p95
+        gain = f"{faster:.0%} faster" if one.gpus == best.gpus and faster > 0 else "no cheaper"
+        return f"{gain}, and changes results"
+    if one.gpus > best.gpus:
+        return f"{one.gpus / best.gpus:.2g}× the devices"
+    return f"{one.served.latency.p95 / best.served.latency.p95 - 1:.0%} slower on as many devices"

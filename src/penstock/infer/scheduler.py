@@ -1,0 +1,206 @@
+"""Which request is served next: a bounded queue, and admission to the slots and the cache of one engine.
+
+There are no tensors here and no clock. The server's worker asks this scheduler between two steps of the engine, and the
+queueing simulation asks the same one between two steps that only take time. Requests are taken in the order in which
+they came. One that does not fit yet holds up those behind it, so that none waits forever (continuous batching: Yu et
+al., OSDI 2022, "Orca", section 3; prompts read in pieces: Agrawal et al., OSDI 2024, "Sarathi-Serve", section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.config.convert import Checked, Count, Natural
+from penstock.errors import PenstockError
+
+
+class QueueFull(PenstockError):
+    """As many requests wait as may wait; this one is refused and has changed nothing."""
+
+
+class TooLong(PenstockError):
+    """A request that the engine could not hold even alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Checked):
+    """What one engine takes at a time."""
+
+    slots: Count = 16
+    """Sequences that are generated together."""
+    waiting: Natural = 64
+    """Requests that may wait for a slot; more are refused."""
+    context: Count = 2048
+    """Tokens of one sequence, its prompt and what is generated."""
+    cache: Count = 1 << 30
+    """Tokens of all sequences together, in whole blocks."""
+    block: Count = 16
+    """Tokens of one block of the cache."""
+    chunk: Count = 2048
+    """Tokens of prompts that are read between two steps, so that sequences under way do not stall."""
+    pieces: bool = False
+    """Whether a prompt may be read in pieces; if not, one longer than `chunk` is read alone."""
+
+    @property
+    def room(self) -> int:
+        """Requests that are served or wait at the most."""
+        return self.slots + self.waiting
+
+    def blocks(self, tokens: int) -> int:
+        """Tokens that a sequence of so many takes in the cache."""
+        return -(-tokens // self.block) * self.block
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence to be generated. Times are of the caller's clock, in seconds."""
+
+    number: int
+    prompt: int
+    """Tokens."""
+    most: int
+    """Tokens to generate at the most."""
+    deadline: float = math.inf
+    """When it is given up, wherever it is."""
+    read: int = 0
+    """Tokens of the prompt that are in the cache."""
+    made: int = 0
+    """Tokens generated so far."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence, when it is as long as it may be."""
+        return self.prompt + self.most
+
+
+class Read(NamedTuple):
+    """Tokens `start` to `stop` of a job's prompt, to be read now. The piece that ends the prompt gives a token."""
+
+    job: Job
+    start: int
+
+    stop: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """What to do next: pieces of prompts first, then one token for each job of `decode`."""
+
+    reads: list[Read] = field(default_factory=list)
+    decode: list[Job] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reads or self.decode)
+
+
+class Scheduler:
+    """The queue and the slots of one engine. The caller reports what each turn has made."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
+        self._held = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs without a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Jobs with a slot."""
+        return len(self._running)
+
+    @property
+    def held(self) -> int:
+        """Tokens of the cache that running jobs have or may come to need."""
+        return self._held
+
+    def jobs(self) -> Iterator[Job]:
+        """All that are running or wait."""
+        yield from self._running.values()
+        yield from self._waiting
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises TooLong for one that can never run, QueueFull where too many wait."""
+        limits = self.limits
+        if job.prompt < 1 or job.most < 1:
+            raise TooLong("A request needs at least one token of a prompt, and one to generate.")
+        if job.tokens > limits.context or limits.blocks(job.tokens) > limits.cache:
+            most = min(limits.context, limits.cache // limits.block * limits.block)
+            raise TooLong(
+                f"The prompt has {job.prompt:,} tokens and {job.most:,} are to be generated, but a sequence may have "
+                f"{most:,} in all. Shorten the prompt, or ask for fewer."
+            )
+        # A queue of length 0 still takes what finds a free slot.
+        if self.running + self.waiting >= limits.room:
+            raise QueueFull(
+                f"{self.running + self.waiting} requests are served or wait, and no more than {limits.room} may. "
+                "Try again later."
+            )
+        self._waiting.append(job)
+
+    def expired(self, now: float) -> list[Job]:
+        """Jobs whose time is over; they have left the queue and their slots."""
+        late = [job for job in self.jobs() if job.deadline <= now]
+        for job in late:
+            self.remove(job.number)
+        return late
+
+    def remove(self, number: int) -> Job | None:
+        """Take a job out, done or not, and give it; None if it is not here any more."""
+        job = self._running.pop(number, None)
+        if job is not None:
+            self._held -= self.limits.blocks(job.tokens)
+            return job
+        job = next((one for one in self._waiting if one.number == number), None)
+        if job is not None:
+            self._waiting.remove(job)
+        return job
+
+    def turn(self) -> Turn:
+        """What to do next; nothing where there is no job. Jobs that are admitted have a slot from now on."""
+        turn = Turn()
+        left = self.limits.chunk
+        for job in self._running.values():
+            if job.read >= job.prompt:
+                turn.decode.append(job)
+            elif left > 0:
+                left -= self._read(job, left, turn)
+        while left > 0 and self._waiting and self._fits(self._waiting[0]):
+            # A prompt that must be read whole waits for a turn of its own, unless it begins one.
+            if not self.limits.pieces and turn.reads and self._waiting[0].prompt > left:
+                break
+            job = self._waiting.popleft()
+            self._running[job.number] = job
+            self._held += self.limits.blocks(job.tokens)
+            left -= self._read(job, left, turn)
+        return turn
+
+    def _fits(self, job: Job) -> bool:
+        limits = self.limits
+        return self.running < limits.slots and self._held + limits.blocks(job.tokens) <= limits.cache
+
+    def _read(self, job: Job, left: int, turn: Turn) -> int:
+        """Tokens of the job's prompt that are read in this turn."""
+        size = job.prompt - job.read
+        if self.limits.pieces:
+            size = min(size, left)
+        turn.reads.append(Read(job, job.read, job.read + size))
+        return size
+
+    def has_read(self, read: Read) -> None:
+        """Report that a piece of a prompt is in the cache; the last piece has made a token."""
+        read.job.read = read.stop
+        if read.stop >= read.job.prompt:
+            read.job.made = 1
+
+    def has_made(self, job: Job, tokens: int = 1) -> bool:
+        """Report tokens; gives whether the job has all that it may have. The caller removes what is done."""
+        job.made += tokens
+        return job.made >= job.most

@@ -1,0 +1,85 @@
+"""The settings of `penstock deploy`: the same names in Python, in a file and on the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from penstock.boundary.files import quoted
+from penstock.config.convert import Checked, Count, FilledText, NotNegative, Range, Seed
+from penstock.config.model import ModelConfig
+
+WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
+HERE = "here"
+"""The machine on which the command runs."""
+_GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|min)?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, None: 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployConfig(Checked):
+    """What is to be served, to whom, and how fast."""
+
+    model: ModelConfig | None = None
+    """Name of a preset (`llama3-8b`), or a folder of weights: a run's export, or one of transformers'."""
+    weights: FilledText | None = None
+    """The folder of weights, for the files that are written; the model is read from it."""
+    machine: FilledText = "h100"
+    """Name of a known machine, a file that probe wrote, or `here`."""
+    gpus: FilledText = "1..8"
+    """Devices: a number, or a range such as 1..8, of which the fewest that do are taken."""
+    requests: FilledText = "rate=1 in=512 out=128"
+    """Requests per second and tokens of prompts and answers (`in=64..512` is a range), or a file of lines
+    {"at": SECONDS, "in": TOKENS, "out": TOKENS}."""
+    p95_latency: FilledText | None = None
+    """95 % of requests must have their last token within this time, such as 2s or 800ms."""
+    types: tuple[WeightType, ...] = ("auto",)
+    """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. int8 and int4 change
+    results, so they are chosen only if named."""
+    price: NotNegative | None = None
+    """Price of one device hour: gives the cost of a million tokens."""
+    count: Annotated[int, Range(10, 1_000_000)] | None = None
+    """Requests that are simulated, where a rate is given; by default those of ten times the time that one may take."""
+    seed: Seed = 0
+    """Decides when the requests of a rate come."""
+    top: Count = 10
+    """Number of layouts to show."""
+    output: FilledText | None = None
+    """Folder for the files that start the choice in vLLM and TensorRT-LLM, as far as the model fits them."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    @property
+    def devices(self) -> range:
+        """The numbers of devices that may be taken."""
+        match = _GPUS.fullmatch(self.gpus)
+        assert match is not None
+        return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+    @property
+    def lasting(self) -> float:
+        """Seconds of traffic that show whether a queue grows."""
+        return 60.0 if self.seconds is None else 10 * self.seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """`p95_latency` in seconds."""
+        if self.p95_latency is None:
+            return None
+        match = _TIME.fullmatch(self.p95_latency.strip())
+        assert match is not None
+        return float(match[1]) * _UNITS[match[2]]
+
+    def _problems(self) -> Iterator[str]:
+        match = _GPUS.fullmatch(self.gpus)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            yield f"gpus is {quoted(self.gpus)}, but must be a number of devices, or a range such as 1..8."
+        if self.p95_latency is not None:
+            time = _TIME.fullmatch(self.p95_latency.strip())
+            if time is None or float(time[1]) == 0:
+                yield f"p95_latency is {quoted(self.p95_latency)}, but must be a time such as 2s or 800ms."
+        if not self.types:
+            yield "types is empty; name a type of weights, or leave it out."

@@ -1,0 +1,190 @@
+"""Requests over time: what is asked of a server, read from a trace or drawn, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.text import read_lines
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.convert import BadValue, Checked, Count, Positive, Range, convert
+from penstock.errors import ConfigError
+
+LONGEST = 1 << 24
+"""Tokens of a prompt or an answer in a trace."""
+MOST_REQUESTS = 1_000_000
+LEAST_DRAWN, MOST_DRAWN = 1_000, 20_000
+"""Requests of a rate, where nobody says how many."""
+_LINE = Bounds(bytes=1 << 16, values=100)
+
+
+class Arrival(NamedTuple):
+    """One request: when it comes, in seconds from the first, and how many tokens its prompt and its answer have."""
+
+    at: float
+    prompt: int
+    made: int
+
+
+class Outcome(NamedTuple):
+    """One request that was served: when it came, when its first and its last token left, and how many these were."""
+
+    at: float
+    first: float
+    last: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate(Checked):
+    """Requests that come independently of each other (a Poisson process), such as "rate=20 in=512 out=128"."""
+
+    rate: Positive
+    """Requests per second, on average."""
+    prompt: tuple[int, int]
+    """Fewest and most tokens of a prompt; each number between is as likely."""
+    made: tuple[int, int]
+    """The same of an answer."""
+
+    @classmethod
+    def parse(cls, text: str) -> Rate:
+        """From words NAME=VALUE: rate, in and out; a range is `in=64..512`. Raises ConfigError with every problem."""
+        words = dict(word.partition("=")[::2] for word in text.split())
+        problems = [
+            f"{quoted(name)} is no part of a rate." for name in words if name not in ("rate", "in", "out")
+        ]
+        problems += [f"{name}= is missing." for name in ("rate", "in", "out") if name not in words]
+        found: dict[str, tuple[int, int]] = {}
+        rate = 0.0
+        for name, value in words.items():
+            try:
+                if name == "rate":
+                    rate = convert(value, Positive, text=True)
+                elif name in ("in", "out"):
+                    low, dots, high = value.partition("..")
+                    first = convert(low, Count, text=True)
+                    found[name] = first, convert(high, Count, text=True) if dots else first
+                    if not first <= found[name][1] <= LONGEST:
+                        problems.append(
+                            f"{name}={quoted(value)} must be 1 to {LONGEST:,} tokens, the fewest first."
+                        )
+            except BadValue as problem:
+                problems.append(problem.sentence(f"{name}="))
+        if problems:
+            raise ConfigError([f"requests {quoted(text)}: {problem}" for problem in problems] + [_FORM])
+        return cls(rate=rate, prompt=found["in"], made=found["out"])
+
+    def arrivals(self, count: int, *, seed: int = 0) -> list[Arrival]:
+        """So many requests, the same for the same seed."""
+        draw = random.Random(seed)
+        at, found = 0.0, []
+        for _ in range(count):
+            found.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.made)))
+            at += draw.expovariate(self.rate)
+        return found
+
+
+_FORM = (
+    'Write requests as "rate=20 in=512 out=128" (requests per second, tokens of a prompt and of an answer, each a '
+    'number or a range such as 64..512), or name a file of lines {"at": SECONDS, "in": TOKENS, "out": TOKENS}.'
+)
+_Length = Range(1, LONGEST)
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """The requests of a JSON-lines file, in order of their time. Raises ConfigError naming the first bad line."""
+    found: list[Arrival] = []
+    for line in read_lines(path, "The trace", longest=_LINE.bytes):
+        where = f"Line {line.number:,} of the trace {shown(path)}"
+        if line.problem:
+            raise ConfigError(f"{where} cannot be read: {line.problem}.")
+        if not line.text.strip():
+            continue
+        if len(found) >= MOST_REQUESTS:
+            raise ConfigError(f"The trace {shown(path)} has more than {MOST_REQUESTS:,} requests; cut it.")
+        values = parse_json(line.text, where, bounds=_LINE)
+        try:
+            at = convert(values.get("at"), float)
+            sizes = [convert(values.get(name), int) for name in ("in", "out")]
+        except BadValue as problem:
+            raise ConfigError(f"{where}: {problem}. {_FORM}") from None
+        if not 0 <= at < math.inf or any(_Length.problem(size) for size in sizes):
+            raise ConfigError(f"{where} has a time below 0, or lengths out of 1 to {LONGEST:,}. {_FORM}")
+        found.append(Arrival(at, *sizes))
+    if not found:
+        raise ConfigError(f"The trace {shown(path)} has no request. {_FORM}")
+    found.sort()
+    first = found[0].at
+    return [one._replace(at=one.at - first) for one in found]
+
+
+def requests_of(
+    text: str, count: int | None = None, *, lasting: float = 60.0, seed: int = 0
+) -> list[Arrival]:
+    """What `--requests` means: a trace where it names a file, else a rate. Of a rate, `count` requests are drawn, or as
+    many as come in `lasting` seconds."""
+    if "=" in text and not Path(text).is_file():
+        rate = Rate.parse(text)
+        usual = min(MOST_DRAWN, max(LEAST_DRAWN, math.ceil(rate.rate * lasting)))
+        return rate.arrivals(count or usual, seed=seed)
+    return read_trace(Path(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Half of all values are at most `p50`, and so on; 0 where there are none."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        if not ordered:
+            return cls()
+        picked = [
+            ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.95, 0.99)
+        ]
+        return cls(p50=picked[0], p95=picked[1], p99=picked[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """How requests fared, simulated or measured. Seconds."""
+
+    requests: int
+    refused: int
+    seconds: float
+    """From the first request to the last token."""
+    tokens_per_second: float
+    """Generated."""
+    first_token: Spread
+    """From a request to its first token."""
+    per_token: Spread
+    """Between two tokens, the mean of each request."""
+    latency: Spread
+    """From a request to its last token."""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
+        span = max((one.last for one in outcomes), default=0.0) - min(
+            (one.at for one in outcomes), default=0.0
+        )
+        tokens = sum(one.tokens for one in outcomes)
+        return cls(
+            requests=len(outcomes) + refused,
+            refused=refused,
+            seconds=span,
+            tokens_per_second=tokens / span if span > 0 else 0.0,
+            first_token=Spread.of([one.first - one.at for one in outcomes]),
+            per_token=Spread.of(
+                [(one.last - one.first) / (one.tokens - 1) for one in outcomes if one.tokens > 1]
+            ),
+            latency=Spread.of([one.last - one.at for one in outcomes]),
+        )

@@ -1,0 +1,154 @@
+"""`penstock deploy`: which layout serves in time, why the others do not, and what other servers are told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.config.machine import load_machine
+from penstock.config.model import PRESETS, ModelConfig
+from penstock.errors import ConfigError, ExitCode
+from penstock.infer.deploy import explore
+from penstock.infer.settings import DeployConfig
+from penstock.infer.traffic import requests_of
+from penstock.planner.serve import Passes, Serving, StepCosts, predict_inference, predicted_costs
+
+A100 = load_machine("a100-80g")
+LLAMA = PRESETS["llama3-8b"]
+
+
+def found(model: ModelConfig, requests: str, machine: str = "a100-80g", **asked: object) -> object:
+    given = DeployConfig(model=model, machine=machine, **asked)  # type: ignore[arg-type]
+    return explore(model, load_machine(machine), requests_of(requests, asked.get("count")), given)
+
+
+def test_more_traffic_takes_more_devices_and_a_tighter_limit_splits_layers() -> None:
+    slow = found(LLAMA, "rate=2 in=512 out=128", p95_latency="10s", count=200)
+    busy = found(LLAMA, "rate=60 in=512 out=128", p95_latency="4s", gpus="1..8")
+    fast = found(LLAMA, "rate=2 in=512 out=128", p95_latency="1s", count=200)
+    assert (slow.choice.gpus, slow.choice.type) == (1, "bf16")
+    assert busy.choice.gpus > 2
+    assert fast.choice.tp > 1
+    for one in (slow, busy, fast):
+        assert one.layouts[0] is one.choice
+        assert not one.choice.why
+        assert all(layout.why for layout in one.layouts[1:])
+        assert one.choice.memory_bytes <= A100.memory_bytes
+
+
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    large = found(PRESETS["llama3-70b"], "rate=1 in=512 out=128", p95_latency="30s", count=200)
+    assert large.choice.tp >= 2
+    assert any(
+        "GiB a device, which has" in one.why for one in large.layouts if one.tp == 1 and one.type == "bf16"
+    )
+
+
+def test_a_pipeline_is_taken_only_where_a_node_is_too_small() -> None:
+    one = found(PRESETS["llama3-405b"], "rate=0.2 in=512 out=64", gpus="1..32", p95_latency="60s", count=200)
+    assert {layout.pp for layout in one.layouts if layout.type == "bf16"} > {1}
+    assert one.choice.tp == 8
+    assert one.choice.pp > 1
+
+
+def test_types_that_change_results_are_offered_and_not_chosen() -> None:
+    one = found(PRESETS["llama3-70b"], "rate=1 in=512 out=128", p95_latency="30s", count=200)
+    assert one.choice.type == "bf16"
+    assert any("changes results" in layout.why for layout in one.layouts if layout.type == "int4")
+    named = found(
+        PRESETS["llama3-70b"], "rate=1 in=512 out=128", p95_latency="30s", types=("auto", "int4"), count=200
+    )
+    assert named.choice.type == "int4"
+    assert named.choice.gpus < one.choice.gpus
+
+
+def test_nothing_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["deploy", "llama3-8b", "--machine", "a100-80g", "--gpus", "1", "--count", "100"]
+    code = main([*words, "--requests", "rate=50 in=512 out=128", "--p95-latency", "1s"])
+    assert code == ExitCode.OUT_OF_MEMORY
+    said = capsys.readouterr().out
+    assert "No layout on 1 a100-80g is in time" in said
+    assert "even alone" in said
+
+
+def test_the_answer_as_json_and_the_files_of_other_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "deploy",
+        "llama3-8b",
+        "--machine",
+        "h100",
+        "--requests",
+        "rate=4 in=512 out=128",
+        "--p95-latency",
+        "1s",
+    ]
+    assert main([*words, "--price", "3", "--count", "200", "--json", "--output", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["layouts"][0]
+    assert told["found"]
+    assert best["served"]["latency"]["p95"] <= 1.0
+    assert best["device_hours"] == pytest.approx(
+        best["gpus"] * 1e6 / best["served"]["tokens_per_second"] / 3600
+    )
+    vllm = (tmp_path / "vllm.sh").read_text()
+    assert f"--tensor-parallel-size {best['tp']} " in vllm
+    assert "--max-model-len 640" in vllm
+    assert f"--tp_size {best['tp']} " in (tmp_path / "tensorrt-llm.sh").read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "t5-small", "marian-base", "bert-base"])
+def test_every_family_of_text_is_deployed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = "rate=3 in=20..100 out=5..30"
+    assert main(["deploy", name, "--machine", "h100", "--requests", requests, "--count", "60"]) == 0
+    assert "choice: bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs a model"),
+        (["gpt2", "--gpus", "8..1"], "gpus is '8..1'"),
+        (["gpt2", "--p95-latency", "soon"], "p95_latency is 'soon'"),
+        (["gpt2", "--p95-latency", "0s"], "p95_latency is '0s'"),
+        (["gpt2", "--requests", "rate=1 in=9999 out=1"], "has 1,024 positions"),
+        (["vit-b16"], "for text models"),
+        (["gpt2", "--types", "bf16", "--machine", "v100"], "types names bf16"),
+        (["gpt2", "--gpus", "3", "--requests", "none.jsonl"], "does not exist"),
+        (["no-such/folder"], "no-such/folder"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", *words]) in (ExitCode.CONFIG, ExitCode.DATA, ExitCode.ENVIRONMENT)
+    assert said in capsys.readouterr().err
+
+
+def test_the_table_of_steps_is_the_prediction_at_its_points() -> None:
+    serving = Serving(batch=8, prompt=256, generated=2)
+    costs = predicted_costs(LLAMA, A100, serving, slots=32, longest=1024)
+    one = predict_inference(LLAMA, A100, replace(serving, batch=1))
+    assert costs.prefill(256) == pytest.approx(one.prefill_seconds)
+    eight = predict_inference(LLAMA, A100, serving)
+    assert costs.decode(8, 256) == pytest.approx(eight.decode_seconds_per_token, rel=0.02)
+    assert costs.decode(6, 256) < costs.decode(8, 256) < costs.decode(8, 900)
+
+
+def test_between_points_costs_are_linear_and_never_below_none() -> None:
+    costs = StepCosts(((10.0, 1.0), (20.0, 3.0)), ((1.0, 1.0, 0.1), (3.0, 2.0, 0.3)))
+    assert [costs.prefill(n) for n in (1, 10, 15, 30)] == [1.0, 1.0, 2.0, 5.0]
+    assert costs.decode(2, 10) == pytest.approx(1.5 + 2.0)
+
+
+def test_an_encoder_decoder_reads_its_source_once() -> None:
+    marian = PRESETS["marian-base"]
+    passes = Passes(marian, A100, Serving())
+    assert passes.prefill(512, 8) > passes.prefill(16, 8)
+    assert passes.decode(8, 512) < passes.prefill(512, 8)
+    with pytest.raises(ConfigError, match="tp=7 cannot share out"):
+        Passes(marian, A100, Serving(tp=7))

@@ -29,7 +29,8 @@ from penstock.models.lora import add_adapters, gives_classes
 RECIPE = Recipe(lr=3e-3, eps=1e-4, ema_decay=0.5)
 LEVELS = ["precision=O0", "precision=O1", "precision=O2 optimizer=fused", "precision=O3 optimizer=contiguous",
           "precision=O1 dtype=fp16 optimizer=fused", "precision=O2 dtype=fp16 optimizer=contiguous"]  # fmt: skip
-SAME = ["recompute=full", "recompute=operators", "recompute=early recompute_every=2", "optimizer=contiguous",
+SAME = ["recompute=selective attention=plain", "recompute=budget", "recompute=full",
+        "recompute=operators", "recompute=early recompute_every=2", "optimizer=contiguous",
         "attention=plain", "attention=auto", "token_order=batch_second", "matmul=medium"]  # fmt: skip
 
 

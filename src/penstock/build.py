@@ -148,7 +148,7 @@ def build(
         set_padding(module, plan.padding)
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
     # for both.
-    recompute_blocks(module, plan)
+    recompute_blocks(module, plan, config, device)
     compile_model(module, plan)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.

@@ -170,7 +170,6 @@ def test_sound_plans_pass(machine: Machine) -> None:
     [
         "tp=8 sp=true",
         "pp=4 schedule=interleaved virtual=2",
-        "recompute=selective",
         "dp=2 sharding=fsdp offload=activations",
     ],
 )

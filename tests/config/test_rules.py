@@ -20,6 +20,7 @@ BROKEN = {
     ),
     "remainder_completes_bf16_weights": ("master=remainder", "vit-s16", "h100", "master=remainder completes"),
     "fp8_stands_on_bf16": ("fp8=true", "vit-s16", "h100", "replaces the bf16 products"),
+    "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
     "half_norms_are_of_o2": ("norms=half", "vit-s16", "h100", "has no effect with plan.precision=O0"),
     "sequence_parallel_needs_tensor_parallel": ("sp=true", "gpt2", "h100", "but plan.tp=1"),

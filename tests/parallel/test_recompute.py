@@ -1,14 +1,39 @@
-"""Which blocks recompute, and that it changes nothing."""
+"""Which blocks recompute, what they then keep, and that it changes nothing."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from penstock.config.model import ViTConfig
+from helpers import families
+from helpers.families import ENROLLED, loss
+from penstock.build import build
+from penstock.config.machine import load_machine
+from penstock.config.model import ViTConfig, preset
 from penstock.config.plan import Plan
-from penstock.models import ViT
-from penstock.parallel.recompute import _Recomputed, recompute_blocks
+from penstock.errors import ConfigError
+from penstock.models import ViT, create
+from penstock.models.anatomy import anatomy_of
+from penstock.parallel.recompute import _apply, _Recomputed, recompute_blocks
+from penstock.planner.describe import describe
+from penstock.planner.memory import held
+from penstock.planner.prediction import predict
+from penstock.planner.recompute import (
+    CHOICES,
+    Recompute,
+    allowed_bytes,
+    block_kinds,
+    choose,
+    computed_again,
+    kept_by,
+)
+
+WORDS = 64
 
 
 @pytest.mark.parametrize(
@@ -24,13 +49,167 @@ def test_any_share_of_the_blocks_recomputes(every: str, chosen: list[int]) -> No
     )
     images = torch.randn(2, 3, 8, 8)
 
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(images).square().sum().backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    before = gradients()
+    before = _gradients(model, images)
     recompute_blocks(model, Plan.parse(f"recompute=full recompute_every={every}"))
     assert [i for i, block in enumerate(model.blocks) if isinstance(block.forward, _Recomputed)] == chosen
-    assert all(torch.equal(one, other) for one, other in zip(before, gradients()))
+    assert all(torch.equal(one, other) for one, other in zip(before, _gradients(model, images), strict=True))
+
+
+def _gradients(model: nn.Module, *inputs: Any) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(*inputs).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _config(name: str) -> Any:
+    """An enrolled model of four blocks, wide enough that bytes are those of activations, with dropout."""
+    config: Any = ENROLLED[name].config
+    sizes: dict[str, Any] = {"width": 32, "mlp_width": 128, "depth": 4, "dropout": 0.1}
+    return replace(config, **sizes, **({"image_size": 16} if name == "vit" else {"sequence": WORDS}))
+
+
+def _batch(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(families, "TOKENS", WORDS)
+    return families.batches(config, 0, 4)
+
+
+def _kept(model: nn.Module, batch: Any, loss: Any = loss) -> tuple[int, torch.Tensor]:
+    """Bytes that autograd keeps from forward to backward, but for weights; and the loss."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = loss(model, batch)
+    return sum(size for size, _ in seen.values()), found
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt", "llama", "bert"])
+def test_a_way_to_recompute_keeps_the_bytes_that_the_operators_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, results = _config(name), []
+    batch = _batch(config, monkeypatch)
+    for kind in ("none", *CHOICES):
+        plan = Plan(attention="plain", micro_batch=4)
+        model = build(config, plan).model
+        for block in anatomy_of(model).stacks[0].blocks:
+            _apply(model, block, kind)
+        torch.manual_seed(3)
+        kept, lost = _kept(model, batch)
+        lost.backward()  # type: ignore[no-untyped-call]
+        results.append([lost.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        work = describe(config, plan, "cpu")
+        said = sum(part.count * sum(kept_by(part, Recompute(kind)).values()) for part in work.parts)
+        assert said == pytest.approx(kept, rel=0.02), kind
+    # Dropout draws the same numbers again.
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_a_budget_is_kept_and_the_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config("llama")
+    batch = _batch(config, monkeypatch)
+    plain = Plan(micro_batch=4, attention="plain")
+    whole = held(describe(config, plain, "cpu"), plain)
+    expected, ways = None, []
+    for share in (1.0, 0.75, 0.5, 0.25, 0.1):
+        budget = share * whole.blocks / 2**30
+        plan = replace(plain, recompute="budget", budget=budget)
+        built = build(config, plan)
+        torch.manual_seed(3)
+        kept, lost = _kept(built.model, batch)
+        lost.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in built.model.parameters() if p.grad is not None]
+        expected = expected or gradients
+        assert all(torch.equal(one, two) for one, two in zip(gradients, expected, strict=True))
+        assert kept <= 1.02 * (share * whole.blocks + whole.entrance + whole.exit)
+        ways.append(tuple(block_kinds(config, plan, describe(config, plan, "cpu"))))
+    assert ways[0] == ("none",) * 4
+    assert len(set(ways)) == len(ways), ways
+
+
+def test_a_budget_is_spent_as_well_as_any_choice_could() -> None:
+    config = replace(preset("t5-tiny"), sequence=64, decoder_sequence=32)
+    plan = Plan(attention="plain")
+    work = describe(config, plan, "cpu")
+
+    def cost(part: Any, kind: str) -> float:
+        again = computed_again(part, Recompute(kind))
+        return sum(op.flops + 100.0 * (op.read + op.written) for op in again)
+
+    def choices(part: Any) -> list[tuple[float, float]]:
+        one = [(sum(kept_by(part, Recompute(k)).values()), cost(part, k)) for k in ("none", *CHOICES)]
+        return [(sum(k for k, _ in some), sum(c for _, c in some))
+                for some in itertools.combinations_with_replacement(one, part.count)]  # fmt: skip
+
+    ways = [(a + b, c + d) for (a, c), (b, d) in itertools.product(*map(choices, work.blocks))]
+    whole = max(kept for kept, _ in ways)
+    largest = max(cost(part, "early") for part in work.blocks)
+    for share in (0.9, 0.6, 0.45, 0.3):
+        found = choose(work, share * whole)
+        kept = sum(
+            n * sum(kept_by(part, Recompute(kind)).values()) for part, some in found for kind, n in some
+        )
+        spent = sum(n * cost(part, kind) for part, some in found for kind, n in some)
+        best = min(c for k, c in ways if k <= share * whole)
+        assert kept <= share * whole
+        assert spent <= best + largest  # all but the last block that moved
+
+
+def test_a_stage_of_a_pipeline_counts_the_micro_batches_it_holds() -> None:
+    plan = Plan(precision="O2", attention="flash", pp=4, accumulate=8, recompute="budget", budget=20.0, tp=8)
+    config = preset("gpt-22b")
+    work = describe(config, plan)
+    assert allowed_bytes(work, plan) == 20.0 * 2**30 * 4 / 4
+    found = predict(config, load_machine("a100-80g"), plan)
+    assert (
+        found.memory["activations"] - found.micro_batches_held * held(work, plan).entrance > 0.9 * 20 * 2**30
+    )
+    assert found.memory["activations"] <= 20.0 * 2**30 + found.micro_batches_held * held(work, plan).entrance
+    kinds = block_kinds(config, plan, work)
+    assert len(kinds) == 48
+    stages = [sorted(kinds[i : i + 12]) for i in range(0, 48, 12)]
+    assert (
+        max(sum(kind != "none" for kind in stage) for stage in stages)
+        - min(sum(kind != "none" for kind in stage) for stage in stages)
+        <= 1
+    )
+
+
+def test_a_budget_that_cannot_be_kept_or_told_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    build(_config("gpt"), Plan(recompute="budget", budget=1e-9))
+    assert "plan.budget=1e-09 GiB is less" in caplog.text
+    with pytest.raises(ConfigError, match="given as a module"):
+        build(create(_config("gpt")), Plan(recompute="budget", budget=1.0))
+
+
+@pytest.mark.parametrize(("attention", "dropout"), [("plain", 0.0), ("sdpa", 0.1)])
+def test_scores_of_a_foreign_model_are_computed_again(attention: str, dropout: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32,
+        patch_size=4, attention_probs_dropout_prob=dropout, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    images, classes = torch.randn(2, 3, 32, 32), torch.tensor([0, 1])
+
+    def lose(model: nn.Module, batch: None) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(images).logits, classes)
+
+    sizes, results = [], []
+    for line in ("", "recompute=selective"):
+        torch.manual_seed(2)
+        model = transformers.ViTForImageClassification(config)
+        build(model, Plan.parse(f"attention={attention} {line}"))
+        kept, lost = _kept(model, None, lose)
+        lost.backward()  # type: ignore[no-untyped-call]
+        sizes.append(kept)
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert sizes[1] < 0.8 * sizes[0]
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

@@ -10,7 +10,8 @@ from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
-from penstock.planner.memory import group_bytes, held, in_flight, live_bytes, memory
+from penstock.planner.memory import group_bytes, held, live_bytes, memory
+from penstock.planner.pipeline import in_flight
 from penstock.planner.prediction import predict
 
 MODELS = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")

@@ -17,9 +17,9 @@ from penstock.planner import predict, search
 from penstock.planner.collectives import group_of
 from penstock.planner.describe import describe
 from penstock.planner.explain import explain
-from penstock.planner.memory import in_flight, rested
+from penstock.planner.memory import rested
 from penstock.planner.operators import Op
-from penstock.planner.pipeline import blocks_by_stage, stage_blocks, zero_bubble_idle
+from penstock.planner.pipeline import blocks_by_stage, in_flight, stage_blocks, zero_bubble_idle
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of

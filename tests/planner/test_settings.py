@@ -11,7 +11,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.planner import predict, search
 from penstock.planner.describe import describe
-from penstock.planner.memory import in_flight
+from penstock.planner.pipeline import in_flight
 from penstock.planner.prediction import Prediction
 
 A100, H100 = load_machine("a100-80g"), load_machine("h100")

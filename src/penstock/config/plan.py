@@ -42,7 +42,7 @@ Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-Recompute = Literal["none", "selective", "operators", "early", "full"]
+Recompute = Literal["none", "selective", "operators", "early", "full", "budget"]
 Algorithm = Literal["adamw", "adam8bit", "sgd", "muon", "lamb", "adafactor"]
 ContextExchange = Literal["ring", "gather"]
 GradientType = Literal["weights", "fp32", "half"]
@@ -127,9 +127,13 @@ class Plan(Checked, where="plan"):
     """What the backward pass recomputes: nothing; the attention scores (selective); everything except
     attention and every second matrix product (operators: torch's per-operator policy); or each block from its
     input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
-    which omits a block's last product)."""
+    which omits a block's last product). `budget` chooses for each block what frees the most bytes for the least
+    computation, until activations fit in `budget`."""
     recompute_every: Annotated[float, Range(1, 1 << 14)] = 1.0
     """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
+    budget: Annotated[float, Range(0, 1 << 20)] = 0.0
+    """GiB that the activations of one device's blocks may take, with recompute=budget; all micro-batches that a
+    pipeline stage holds at one time are counted."""
     fp8: Fp8 = False
     """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
     what is summed over."""

@@ -157,6 +157,21 @@ def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
         )
 
 
+@_rule("types")
+def _budget_is_of_its_recomputation(plan: Plan) -> Iterator[str]:
+    """`budget` is set with `recompute=budget` only, which leaves `recompute_every` alone."""
+    if plan.budget and plan.recompute != "budget":
+        yield (
+            f"plan.budget={word(plan.budget)} has no effect with plan.recompute={plan.recompute}; use "
+            "recompute=budget, or leave budget out."
+        )
+    if plan.recompute == "budget" and plan.recompute_every != 1:
+        yield (
+            f"plan.recompute_every={word(plan.recompute_every)} says which blocks recompute, and plan.recompute=budget "
+            "chooses for each by itself; leave recompute_every out, or use another recompute."
+        )
+
+
 @_rule("degrees")
 def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
     """`shard` is set only with `sharding=hsdp`, and divides the number of replicas."""

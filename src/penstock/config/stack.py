@@ -131,6 +131,10 @@ class Stack:
         """Dropout probability of the MLP's activations."""
         return self.dropout if self.mlp_dropout is None else self.mlp_dropout
 
+    def mixture(self, block: int) -> bool:
+        """Whether the MLP of the block of this index, from 0, is a mixture of experts."""
+        return self.experts > 0 and block % self.expert_every == self.expert_every - 1
+
     def windowed(self, block: int) -> bool:
         """Whether the block of this index, from 0, attends to its window only."""
         return self.window is not None and not (self.global_every and block % self.global_every == 0)

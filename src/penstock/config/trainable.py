@@ -19,7 +19,7 @@ _ONLY: dict[str, Any] = {
     "cp_exchange": "ring",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_NOT: dict[str, Any] = {"recompute": "selective", "offload": "activations"}
+_NOT: dict[str, Any] = {"offload": "activations"}
 """Settings of a Plan that training supports for all values but one."""
 _VIT_HAS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (None,), "head_features": (None,), "norm": ("layer",), "bias": (True,), "positions": ("learned",),

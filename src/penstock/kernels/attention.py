@@ -108,6 +108,16 @@ def attention(
     return _pinned(q, k, v, backend, scores)
 
 
+def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
+    """Whether attention of so many queries keeps its scores for the backward pass: the composed forms do, and a CPU's
+    fused kernel has neither dropout nor gradients of biases, so that torch composes it too.
+    """
+    backend = chosen_backend(backend, q.device, q.dtype, tokens)
+    learned = isinstance(scores.mask, Tensor) and scores.mask.requires_grad
+    lacks = q.device.type == "cpu" and (scores.dropout > 0 or learned)
+    return backend in ("plain", "math") or (backend == "sdpa" and lacks)
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     mask = scores.mask
     assert mask is None or isinstance(mask, Tensor)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import PINNED, Scores, chosen_backend, plain_attention
+from penstock.kernels.attention import PINNED, Scores, chosen_backend, keeps_scores, plain_attention
 
 
 def plain_sdpa(
@@ -49,8 +50,14 @@ def plain_sdpa(
 class Switch:
     """The choice of a backend for a module and the blocks in it."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(
+        self, backend: AttentionBackend, *, again: bool = False, around: Switch | None = None
+    ) -> None:
         self.backend = backend
+        self.again = again
+        """Whether the backward pass computes scores anew, where they would be kept for it."""
+        self.around = around
+        """Of a block, the switch of the model around it."""
         self.used = False
         """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
 
@@ -63,14 +70,27 @@ class Watch(TorchFunctionMode):
         self.switch = switch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.switch.used = True
-        if func is F.scaled_dot_product_attention and self.switch.backend in ("auto", "plain"):
-            query = args[0] if args else kwargs["query"]
-            backend = chosen_backend(self.switch.backend, query.device, query.dtype, query.shape[-2])
-            if backend == "plain":
-                return plain_sdpa(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **options)
+        switch = self.switch
+        switch.used = True
+        if switch.around is not None:
+            switch.around.used = True
+        query = args[0] if args else options["query"]
+        backend = chosen_backend(switch.backend, query.device, query.dtype, query.shape[-2])
+        attend = plain_sdpa if backend == "plain" else func
+        if switch.again and torch.is_grad_enabled():
+            scores = Scores(
+                _given("attn_mask", 3, args, options), dropout=_given("dropout_p", 4, args, options) or 0.0
+            )
+            if keeps_scores(backend, query, query.shape[-2], scores):
+                return checkpoint(attend, *args, use_reentrant=False, **options)
+        return attend(*args, **options)
+
+
+def _given(name: str, place: int, args: Any, options: Any) -> Any:
+    return args[place] if len(args) > place else options.get(name)
 
 
 def set_sdpa(module: nn.Module, switch: Switch) -> None:
@@ -80,12 +100,13 @@ def set_sdpa(module: nn.Module, switch: Switch) -> None:
         forward = forward.args[0]
     # An attribute of the instance: names of parameters stay, copies of the module call the copy's own forward, and
     # torch.compile compiles the switch with the module, so that compiled code of two backends is told apart.
-    wrapped = forward if switch.backend == "sdpa" else functools.partial(_switched, forward, switch)
+    as_it_is = switch.backend == "sdpa" and not switch.again
+    wrapped = forward if as_it_is else functools.partial(_switched, forward, switch)
     object.__setattr__(module, "forward", wrapped)
 
 
 def switch_of(module: nn.Module) -> Switch | None:
-    """What `set_sdpa` has set, if it was another backend than torch's own choice."""
+    """What `set_sdpa` has set, if it changes anything."""
     forward: Any = module.forward
     if isinstance(forward, functools.partial) and forward.func is _switched:
         found: Switch = forward.args[1]
@@ -94,11 +115,12 @@ def switch_of(module: nn.Module) -> Switch | None:
 
 
 def _switched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
-    if switch.backend in ("auto", "plain"):
-        with Watch(switch):
+    pinned = sdpa_kernel(PINNED[switch.backend]) if switch.backend in PINNED else nullcontext()
+    if switch.again or switch.backend not in PINNED:
+        with Watch(switch), pinned:
             return forward(*args, **kwargs)
     # Torch answers by itself. Its calls are watched once only, for each operator that is looked at costs time; compiled
     # code does not look while it runs, and must not depend on what was seen.
     unseen = torch.compiler.is_compiling() or not switch.used
-    with Watch(switch) if unseen else nullcontext(), sdpa_kernel(PINNED[switch.backend]):
+    with Watch(switch) if unseen else nullcontext(), pinned:
         return forward(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
-from penstock.kernels.sdpa import Switch, set_sdpa
+from penstock.kernels.sdpa import Switch, set_sdpa, switch_of
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
@@ -117,6 +117,8 @@ class Family:
     set_token_order: Callable[[Any, TokenOrder], None] | None = None
     set_loss: Callable[[Any, LossForm], None] | None = None
     set_padding: Callable[[Any, Padding], None] | None = None
+    recompute_scores: Callable[[Any], None] | None = None
+    """Given a block."""
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -167,6 +169,19 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     switch = Switch(backend)
     for module in (model, *blocks):
         set_sdpa(module, switch)
+
+
+def recompute_scores(model: nn.Module, block: str) -> None:
+    """Let a block's backward pass compute attention's scores anew, where they would be kept for it. Of a family that
+    does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are made so.
+    """
+    model = uncompiled(model)
+    family, module = _family_of(model), model.get_submodule(block)
+    if family is not None and family.recompute_scores is not None:
+        family.recompute_scores(module)
+        return
+    there = switch_of(model)
+    set_sdpa(module, Switch("sdpa" if there is None else there.backend, again=True, around=there))
 
 
 def set_loss(model: nn.Module, form: LossForm) -> None:

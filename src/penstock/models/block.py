@@ -9,15 +9,17 @@ one that holds a share of the weights, or computes in another type.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Mlp, Stack
-from penstock.kernels.attention import Scores, Sight, split_heads, token_attention
+from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
 from penstock.kernels.padding import Real
 
 _RATE_UNIT = 2.0**-24
@@ -111,6 +113,8 @@ class _Attending(nn.Module):
         self.causal = False
         self.backend: AttentionBackend = "sdpa"
         self.sequence_first = False
+        self.scores_again = False
+        """Whether the backward pass computes scores anew, where they would be kept for it."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
 
@@ -118,7 +122,12 @@ class _Attending(nn.Module):
         """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
         dropout = self.rate if self.training else 0.0
         scores = Scores(mask, self.causal and mask is None, dropout, self.scale)
-        return token_attention(q, k, v, self.backend, sequence_first=self.sequence_first, scores=scores)
+        attend = partial(token_attention, sequence_first=self.sequence_first, scores=scores)
+        tokens = q.shape[0 if self.sequence_first else 1]
+        again = self.scores_again and torch.is_grad_enabled()
+        if again and keeps_scores(self.backend, q, tokens, scores):
+            return checkpoint(attend, q, k, v, self.backend, use_reentrant=False)  # type: ignore[no-any-return]
+        return attend(q, k, v, self.backend)
 
     def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, if they have any."""

@@ -1,10 +1,12 @@
-"""Recomputation: a block keeps its input for the backward pass, and computes the other activations again there (Chen et
-al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+"""Recomputation: a block keeps little for the backward pass, and computes the other activations again there (Chen et
+al., "Training Deep Nets with Sublinear Memory Cost", 2016; of attention's scores alone: Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,32 +16,80 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import set_checkpoint_early_stop as early_stop
 
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.models.anatomy import anatomy_of
+from penstock.errors import ConfigError
+from penstock.models.anatomy import Block, anatomy_of, recompute_scores
+from penstock.models.roles import Attention, Perceptron, Role, walk
+from penstock.planner.describe import describe
+from penstock.planner.memory import held
+from penstock.planner.recompute import allowed_bytes, block_kinds
 
+_log = logging.getLogger(__name__)
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
 _ATTENTION = "scaled_dot_product"
+_MODULES: dict[str, type[Role]] = {"attention": Attention, "mlp": Perceptron}
 
 
-def recompute_blocks(model: nn.Module, plan: Plan) -> None:
-    """Let every n-th block recompute, in place; `plan.recompute_every` is n, and `plan.recompute` says what is kept.
-    Where n is not whole, it is the first block from each multiple of n on.
+def recompute_blocks(
+    model: nn.Module, plan: Plan, config: ModelConfig | None = None, device: torch.device | str = "cpu"
+) -> None:
+    """Let blocks recompute, in place, each in a way that `penstock.planner.recompute` tells of. `plan.recompute_every`
+    is n of every n-th block; where n is not whole, it is the first block from each multiple of n on. A budget chooses a
+    way for each block, from the operators of `config` on `device`.
 
     Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
     and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
-    when the blocks of a foreign model cannot be found.
+    when the blocks of a foreign model cannot be found, and for a budget without a configuration.
     """
     if plan.recompute == "none":
         return
-    blocks = anatomy_of(model).block_modules(model)
-    chosen = {math.ceil(turn * plan.recompute_every) for turn in range(len(blocks))}
-    for index, block in enumerate(blocks):
-        if index in chosen:
-            block.forward = _Recomputed(block.forward, plan.recompute)
+    blocks = [block for stack in anatomy_of(model).stacks for block in stack.blocks]
+    if plan.recompute == "budget":
+        kinds = _chosen(model, plan, config, torch.device(device))
+    else:
+        turns = {math.ceil(turn * plan.recompute_every) for turn in range(len(blocks))}
+        kinds = [plan.recompute if index in turns else "none" for index in range(len(blocks))]
+    for block, kind in zip(blocks, kinds, strict=True):
+        _apply(model, block, kind)
+
+
+def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: torch.device) -> list[str]:
+    """What the budget makes of each block."""
+    if config is None:
+        raise ConfigError(
+            f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "
+            "was given as a module; use recompute=early with recompute_every, or one of Penstock's own models."
+        )
+    work = describe(config, plan, device.type)
+    needed = held(work, plan).blocks
+    if needed > 1.001 * allowed_bytes(work, plan):
+        least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)
+        _log.warning(
+            "plan.budget=%g GiB is less than what blocks keep where all of them recompute: %.3g GiB are expected.",
+            plan.budget,
+            least,
+        )
+    return block_kinds(config, plan, work)
+
+
+def _apply(model: nn.Module, block: Block, kind: str) -> None:
+    if kind in ("early", "full", "operators"):
+        module = model.get_submodule(block.name)
+        module.forward = _Recomputed(module.forward, kind)
+        return
+    for word in kind.split("+"):
+        if word == "selective":
+            recompute_scores(model, block.name)
+        elif word in _MODULES:
+            for role in walk(block.parts):
+                if isinstance(role, _MODULES[word]):
+                    module = model.get_submodule(role.name)
+                    module.forward = _Recomputed(module.forward, "early")
 
 
 class _Recomputed:
-    """A block's forward pass that keeps only its input. A class, so that a model with it can be pickled and copied."""
+    """A module's forward pass that keeps only its input. A class, so that a model with it can be pickled and copied."""
 
     def __init__(self, forward: Callable[..., Any], how: str) -> None:
         self.forward = forward

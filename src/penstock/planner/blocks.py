@@ -166,7 +166,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)
-    group, each = ("attention", 4.0) if t.form == "math" else ("scores", c)
+    group, each = "scores", 4.0 if t.form == "math" else c
     if t.copies:
         to.move(f"{name}.split", own, (c, c), kind="copy")
 
@@ -179,7 +179,9 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
 
     tokens, seen, f = core.m, core.n, int(core.k)
     to.add(
-        product("scores", tokens, seen, f, queries + keys, scores)._replace(kept=kept, group="attention"),
+        product("scores", tokens, seen, f, queries + keys, scores)._replace(
+            kept=kept, group="attention", given=core.read
+        ),
         product("scores.left", tokens, f, seen, scores + keys, queries),
         product("scores.right", seen, f, tokens, scores + queries, keys),
     )

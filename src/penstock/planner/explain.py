@@ -136,7 +136,7 @@ def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterat
     plan = best.plan
     neighbours: list[tuple[str, Plan]] = []
     if plan.recompute != "none":
-        neighbours.append(("recompute=none", vary(plan, recompute="none")))
+        neighbours.append(("recompute=none", vary(plan, recompute="none", budget=0.0)))
     if plan.accumulate % 2 == 0:
         larger = vary(plan, micro_batch=2 * plan.micro_batch, accumulate=plan.accumulate // 2)
         neighbours.append((f"micro_batch={larger.micro_batch}", larger))

@@ -16,7 +16,7 @@ from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
-from penstock.planner.pipeline import stage_blocks
+from penstock.planner.pipeline import in_flight, stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, state_numbers
 
@@ -56,7 +56,7 @@ def held(work: Workload, plan: Plan) -> Held:
     # made beside the one that it is added to.
     standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or replicas > 1
     shared = plan.sharding in ("fsdp", "hsdp") and replicas > 1 and plan.pp == 1
-    return _held(work, Recompute.of(plan), 0.0 if standing else made, 0.0 if shared else made)
+    return _held(work, Recompute.of(plan, work), 0.0 if standing else made, 0.0 if shared else made)
 
 
 def group_bytes(constants: Constants = DEFAULT) -> float:
@@ -72,20 +72,20 @@ def _held(work: Workload, how: Recompute, gradient: float, fresh: float) -> Held
     activations: dict[str, float] = {}
     working = output = learned = before = after = 0.0
     for part in reversed(work.parts):
-        own, whole = kept_by(part, how), kept_by(part, NOTHING)
+        ways = [(way.share, kept_by(part, way)) for way in how.ways(part)]
+        whole = sum(kept_by(part, NOTHING).values())
         if part.name == "exit":
             output, learned = live_bytes(part, gradient, fresh)
-            after = sum(own.values())
+            after = whole
             continue
         if part.name == "entrance":
-            before = sum(own.values())
+            before = whole
         else:
-            remade = max(0.0, sum(whole.values()) - sum(own.values()))
+            remade = max(0.0, whole - min(sum(own.values()) for _, own in ways))
             working = max(working, live_bytes(part, gradient, fresh)[0] + remade + learned)
-        for kinds, share in ((own, how.share), (whole, 1 - how.share)):
+        for share, kinds in ways:
             for kind, size in kinds.items():
-                if share:
-                    activations[kind] = activations.get(kind, 0.0) + part.count * size * share
+                activations[kind] = activations.get(kind, 0.0) + part.count * size * share
     return Held(activations, sum(activations.values()) - before, before, after, working, output)
 
 
@@ -226,17 +226,6 @@ def weight_inputs(part: Part) -> float:
     micro-batch between the two halves of a split backward pass."""
     products = [op for op in part.forward if op.kind == "gemm" and op.weights]
     return sum(op.kept + op.written for op in products)
-
-
-def in_flight(plan: Plan) -> float:
-    """Micro-batches whose activations the first stage keeps at the most (Narayanan et al. 2021; Korthikanti et al.
-    2022, section 4.2.3 for interleaving)."""
-    m = float(plan.accumulate)
-    if plan.schedule == "gpipe":
-        return m
-    if plan.virtual > 1:
-        return min(m, plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.virtual)))
-    return min(m, float(plan.pp))
 
 
 def rested(plan: Plan) -> float:

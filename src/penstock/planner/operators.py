@@ -42,6 +42,8 @@ class Op(NamedTuple):
     """Bytes that a forward operator keeps for the backward pass, or that a backward operator lets go of."""
     group: str = ""
     """The kind of what is kept."""
+    given: float = 0.0
+    """Bytes of inputs that are left to keep where it is computed again, and not only its results dropped."""
     weights: int = 0
     """Learned numbers that a forward operator uses, or whose gradients a backward operator makes."""
     tensors: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from penstock.config.plan import Plan
+
 StageTimes = tuple[float, float, float]
 """Of one micro-batch on one stage: forward, gradients of inputs, gradients of weights."""
 
@@ -61,3 +63,14 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
             makespan = max(makespan, micro_batches * (f + i + w) + waits)
         first, before, returned = first + count, before + count * f, returned + count * i
     return makespan - micro_batches * slowest
+
+
+def in_flight(plan: Plan) -> float:
+    """Micro-batches whose activations the first stage keeps at the most (Narayanan et al. 2021; Korthikanti et al.
+    2022, section 4.2.3 for interleaving)."""
+    m = float(plan.accumulate)
+    if plan.schedule == "gpipe":
+        return m
+    if plan.virtual > 1:
+        return min(m, plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.virtual)))
+    return min(m, float(plan.pp))

@@ -13,8 +13,9 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
-from penstock.planner.memory import held, in_flight, memory
+from penstock.planner.memory import held, memory
 from penstock.planner.operators import Workload
+from penstock.planner.pipeline import in_flight
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
@@ -153,7 +154,7 @@ def predicted(
     seconds = time.total
     parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))
-    useful, again = work.model_flops, repeated_flops(work, Recompute.of(plan))
+    useful, again = work.model_flops, repeated_flops(work, Recompute.of(plan, work))
     # All devices of a replica share one micro-batch.
     each = plan.accumulate / (plan.pp * seconds)
     kinds = held(work, plan).activations
@@ -196,5 +197,6 @@ def repeated_flops(work: Workload, how: Recompute = NOTHING) -> float:
     again = 0.0
     for part in work.parts:
         again += part.count * sum(op.repeated_flops for op in (*part.forward, *part.backward))
-        again += part.count * how.share * sum(op.flops for op in computed_again(part, how))
+        for way in how.ways(part):
+            again += part.count * way.share * sum(op.flops for op in computed_again(part, way))
     return again

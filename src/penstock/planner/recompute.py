@@ -1,32 +1,66 @@
-"""What a recomputing backward pass runs again, and what a part then keeps."""
+"""What a recomputing backward pass runs again, what a part then keeps, and what a budget of memory chooses.
+
+A block recomputes in one of these ways. Words joined by a plus are done side by side.
+
+| way | keeps | runs again |
+|---|---|---|
+| `selective` | all but scores | what keeps scores: not a fused kernel |
+| `attention`, `mlp` | the input of the attention, of the perceptron | until all that it needs is there |
+| `early` | the block's input | until all that is needed is there, as torch's own checkpointing |
+| `full` | the block's input | the whole block |
+| `operators` | attention and every other product | all else, as torch's per-operator policy |
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
-from penstock.planner.operators import Op, Part
+from penstock.planner.operators import COLLECTIVE, Op, Part, Workload
+from penstock.planner.pipeline import in_flight, stage_blocks
+
+CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
+"""What a budget chooses from."""
+FLOPS_PER_BYTE = 100.0
+"""FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
+300. It orders choices, and is no time."""
+_LINK = 10.0
+"""How much longer a byte takes between devices."""
 
 
 class Recompute(NamedTuple):
-    """What a Plan says of recomputation.
-
-    `full` runs all of a block again; `early` stops where all that is needed is there, as torch's own checkpointing
-    does; `selective` runs what keeps scores; `operators` runs all but attention and every other product, as torch's
-    per-operator policy.
-    """
+    """What a Plan says of recomputation."""
 
     kind: str = "none"
+    """One of the ways above, `none`, or `budget`."""
     share: float = 1.0
     """Of the blocks."""
     compiled: bool = False
     """Whether a result that no gradient needs is dropped."""
+    chosen: tuple[tuple[Part, tuple[tuple[str, int], ...]], ...] = ()
+    """Of each kind of block, how many recompute in which way, where a budget has chosen."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Recompute:
-        """That of a plan."""
-        return cls(plan.recompute, 1 / plan.recompute_every, plan.compile != "none")
+    def of(cls, plan: Plan, work: Workload | None = None) -> Recompute:
+        """That of a plan; a budget chooses from the operators of `work`."""
+        compiled = plan.compile != "none"
+        if plan.recompute != "budget":
+            return cls(plan.recompute, 1 / plan.recompute_every, compiled)
+        assert work is not None
+        return cls("budget", 1.0, compiled, choose(work, allowed_bytes(work, plan)))
+
+    def ways(self, part: Part) -> tuple[Recompute, ...]:
+        """The ways in which the blocks of a part recompute; their shares add up to 1."""
+        if part.block is None or self.kind == "none":
+            return (NOTHING,)
+        if self.kind == "budget":
+            counts = dict(self.chosen)[part]
+            return tuple(Recompute(kind, count / part.count, self.compiled) for kind, count in counts)
+        return (self, Recompute("none", 1 - self.share)) if self.share < 1 else (self,)
 
 
 NOTHING = Recompute()
@@ -35,17 +69,23 @@ NOTHING = Recompute()
 @lru_cache(maxsize=8192)
 def computed_again(part: Part, how: Recompute) -> tuple[Op, ...]:
     """The forward operators of a part that its backward pass runs a second time."""
-    if part.block is None:
+    if part.block is None or how.kind == "none":
         return ()
     if how.kind == "full":
         return part.forward
     if how.kind == "early":
         return part.forward[: _last_needed(part.forward)]
-    if how.kind == "selective":
-        return tuple(op for op in part.forward if _is_of_scores(op))
     if how.kind == "operators":
         return _by_policy(part.forward, how.compiled)[0]
-    return ()
+    again: list[Op] = []
+    for word in how.kind.split("+"):
+        if word == "selective":
+            again += [op for op in part.forward if _is_of_scores(op)]
+            continue
+        for module in _modules(part.forward):
+            if module.kind == word:
+                again += module.operators[: _last_needed(module.operators)]
+    return tuple(again)
 
 
 @lru_cache(maxsize=8192)
@@ -56,11 +96,155 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
         return {"checkpoints": part.entering}
     if kind == "operators":
         return {"inputs": part.entering} | _by_policy(part.forward, how.compiled)[1]
+    words = kind.split("+")
     kept: dict[str, float] = {}
-    for op in part.forward:
-        if op.kept and not (kind == "selective" and op.group == "scores"):
-            kept[op.group] = kept.get(op.group, 0.0) + op.kept
+    for module in _modules(part.forward):
+        if module.kind in words:
+            kept["inputs"] = kept.get("inputs", 0.0) + module.entering
+            continue
+        for op in module.operators:
+            left = op.given if "selective" in words and _is_of_scores(op) else op.kept
+            if left:
+                kept[op.group] = kept.get(op.group, 0.0) + left
     return kept
+
+
+class _Module(NamedTuple):
+    """Operators of a block in a row: those of its attention, of its perceptron, or others."""
+
+    kind: str
+    operators: tuple[Op, ...]
+    entering: float
+    """Bytes that it is given."""
+
+
+@lru_cache(maxsize=8192)
+def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
+    kinds = [_kind(op) for op in operators]
+    for i in range(len(operators) - 2, -1, -1):
+        if operators[i].name == "cast.weights":
+            kinds[i] = kinds[i + 1]  # a cast belongs to the product that it is made for
+    found = []
+    for kind, run in itertools.groupby(range(len(operators)), kinds.__getitem__):
+        numbers = list(run)
+        mine = tuple(operators[i] for i in numbers)
+        product = next((op for op in mine if op.kind == "gemm"), None)
+        before = operators[numbers[0] - 1] if numbers[0] else None
+        # Autocast gives a module the fp32 output of the norm, which its first product casts.
+        cast = before is not None and before.name.endswith(".cast")
+        entering = (before.read if cast and before else product.kept if product else 0.0) if kind else 0.0
+        found.append(_Module(kind.removesuffix(".cross"), mine, entering))
+    return tuple(found)
+
+
+def _kind(op: Op) -> str:
+    if op.name.startswith("attention.cross"):
+        return "attention.cross"
+    if op.name.startswith("attention") or op.name == "rotary":
+        return "attention"
+    return "mlp" if op.name.startswith(("mlp.", "experts.", "shared.")) else ""
+
+
+def allowed_bytes(work: Workload, plan: Plan) -> float:
+    """Bytes that one micro-batch may keep in all blocks, so that those of the fullest stage stay within the budget."""
+    allowed = plan.budget * 2**30
+    if plan.pp > 1 and work.depth:
+        first, _, _ = stage_blocks(work.depth, plan.pp)
+        allowed *= work.depth / (first * in_flight(plan))
+    return allowed
+
+
+@lru_cache(maxsize=4096)
+def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str, int], ...]], ...]:
+    """How many blocks of each kind recompute in which way, so that all together keep at most `allowed` bytes, or as
+    little as they can.
+
+    A knapsack of which each block takes one of several choices. What can be chosen lies on a convex curve of bytes and
+    cost, and the steps along all curves are taken in the order of their cost per byte that they free: that is the best
+    choice but for the last block that moves (Sinha and Zoltners, "The Multiple-Choice Knapsack Problem", 1979).
+    """
+    curves = [_curve(part) for part in work.blocks]
+    counts = [[part.count] + [0] * (len(curve) - 1) for part, curve in zip(work.blocks, curves)]
+    steps = sorted(
+        ((after.cost - before.cost) / (before.kept - after.kept), at, rank)
+        for at, curve in enumerate(curves)
+        for rank, (before, after) in enumerate(itertools.pairwise(curve))
+    )
+    kept = sum(part.count * curve[0].kept for part, curve in zip(work.blocks, curves))
+    for _, at, rank in steps:
+        if kept <= allowed:
+            break
+        freed = curves[at][rank].kept - curves[at][rank + 1].kept
+        moving = min(counts[at][rank], math.ceil((kept - allowed) / freed))
+        counts[at][rank] -= moving
+        counts[at][rank + 1] += moving
+        kept -= moving * freed
+    return tuple(
+        (part, tuple((point.kind, count) for point, count in zip(curve, mine) if count))
+        for part, curve, mine in zip(work.blocks, curves, counts)
+    )
+
+
+class _Point(NamedTuple):
+    kept: float
+    cost: float
+    """In FLOPs: `FLOPS_PER_BYTE`."""
+    kind: str
+
+
+@lru_cache(maxsize=8192)
+def _curve(part: Part) -> tuple[_Point, ...]:
+    """The ways of one block that no mixture of two others beats, each keeping less than the one before it."""
+    points = [_Point(sum(kept_by(part, NOTHING).values()), 0.0, "none")]
+    for kind in CHOICES:
+        how = Recompute(kind)
+        cost = sum(map(_cost, computed_again(part, how)))
+        points.append(_Point(sum(kept_by(part, how).values()), cost, kind))
+    curve: list[_Point] = []
+    for point in sorted(points, key=lambda one: (one.cost, one.kept)):
+        if curve and point.kept >= curve[-1].kept:
+            continue
+        while len(curve) > 1 and _slope(curve[-2], curve[-1]) >= _slope(curve[-2], point):
+            curve.pop()
+        curve.append(point)
+    return tuple(curve)
+
+
+def _slope(before: _Point, after: _Point) -> float:
+    return (after.cost - before.cost) / (before.kept - after.kept)
+
+
+def _cost(op: Op) -> float:
+    if op.kind in COLLECTIVE:
+        return FLOPS_PER_BYTE * _LINK * op.read
+    return op.flops + FLOPS_PER_BYTE * (op.read + op.written)
+
+
+def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
+    """In which way each block of a model recomputes under a Plan, in the order in which they run; those of one kind are
+    spread evenly, so that each stage of a pipeline has its share."""
+    how = Recompute.of(plan, work)
+    parts = iter(work.blocks)
+    found: list[str] = []
+    for stack in stacks(model):
+        kinds = [(stack.mixture(i), stack.windowed(i)) for i in range(stack.depth)]
+        by_kind = {}
+        for kind in sorted(set(kinds)):
+            part = next(parts)
+            by_kind[kind] = _spread({way.kind: round(way.share * part.count) for way in how.ways(part)})
+        found += [next(by_kind[kind]) for kind in kinds]
+    return found
+
+
+def _spread(counts: dict[str, int]) -> itertools.chain[str]:
+    """Each word as often as it counts, in turns as even as can be."""
+    total, given = sum(counts.values()), dict.fromkeys(counts, 0)
+    order = []
+    for place in range(1, total + 1):
+        word = max(counts, key=lambda one: counts[one] * place / total - given[one])
+        given[word] += 1
+        order.append(word)
+    return itertools.chain(order)
 
 
 def _last_needed(operators: tuple[Op, ...]) -> int:

@@ -70,10 +70,7 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
     found = []
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         causal, cross = i > 0 or model.family == "decoder", model.tokens if i > 0 else 0
-        kinds = Counter(
-            (stack.experts > 0 and i % stack.expert_every == stack.expert_every - 1, stack.windowed(i))
-            for i in range(stack.depth)
-        )
+        kinds = Counter((stack.mixture(j), stack.windowed(j)) for j in range(stack.depth))
         for (mixture, windowed), count in sorted(kinds.items()):
             window = (stack.window or 0) if windowed else 0
             found.append(

@@ -74,7 +74,8 @@ def _label(rank: int, one: Prediction) -> str:
     degrees = {"tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "ep": p.ep, "virtual": p.virtual}
     words = [f"{name} {value}" for name, value in degrees.items() if value > 1]
     words += [f"micro {p.micro_batch}"] + [p.sharding] * (p.dp > 1)
-    words += [f"recompute {p.recompute}"] * (p.recompute != "none")
+    budget = f" {p.budget:g} GiB" if p.recompute == "budget" else ""
+    words += [f"recompute {p.recompute}{budget}"] * (p.recompute != "none")
     return f"{rank}: {', '.join(words)}"
 
 

@@ -109,9 +109,9 @@ class Layout(NamedTuple):
     recompute: Recompute
 
 
-def layout_of(plan: Plan) -> Layout:
-    """The layout of a plan."""
-    return Layout(plan.tp, plan.cp, plan.ep, plan.tp_overlap, Recompute.of(plan))
+def layout_of(plan: Plan, work: Workload | None = None) -> Layout:
+    """The layout of a plan; a budget of recomputation asks for the workload."""
+    return Layout(plan.tp, plan.cp, plan.ep, plan.tp_overlap, Recompute.of(plan, work))
 
 
 @lru_cache(maxsize=8192)
@@ -119,10 +119,12 @@ def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
     """The prices of a part's operators, added up."""
     forward, _ = _passed(part.forward, rates, layout)
     backward, weights = _passed(part.backward, rates, layout)
-    repeated, share = computed_again(part, layout.recompute), layout.recompute.share
-    again = _passed(repeated, rates, layout)[0].total * share
-    launches = sum(op.launches for op in (*part.forward, *part.backward))
-    return PartTime(forward, backward, again, weights, launches + share * sum(op.launches for op in repeated))
+    again, launches = 0.0, float(sum(op.launches for op in (*part.forward, *part.backward)))
+    for how in layout.recompute.ways(part):
+        repeated = computed_again(part, how)
+        again += how.share * _passed(repeated, rates, layout)[0].total
+        launches += how.share * sum(op.launches for op in repeated)
+    return PartTime(forward, backward, again, weights, launches)
 
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
@@ -205,7 +207,7 @@ class _Stage(NamedTuple):
 
 def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> Step:
     """One optimizer step under `plan`, of which `work` is one micro-batch."""
-    times, mine, m = _times(work, rates, layout_of(plan)), device_share(work, plan), plan.accumulate
+    times, mine, m = _times(work, rates, layout_of(plan, work)), device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
     forward, backward = n * block.forward.total, n * block.back

@@ -132,6 +132,12 @@ def _anatomy(model: Any) -> Anatomy:
     return vit_anatomy(config) if isinstance(config, ViTConfig) else text_anatomy(config)
 
 
+def _recompute_scores(block: Any) -> None:
+    for part in (block.attention, block.cross):
+        if part is not None:
+            part.scores_again = True
+
+
 def _set_loss(model: Any, form: LossForm) -> None:
     model.set_loss(form)
 
@@ -148,6 +154,7 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             set_attention=Switched.set_attention,
             set_token_order=Switched.set_token_order,
             set_loss=None if _path == "vit.ViT" else _set_loss,
+            recompute_scores=_recompute_scores,
             set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
         ),
     )

@@ -12,11 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
-from penstock.kernels.attention import BACKENDS, attention
+from penstock.kernels.attention import BACKENDS, Scores, attention, keeps_scores
+from penstock.kernels.sdpa import Switch, set_sdpa
 from penstock.models.anatomy import Anatomy, Family, Stack, enrol, numbered, pruned, stack
 from penstock.models.roles import (
     Attention,
@@ -301,6 +304,13 @@ def _set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
     model.set_attn_implementation(name)  # type: ignore[operator]
 
 
+def _recompute_vit_scores(block: nn.Module) -> None:
+    """Wherever attention comes to be computed: in Penstock's forms, or in a call of torch's."""
+    for module in block.modules():
+        setattr(module, _AGAIN, True)
+    set_sdpa(block, Switch("sdpa", again=True))
+
+
 def _interface(backend: AttentionBackend) -> Any:
     """Penstock's attention as transformers calls it: out is (B, N, H, K), and no weights are returned."""
 
@@ -323,11 +333,16 @@ def _interface(backend: AttentionBackend) -> Any:
             raise ConfigError(
                 f"plan.attention {backend!r} scales by 1/√{query.shape[-1]}, but got {scaling}."
             )
-        return attention(query, key, value, backend).transpose(1, 2).contiguous(), None
+        attend: Callable[..., Tensor] = attention
+        again = getattr(module, _AGAIN, False) and torch.is_grad_enabled()
+        if again and keeps_scores(backend, query, query.shape[-2], Scores()):
+            attend = partial(checkpoint, attention, use_reentrant=False)
+        return attend(query, key, value, backend).transpose(1, 2).contiguous(), None
 
     return forward
 
 
+_AGAIN = "penstock_scores_again"
 _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     "vit.modeling_vit.ViT": (
         "hf_vit",
@@ -349,5 +364,6 @@ for _path, (_name, _stacks) in _BASES.items():
         Family(
             anatomy=partial(_anatomy, _name, _stacks),
             set_attention=_set_vit_attention if _name == "hf_vit" else None,
+            recompute_scores=_recompute_vit_scores if _name == "hf_vit" else None,
         ),
     )

@@ -62,7 +62,7 @@ demo: $(VENV)/.core
 # First the tests that may run beside each other, on all cores; then, one by one, those marked `alone`.
 # Code 5 of pytest says that there were none: one of the two may have none.
 define run_tests
-@OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 -m '$(1) and not alone' $(PYTEST); beside=$$?; \
+@OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal -m '$(1) and not alone' $(PYTEST); beside=$$?; \
   [ $$beside -le 1 ] || [ $$beside = 5 ] || exit $$beside; \
   $(PY) -m pytest -m '$(1) and alone' $(PYTEST); alone=$$?; \
   case $$beside-$$alone in 0-0 | 0-5 | 5-0) ;; *) exit 1 ;; esac

@@ -102,7 +102,6 @@ def _shown(page: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in PAGES if _shown(page)], ids=lambda page: page.stem)
 def test_commands_that_are_only_shown_run_in_a_small_form(page: Path, tmp_path: Path) -> None:

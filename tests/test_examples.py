@@ -48,7 +48,6 @@ def test_the_batch_scripts_are_shell_and_ask_for_a_warning(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_vision_transformer_is_fine_tuned_on_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
@@ -67,7 +66,6 @@ def test_a_vision_transformer_is_fine_tuned_on_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_model_of_ones_own_is_trained_and_learns(tmp_path: Path) -> None:
     words = ["--plan", "optimizer=fused compile=none", "--steps", "40"]
     told = _run([str(EXAMPLES / "own_model.py"), *words], tmp_path)

@@ -101,7 +101,6 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_wheel_installs_into_an_empty_environment_and_works(built: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"

@@ -98,7 +98,6 @@ print(json.dumps(ended))
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("options", "prepare", "why"),
     [("ro", "true", "read-only"), ("nr_inodes=2", 'touch "$1/full"', "disk is full|no space left")],

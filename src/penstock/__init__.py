@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.build import Built as Built
+    from penstock.config.decoding import Decoding as Decoding
     from penstock.config.load import load as load
     from penstock.config.machine import Machine as Machine
     from penstock.config.machine import known_machines as known_machines
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from penstock.doctor import examine as examine
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.infer.generator import Generated as Generated
+    from penstock.infer.generator import Generator as Generator
     from penstock.ladder import LadderConfig as LadderConfig
     from penstock.ladder import LadderReport as LadderReport
     from penstock.models import create as create
@@ -81,6 +84,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "build": ("Built",),
+    "config.decoding": ("Decoding",),
     "config.load": ("load",),
     "config.machine": ("Machine", "known_machines", "load_machine", "save_machine"),
     "config.model": (
@@ -97,6 +101,7 @@ _NAMES = {
     "data": ("Batch", "Loader", "image_loader", "open_source"),
     "doctor": ("Finding", "examine"),
     "errors": ("ConfigError", "PenstockError"),
+    "infer.generator": ("Generated", "Generator"),
     "ladder": ("LadderConfig", "LadderReport"),
     "models": ("create",),
     "models.anatomy": ("Anatomy", "anatomy_of", "enrol"),

@@ -15,24 +15,20 @@ WORDS = 60
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {"kv_heads": 2},
-    "qwen": {"kv_heads": 2, "qk_norm": True, "qkv_bias": False},
+    "qwen": {"kv_heads": 2, "qk_norm": True},
+    "qwen2": {"kv_heads": 2, "qkv_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"window": 4, "positions": "rotary"},
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
-_BASE = {
-    "gpt": "gpt-tiny",
-    "alibi": "gpt-tiny",
-    "window": "gpt-tiny",
-    "llama": "llama-tiny",
-    "qwen": "llama-tiny",
-}
+_LIKE_LLAMA = ("llama", "qwen", "qwen2")
 
 
 def tiny(name: str, *, words: int = WORDS, seed: int = 0, dtype: torch.dtype = torch.float64) -> TextModel:
     """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, two blocks of width 16, drawn by `seed`."""
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2, "mlp_width": 32, "head_features": None}
-    config: Any = PRESETS[_BASE.get(name, name)]
+    base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
+    config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
         stack = replace(config.encoder, **sizes)
         config = replace(config, encoder=stack, decoder=stack, vocabulary=words)

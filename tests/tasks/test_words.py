@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.texts import LETTERS, SPECIALS, TEXT, Letters, Windows
+from helpers.texts import SPECIALS, TEXT, Letters, Windows
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.data.loader import HostBatch
 from penstock.errors import ConfigError
-from penstock.models import create
-from penstock.tasks.generate import generate, translate
 from penstock.tasks.masked_words import MaskedWords, PrepareMasked
 from penstock.tasks.next_token import NextToken
 from penstock.tasks.span_corruption import PrepareSpans, Sizes, sizes_of
@@ -190,53 +188,3 @@ def test_a_model_without_room_or_sentinels_is_refused() -> None:
         sizes_of(Seq2SeqConfig(sequence=2, decoder_sequence=2), Letters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="have 28 gaps, but the tokenizer letters has 13 sentinels"):
         sizes_of(Seq2SeqConfig(sequence=512), Letters())  # type: ignore[arg-type]
-
-
-# -- generation
-
-
-def test_generation_takes_the_likeliest_token_of_each_step() -> None:
-    torch.manual_seed(0)
-    model = create(DECODER).eval()
-    prompt = torch.randint(0, 64, (3, 5))
-    found = generate(model, prompt, steps=4)
-    tokens = prompt
-    for _ in range(4):
-        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(found, tokens[:, 5:])
-    drawn = [
-        generate(model, prompt, steps=4, temperature=2.0, generator=torch.Generator().manual_seed(seed))
-        for seed in (0, 0, 1)
-    ]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
-def test_nothing_follows_the_end() -> None:
-    torch.manual_seed(0)
-    model = create(DECODER).eval()
-    prompt = torch.randint(0, 64, (3, 5))
-    end = int(generate(model, prompt, steps=4)[0, 1])
-    found = generate(model, prompt, steps=6, end=end)
-    for row in found.tolist():
-        if end in row:
-            assert set(row[row.index(end) :]) == {end}
-    assert end in found[0].tolist()
-
-
-def test_a_translation_stops_when_all_have_ended() -> None:
-    calls = []
-
-    class Says(torch.nn.Module):
-        def forward(self, source: Any, target: Any, lengths: Any, targets: Any, rows: Any) -> torch.Tensor:
-            calls.append(target.shape)
-            step = len(calls)
-            logits = torch.zeros(2, 9)
-            logits[:, END if step > 2 else step + 5] = 1.0
-            return logits
-
-    found = translate(Says(), torch.zeros(2, 3).long(), torch.full((2,), 3), start=0, end=END, steps=6)
-    assert found.tolist() == [[6, 7, END, END, END, END]] * 2
-    assert len(calls) == 3
-    assert set(calls) == {(2, 6)}
-    assert LETTERS[0] == " "

@@ -28,6 +28,7 @@ _VERBS = {
     "train": "Train a model; resumes where it was stopped.",
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, unchanged.",
+    "generate": "Continue or translate texts with a trained model.",
     "ladder": "Measure what each optimisation gains here.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
@@ -43,7 +44,7 @@ _CHECKPOINT_VERBS = {
     "convert": "Rewrite a checkpoint for another number of ranks.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
-_WITH_SETTINGS = ("train", "ladder", "plan", "deploy", "scale")
+_WITH_SETTINGS = ("train", "ladder", "plan", "deploy", "scale", "generate")
 """They have an option for each setting. Their usage is given, because making it out of the options takes a while."""
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None

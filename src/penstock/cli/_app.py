@@ -22,6 +22,7 @@ from penstock.config.load import load
 R = TypeVar("R")
 
 _GENERAL = "Run"
+_SEVERAL = inspect.Parameter.VAR_POSITIONAL
 _ELSEWHERE = " docs/reference/settings.md lists the fields of the others."
 
 
@@ -40,7 +41,8 @@ def configured(
     take a value. `aliases` are other words for the options of settings. `--help` does not list settings of
     families other than the default's, which are as many again.
 
-    The function is called with the loaded configuration first and its own options by keyword. A `loader` takes the same
+    The function is called with the loaded configuration first, then with the words behind the positional setting if it
+    takes any (`*words`), and with its own options by keyword. A `loader` takes the same
     arguments as `penstock.config.load.load`, for verbs whose defaults depend on other settings.
     """
     every = list(settings(cls))
@@ -54,7 +56,10 @@ def configured(
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         hints = typing.get_type_hints(function, include_extras=True)
         own = [
-            parameter.replace(annotation=hints.get(name, Any), kind=inspect.Parameter.KEYWORD_ONLY)
+            parameter.replace(
+                annotation=hints.get(name, Any),
+                kind=parameter.kind if parameter.kind is _SEVERAL else inspect.Parameter.KEYWORD_ONLY,
+            )
             for name, parameter in list(inspect.signature(function).parameters.items())[1:]
         ]
         file = Parameter(help="TOML, YAML or JSON file of settings. Options given here override it.")
@@ -64,6 +69,7 @@ def configured(
             *(_unlisted(part, names) for part, names in unlisted.items()),
             *own,
         ]
+        options.sort(key=lambda option: option.kind)
 
         @functools.wraps(function)
         def verb(*arguments: Any, **given: Any) -> R:
@@ -75,7 +81,8 @@ def configured(
             for part in unlisted:
                 for name, value in (given.pop(_identifier(f"{part}."), None) or {}).items():
                     overrides[f"{part}.{name}"] = value
-            return function(loader(cls, file=path, overrides=overrides), **given)
+            more = arguments[1:] if positional else arguments
+            return function(loader(cls, file=path, overrides=overrides), *more, **given)
 
         verb.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from penstock.config.convert import Checked, Count, Natural, Positive, PositiveShare, Probability, Range, Text
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
 
 Penalty = Annotated[float, Range(-2, 2)]
 Share = Annotated[float, Range(0, 1)]
@@ -68,6 +70,9 @@ class Decoding(Checked, where="decoding"):
     contrastive: Share = 0.0
     """Share of the penalty for being alike to what is there, in contrastive search among `top_k` tokens (Su et al.,
     NeurIPS 2022); 0: no such search."""
+    speculate: Annotated[int, Range(0, 64)] = 0
+    """Tokens that are guessed ahead and checked in one pass, which changes no result: by a draft model, or without one
+    from an earlier place of the text that goes on alike. 0: none."""
 
     def _problems(self) -> Iterator[str]:
         if self.beams % self.beam_groups:
@@ -88,6 +93,8 @@ class Decoding(Checked, where="decoding"):
             yield f"decoding.best is {self.best}, but only decoding.beams {self.beams} are kept."
         if self.min_tokens > self.max_tokens:
             yield f"decoding.min_tokens is {self.min_tokens}, above decoding.max_tokens {self.max_tokens}."
+        if self.speculate and (self.beams > 1 or self.contrastive):
+            yield "decoding.speculate is for greedy or drawn texts; leave decoding.beams and decoding.contrastive out."
         if any(not text for text in self.stop):
             yield "decoding.stop has an empty text, which would end at once; remove it."
 
@@ -111,3 +118,44 @@ class Decoding(Checked, where="decoding"):
             or self.presence_penalty
             or self.no_repeat_ngram
         )
+
+
+Weights = Literal["plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(Checked, where=""):
+    """A trained model, and how it runs."""
+
+    model: str = ""
+    """A run's export, a folder of transformers, or a name on the Hugging Face hub."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type that it computes in."""
+    weights: Weights = "plan"
+    """How the weights of linear layers are kept."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    batch: Count = 32
+    """Texts that are computed together."""
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan that computes in this type."""
+        return Plan() if self.dtype == "fp32" else Plan(precision="O3", dtype=self.dtype)
+
+    def named(self, verb: str) -> str:
+        """The model. Raises ConfigError without one."""
+        if not self.model:
+            raise ConfigError(
+                f"Say which model: `penstock {verb} MODEL …`, a run's export or a folder of transformers."
+            )
+        return self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(InferConfig, where=""):
+    """What `penstock generate` does."""
+
+    decoding: Decoding = field(default_factory=Decoding)
+    draft: str | None = None
+    """A smaller model that drafts for `speculate`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
+from penstock.kernels.top import largest, top
 
 NOTHING = -1
 """What fills up histories on their left."""
@@ -75,7 +76,7 @@ def shares(logits: Tensor, settings: Decoding) -> tuple[Tensor, Tensor | None]:
     logits = logits.float() / settings.temperature
     size = logits.shape[1]
     if settings.top_k and settings.top_k < size:
-        values, numbers = logits.topk(settings.top_k)
+        values, numbers = top(logits, settings.top_k)
         probabilities = torch.softmax(values, dim=-1)
     elif settings.top_p < 1.0:
         probabilities, numbers = _nucleus(torch.softmax(logits, dim=-1), settings.top_p)
@@ -97,7 +98,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """The likeliest tokens that have this probability together, and perhaps more; the likeliest first."""
     size = probabilities.shape[1]
     if probabilities.device.type == "cpu" and size > _NUCLEUS:
-        values, numbers = probabilities.topk(_NUCLEUS)
+        values, numbers = top(probabilities, _NUCLEUS)
         if bool((values.sum(-1) >= top_p).all()):
             return values, numbers
     return probabilities.sort(dim=-1, descending=True)
@@ -108,7 +109,7 @@ def chosen(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor
     draws the same whatever others are beside it.
     """
     if not settings.draws:
-        return logits.argmax(-1)
+        return largest(logits)
     assert uniform is not None
     probabilities, numbers = shares(logits, settings)
     sums = probabilities.double().cumsum(-1)

@@ -252,7 +252,7 @@ class Engine:
         spare = [self._texts[slot] for slot in range(low, high)]
         columns = torch.tensor([[text.kept if text else 0] for text in spare], device=self.device)
         columns = columns.clamp(max=self.context - 1)
-        width = int(places.max()) + 1
+        width = int(columns.max()) + 1
         self._look(texts)
         even = len(ready) == high - low and bool((places == places[0]).all())
         self._past.at(places, columns=columns, width=width, rows=slice(low, high), alone=even)

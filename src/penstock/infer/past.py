@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
@@ -25,18 +26,25 @@ NEVER = 1 << 30
 """The position of a column that nothing may see."""
 
 
+_FIRST = 64
+"""Columns that a cache begins with; it doubles as they are needed."""
+
+
 class Columns:
     """Keys and values of each block, one row of columns for each text."""
 
     def __init__(self, rows: int, columns: int) -> None:
+        """`columns` are the most that there can be."""
         self.rows, self.columns = rows, columns
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """Write new keys and values, (r, G, N, K), and return those of the columns in sight, (r, G, width, K)."""
         if layer == len(self.layers):
-            shape = (self.rows, k.shape[1], self.columns, k.shape[3])
-            self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
+            empty = (self.rows, k.shape[1], 0, k.shape[3])
+            self.layers.append((k.new_zeros(empty), v.new_zeros(empty)))
+        if self.layers[layer][0].shape[2] < past.width:
+            self._grow(layer, past.width)
         found = []
         for store, new in zip(self.layers[layer], (k, v)):
             rows = store[past.rows]
@@ -47,6 +55,32 @@ class Columns:
                 rows.transpose(1, 2)[texts, past.columns] = new.transpose(1, 2)
             found.append(rows[:, :, : past.width])
         return found[0], found[1]
+
+    def _grow(self, layer: int, width: int) -> None:
+        """Make room for so many columns. What is not written yet is zero, for nothing times NaN would be NaN."""
+        there = self.layers[layer][0].shape[2]
+        columns = min(self.columns, max(width, 2 * there, _FIRST))
+        k, v = (F.pad(store, (0, 0, 0, columns - there)) for store in self.layers[layer])
+        self.layers[layer] = k, v
+
+    def only(self, rows: Tensor) -> None:
+        """Leave all but some rows out."""
+        self.rows = len(rows)
+        self.layers = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.layers]
+
+    def gather(self, places: Tensor) -> None:
+        """Put the columns at `places` (R, c) of each row first, and leave out the others."""
+        self.layers = [(_gathered(k, places), _gathered(v, places)) for k, v in self.layers]
+
+    def move(self, source: Tensor, target: int) -> None:
+        """Copy one column of each row, `source` (R,), to another."""
+        for pair in self.layers:
+            for store in pair:
+                store[:, :, target] = store[torch.arange(len(store), device=store.device), :, source]
+
+
+def _gathered(store: Tensor, places: Tensor) -> Tensor:
+    return store.gather(2, places[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3]))
 
 
 class Pages:
@@ -123,6 +157,9 @@ class Past:
         self.rows, self.width = slice(None), 0
         self.columns: int | Tensor = 0
         self.remembers = False
+        self.watched: Tensor | None = None
+        """(B, N, M), how much the last block looks at each token of the source, the mean over heads; told once this has
+        been set to a tensor."""
         self._seen: Tensor | None = None
         self._causal = False
         self._alone = False
@@ -157,7 +194,7 @@ class Past:
         if not self.in_order:
             assert isinstance(columns, int)
             told = places if key_places is None else key_places
-            self.key_places[:, columns : columns + places.shape[-1]] = told
+            self.key_places[:, columns : columns + told.shape[-1]] = told
         self._kept, self._seen, self._causal, self._alone = self.key_places[:, :width], seen, first, alone
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
@@ -236,6 +273,23 @@ class Past:
             none = torch.zeros((), device=lengths.device)
             self._memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
 
+    def keep(self, rows: Tensor) -> None:
+        """Leave all but some texts of a batch out from now on."""
+        assert isinstance(self.store, Columns)
+        self.store.only(rows)
+        self._memory = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self._memory]
+        if self._memory_mask is not None:
+            self._memory_mask = self._memory_mask.index_select(0, rows)
+        if len(self.key_places) > 1:
+            self.key_places = self.key_places.index_select(0, rows)
+
+    def gather(self, places: Tensor) -> None:
+        """Put the columns at `places` (R, c) first, and leave out the others, which nothing can see any more."""
+        assert isinstance(self.store, Columns)
+        self.store.gather(places)
+        kept = self.key_places.expand(len(places), -1)
+        self.key_places = F.pad(kept.gather(1, places), (0, kept.shape[1] - places.shape[1]), value=NEVER)
+
 
 class _Look:
     """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
@@ -281,6 +335,11 @@ class _LookAcross:
         keys, values = (store[past.rows] for store in past._memory[layer])
         mask = past._memory_mask
         mask = mask if mask is None else mask[past.rows].to(q.dtype)
+        if past.watched is not None and layer == len(past._memory) - 1:
+            shared = q.shape[1] // keys.shape[1]
+            products = q @ keys.repeat_interleave(shared, dim=1).transpose(2, 3)
+            products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+            past.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
         return _folded(q, keys, values, mask, backend, scores.scale)
 
 

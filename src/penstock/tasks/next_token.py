@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from penstock.config.decoding import Decoding
 from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
-from penstock.tasks.generate import generate
+from penstock.infer.sample import sample
+from penstock.infer.texts import Prompts
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
@@ -56,7 +58,10 @@ class NextToken(WordTask):
         tokenizer = tokenizer_of(source)
         host = first_samples(source, 1).samples.numpy()
         prompt = host[:, : max(1, (host.shape[1] - 1) // 2)]
-        found = generate(model, on_device(prompt, device), steps=min(SHOWN, host.shape[1] - prompt.shape[1]))
+        tokens = on_device(prompt, device)
+        prompts = Prompts(tokens, torch.full((1,), tokens.shape[1], device=device), even=True)
+        most = min(SHOWN, host.shape[1] - prompt.shape[1])
+        found = sample(model, prompts, Decoding(max_tokens=most), ends=())
         begun, more = (tokenizer.decode(part.tolist()) for part in (prompt[0][-SHOWN:], found[0]))
         return f"…{begun}│{more}"
 

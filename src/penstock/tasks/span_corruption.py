@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from penstock.config.decoding import Decoding
 from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
-from penstock.tasks.generate import translate
+from penstock.infer.sample import sample
+from penstock.infer.texts import Prompts
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
@@ -84,9 +86,8 @@ class SpanCorruption(WordTask):
         host = first_samples(source, 1)
         text, target = prepare.corrupt(host.samples.numpy(), host.positions)
         lengths = torch.full((1,), text.shape[1], device=device)
-        found = translate(
-            model, on_device(text, device), lengths, start=prepare.start, end=None, steps=target.shape[1]
-        )
+        prompts = Prompts.translating(on_device(text, device), lengths, prepare.start)
+        found = sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
         names = {number: f"<{i}>" for i, number in enumerate(tokenizer.sentinels)}
         said = [
             "".join(names.get(number) or tokenizer.decode([number]) for number in numbers)

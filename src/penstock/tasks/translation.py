@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.config.decoding import Decoding
 from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.infer.choose import NOTHING
+from penstock.infer.sample import sample
+from penstock.infer.texts import Prompts, sharded
 from penstock.kernels.linear_cross_entropy import IGNORED
 from penstock.tasks import scores
-from penstock.tasks.generate import sharded, translate
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
     TextBatch,
@@ -85,7 +88,8 @@ class Translation(WordTask):
         model(*blank)
         if sharded(model):
             source, target, lengths = blank
-            translate(model, source, lengths, start=0, end=None, steps=target.shape[1])
+            prompts = Prompts.translating(source, lengths, 0)
+            sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
 
     def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Each half as long again as its reference at the most; ranks that share weights take all steps together."""
@@ -93,9 +97,11 @@ class Translation(WordTask):
         source, _, lengths, targets = batch.inputs[:4]
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
         steps = batch.most if sharded(model) else min(batch.most, int(limits.max()))
-        start, end = start_of(self._tokenizer), self._tokenizer.end
-        found = translate(model, source, lengths, start=start, end=end, steps=steps)
-        return found.where(torch.arange(steps, device=found.device) < limits[:, None], IGNORED)
+        end = self._tokenizer.end
+        prompts = Prompts.translating(source, lengths, start_of(self._tokenizer))
+        found = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
+        within = torch.arange(steps, device=found.device) < limits[:, None]
+        return found.where((found != NOTHING) & within, IGNORED)
 
     def _texts(self, tokens: Tensor) -> list[str]:
         """Texts of tokens (B, N) up to their end."""

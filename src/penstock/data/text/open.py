@@ -43,16 +43,17 @@ def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
         if not start.exists():
             return named(init_from)
         folder = start.parent if start.is_file() else start
-        if _has_one(folder):
+        if has_tokenizer(folder):
             return in_folder(folder)
     for source, _ in data.parts():
         kind, _, path = source.partition(":")
-        if kind == "pack" and _has_one(Path(path) / TOKENIZER_FOLDER):
+        if kind == "pack" and has_tokenizer(Path(path) / TOKENIZER_FOLDER):
             return in_folder(Path(path) / TOKENIZER_FOLDER)
     return Bytes()
 
 
-def _has_one(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer, of whatever form."""
     return any((folder / file).is_file() for file in (_FILES[0], *_MADE_OF))
 
 
@@ -72,7 +73,7 @@ def named(name: str) -> Tokenizer:
 
 def in_folder(folder: Path) -> Tokenizer:
     """The tokenizer of a folder, as transformers or `Tokenizer.save` wrote it."""
-    if not _has_one(folder):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"The folder {shown(folder)} holds no tokenizer: none of {_FILES[0]}, {', '.join(_MADE_OF)} is there. Set "
             "data.tokenizer to a folder with one, or to `bytes`."
@@ -123,7 +124,9 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetched(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    folder = hub_folder(name, (*_FILES, *_MADE_OF, "*.model", "merges.txt", "config.json"), enough=_has_one)
+    folder = hub_folder(
+        name, (*_FILES, *_MADE_OF, "*.model", "merges.txt", "config.json"), enough=has_tokenizer
+    )
     if folder is None:
         raise ConfigError(f"{quoted(name)} on the Hugging Face hub holds no tokenizer. Check data.tokenizer.")
     return folder

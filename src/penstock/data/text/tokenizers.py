@@ -57,6 +57,10 @@ class Tokenizer(ABC):
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of some numbers. Special tokens are left out, and broken characters replaced."""
 
+    def opening(self) -> tuple[int, ...]:
+        """What is put before a text that a decoder continues: the special tokens that transformers puts there."""
+        return ()
+
     @abstractmethod
     def word_starts(self) -> NDArray[np.bool_]:
         """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
@@ -203,6 +207,10 @@ class Library(Tokenizer):
         with refusing(self.name):
             text: str = self._loaded().decode([int(number) for number in numbers], skip_special_tokens=True)
         return text
+
+    def opening(self) -> tuple[int, ...]:
+        with refusing(self.name):
+            return tuple(self._loaded().encode("", add_special_tokens=True).ids)
 
     def word_starts(self) -> NDArray[np.bool_]:
         words = [""] * self.size

@@ -1,0 +1,88 @@
+"""`penstock generate`: continue or translate texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from penstock.boundary.files import read_text
+from penstock.cli._app import configured
+from penstock.config.decoding import Decoding, GenerateConfig
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.infer.generator import Generated
+
+MOST = 64 << 20
+"""Bytes of prompts that are read."""
+ALIASES = {f"decoding.{name}": name for name in Decoding.__dataclass_fields__}
+"""Settings of generation without the name of their part."""
+
+
+@configured(GenerateConfig, positional="model", aliases=ALIASES)
+def generate(
+    config: GenerateConfig,
+    *prompts: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    file: Annotated[Path | None, Parameter(help="Read prompts from this file, one a line.")] = None,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="Print one JSON object a line.")
+    ] = False,
+) -> None:
+    """Continue or translate texts.
+
+    PROMPTS come from the command line, from --file, or from what is piped in, one a line. One prompt's text is printed
+    as it comes.
+    """
+    from penstock.infer.generator import Generator
+
+    model, texts = config.named("generate"), words(prompts, file)
+    made = Generator(model, config.plan, weights=config.weights, draft=config.draft, device=config.device)
+    decoding = config.decoding
+    if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
+        for piece in made.stream(texts[0], decoding):
+            print(piece, end="", flush=True)
+        print()
+        return
+    for begin in range(0, len(texts), config.batch):
+        some = texts[begin : begin + config.batch]
+        found = made.generate(some, decoding)
+        for number, one in enumerate(found):
+            _show(some[number // decoding.best], one, as_json)
+
+
+def _comes_in_pieces(decoding: Decoding) -> bool:
+    alone = decoding.best == decoding.beams == 1
+    return alone and not decoding.contrastive and not decoding.speculate
+
+
+def _show(prompt: str, found: Generated, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({
+            "prompt": prompt, "text": found.text, "ids": found.ids, "finished": found.finished, "score": found.score,
+        }))  # fmt: skip
+    else:
+        print(found.text)
+
+
+def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
+    """The texts of a command line, of a file, or of what is piped in. Raises ConfigError where there are none."""
+    if prompts and file is not None:
+        raise ConfigError("Give texts on the command line, or a --file, not both.")
+    if prompts:
+        return list(prompts)
+    if file is not None:
+        told = read_text(file, "The file of texts", limit=MOST)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError(
+            "There is no text: give one behind the model, or a --file with one a line, or pipe them in."
+        )
+    else:
+        told = sys.stdin.read(MOST)
+    found = [line for line in told.splitlines() if line.strip()]
+    if not found:
+        raise ConfigError("There is no text in what was given; write one a line.")
+    return found

@@ -1,0 +1,286 @@
+"""`penstock.Generator`: texts from a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.boundary.files import quoted
+from penstock.config.decoding import Decoding, Weights
+from penstock.config.model import Seq2SeqConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.infer.beam import search
+from penstock.infer.choose import NOTHING
+from penstock.infer.contrastive import contrast
+from penstock.infer.engine import Engine, Finished, Request
+from penstock.infer.load import Loaded, loaded
+from penstock.infer.sample import sample
+from penstock.infer.speculate import Draft, Guessing, LookUp, speculate
+from penstock.infer.text import Stream, until_stop
+from penstock.infer.texts import Generating, Prompts
+from penstock.models.decoder import Decoder
+from penstock.models.seq2seq import Seq2Seq
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+Prompt = str | Sequence[int]
+_SPREAD = 0x9E3779B9
+"""Parts the seeds of a call's texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One text that was made."""
+
+    text: str
+    """Empty without a tokenizer."""
+    ids: tuple[int, ...]
+    """New tokens, without the one that ended the text."""
+    finished: Finished
+    """`stop`: at the model's end of text or before a stop text; `length`: after as many tokens as asked for."""
+    score: float | None = None
+    """Of beam search: the sum of log-probabilities over length to the length penalty."""
+
+
+class Generator:
+    """A decoder or an encoder–decoder that continues or translates texts.
+
+    `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Qwen 2 or
+    3, T5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and `weights` how they
+    are kept: see `penstock.infer.load`. `draft` is a smaller model with the same vocabulary, for `speculate`.
+
+    Raises ConfigError for a model that does not generate, and what opening a folder raises.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder | Seq2Seq,
+        plan: Plan | None = None,
+        *,
+        weights: Weights = "plan",
+        tokenizer: Tokenizer | None = None,
+        start: int | None = None,
+        ends: Sequence[int] | None = None,
+        draft: str | Path | Decoder | Seq2Seq | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
+        as the folder of the model says, or its tokenizer."""
+        found: Loaded = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        if not isinstance(found.model, Decoder | Seq2Seq):
+            raise ConfigError(
+                f"A {type(found.model).__name__} does not generate text. Give a decoder or an encoder–decoder; for "
+                "others there are penstock.Embedder and penstock.Classifier."
+            )
+        self.model: Generating = found.model
+        self.tokenizer = found.tokenizer
+        self.device = torch.device(device)
+        self.start = found.start if start is None else start
+        self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
+        self._never = found.never
+        if isinstance(self.model, Seq2Seq) and self.start is None:
+            raise ConfigError(
+                "The model does not say which token its decoder begins with; give its number as start."
+            )
+        self._draft: Generating | None = None
+        if draft is not None:
+            small = loaded(draft, plan or Plan(), weights=weights, tokenizer=None, device=device).model
+            if type(small) is not type(self.model) or small.config.vocabulary != self.model.config.vocabulary:
+                raise ConfigError(
+                    "A draft model must be of the same family and vocabulary as the model it drafts for."
+                )
+            self._draft = small
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], decoding: Decoding | None = None, **settings: Any
+    ) -> list[Generated]:
+        """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
+
+        `settings` are fields of `Decoding`. Raises ConfigError for settings that contradict each other, and for prompts
+        that are too long for the model.
+        """
+        decoding = self._settings(decoding, settings)
+        rows = [self.encode(prompt) for prompt in _several(prompts)]
+        self._require(rows, decoding)
+        stops = bool(decoding.stop)
+        scores: list[float] | None = None
+        if decoding.beams > 1:
+            found = search(self.model, self._prompts(rows), decoding, ends=self.ends)
+            tokens, scores = found.tokens.flatten(0, 1), found.scores.flatten().tolist()
+        elif decoding.contrastive:
+            tokens = contrast(self.model, self._prompts(rows), decoding, ends=self.ends)
+        else:
+            rows = [row for row in rows for _ in range(decoding.best)]
+            seeds = self._seeds(decoding, len(rows))
+            if decoding.speculate:
+                return [
+                    self._told(self._speculated(row, replace(decoding, seed=seed)), decoding)
+                    for row, seed in zip(rows, seeds, strict=True)
+                ]
+            if stops and self.tokenizer is not None:
+                return self._by_slots(rows, seeds, decoding)
+            tokens = sample(self.model, self._prompts(rows), decoding, ends=self.ends, seeds=seeds)
+        made = [_until(row) for row in tokens.tolist()]
+        return [
+            self._told(ids, decoding, None if scores is None else score)
+            for ids, score in zip(made, scores or [0.0] * len(made), strict=True)
+        ]
+
+    def stream(self, prompt: Prompt, decoding: Decoding | None = None, **settings: Any) -> Iterator[str]:
+        """Pieces of the text that continues or translates a prompt, as they come. Only greedy and drawn texts come
+        piece by piece."""
+        decoding = self._settings(decoding, settings)
+        if self.tokenizer is None:
+            raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
+        ids = self.encode(prompt)
+        self._require([ids], decoding)
+        engine = self._engine([ids], decoding)
+        slot = engine.admit(Request(ids=tuple(ids), decoding=decoding))
+        assert slot is not None
+        text = Stream(self.tokenizer, decoding.stop)
+        finished = False
+        while not finished:
+            for _, tokens, why in engine.step():
+                finished = bool(why)
+                if piece := text.add(tokens):
+                    yield piece
+            finished = finished or text.stopped
+        if piece := text.end():
+            yield piece
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
+        token that ends it."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ConfigError(
+                "A text needs a tokenizer, and this model came without one; give token numbers."
+            )
+        ids = self.tokenizer.encode([prompt])[0].tolist()
+        if isinstance(self.model, Seq2Seq):
+            return [*ids, *(() if self.tokenizer.end is None else (self.tokenizer.end,))]
+        return [*self.tokenizer.opening(), *ids]
+
+    def _settings(self, decoding: Decoding | None, settings: dict[str, Any]) -> Decoding:
+        decoding = replace(decoding or Decoding(), **settings)
+        if self._never:
+            decoding = replace(decoding, bias=(*decoding.bias, *self._never))
+        return decoding
+
+    def _prompts(self, rows: list[list[int]]) -> Prompts:
+        start = self.start if isinstance(self.model, Seq2Seq) else None
+        return Prompts.of(rows, start=start, device=self.device)
+
+    def _require(self, rows: list[list[int]], decoding: Decoding) -> None:
+        """Raise ConfigError for prompts that the model cannot take."""
+        config = self.model.config
+        size: int = config.vocabulary
+        room = config.max_positions or (
+            config.decoder_sequence if isinstance(config, Seq2SeqConfig) else config.sequence
+        )
+        for row in rows:
+            own = 1 if isinstance(config, Seq2SeqConfig) else len(row)
+            if not row:
+                raise ConfigError(
+                    "A prompt has no tokens, and this tokenizer puts none before a text; write something."
+                )
+            if own + decoding.max_tokens > room:
+                raise ConfigError(
+                    f"A prompt has {own:,} tokens and {decoding.max_tokens:,} are to be generated, but the model has "
+                    f"{room:,} positions; lower max_tokens, or shorten the prompt."
+                )
+            if isinstance(config, Seq2SeqConfig) and len(row) > (config.max_positions or config.sequence):
+                raise ConfigError(
+                    f"A source has {len(row):,} tokens, but the model reads {config.sequence:,}."
+                )
+            if not (min(row) >= 0 and max(row) < size):
+                raise ConfigError(f"A prompt has a token outside of the model's vocabulary of {size:,}.")
+        if any(number >= size for number, _ in decoding.biases):
+            raise ConfigError(f"decoding.bias names a token outside of the model's vocabulary of {size:,}.")
+        if decoding.stop and self.tokenizer is None:
+            raise ConfigError("decoding.stop needs a tokenizer, and this model came without one.")
+
+    @staticmethod
+    def _seeds(decoding: Decoding, count: int) -> list[int | None]:
+        """One for each text: with a seed, texts of one call differ, and the first is that of a call with it alone."""
+        if decoding.seed is None:
+            return [None] * count
+        return [(decoding.seed + number * _SPREAD) % 2**31 for number in range(count)]
+
+    def _speculated(self, row: list[int], decoding: Decoding) -> list[int]:
+        both = isinstance(self.model, Seq2Seq)
+        ids = [self.start] if both and self.start is not None else row
+        source = row if both else []
+        guessing: Guessing = LookUp()
+        if self._draft is not None:
+            columns = len(ids) + decoding.max_tokens + decoding.speculate + 1
+            guessing = Draft(self._draft, decoding, len(ids), columns, source)
+        return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source)
+
+    def _engine(self, rows: list[list[int]], decoding: Decoding) -> Engine:
+        longest = 1 if isinstance(self.model, Seq2Seq) else max(map(len, rows))
+        return Engine(
+            self.model, slots=min(len(rows), 32), context=longest + decoding.max_tokens, chunk=1 << 30,
+            start=self.start, ends=self.ends,
+        )  # fmt: skip
+
+    def _by_slots(
+        self, rows: list[list[int]], seeds: list[int | None], decoding: Decoding
+    ) -> list[Generated]:
+        """Texts that may each end before a stop text, which leaves its slot to the next."""
+        assert self.tokenizer is not None
+        engine = self._engine(rows, decoding)
+        waiting = list(range(len(rows)))[::-1]
+        running: dict[int, int] = {}
+        found: dict[int, Generated] = {}
+        streams = [Stream(self.tokenizer, decoding.stop) for _ in rows]
+        ids: list[list[int]] = [[] for _ in rows]
+        while waiting or running:
+            while waiting:
+                number = waiting[-1]
+                request = Request(ids=tuple(rows[number]), decoding=replace(decoding, seed=seeds[number]))
+                slot = engine.admit(request)
+                if slot is None:
+                    break
+                running[slot] = waiting.pop()
+            for slot, tokens, why in engine.step():
+                number = running[slot]
+                ids[number] += tokens
+                streams[number].add(tokens)
+                if why:
+                    streams[number].end()
+                if why or streams[number].stopped:
+                    finished: Finished = "stop" if streams[number].stopped else why
+                    found[number] = Generated(streams[number].text, tuple(ids[number]), finished)
+                    engine.release(slot)
+                    del running[slot]
+        return [found[number] for number in range(len(rows))]
+
+    def _told(self, ids: list[int], decoding: Decoding, score: float | None = None) -> Generated:
+        finished: Finished = "stop" if len(ids) < decoding.max_tokens else "length"
+        text = "" if self.tokenizer is None else self.tokenizer.decode(ids)
+        text, stopped = until_stop(text, decoding.stop)
+        return Generated(text, tuple(ids), "stop" if stopped else finished, score)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    every: list[Any] = list(prompts)
+    if every and all(isinstance(each, int) for each in every):
+        return [every]
+    if not every:
+        raise ConfigError(f"There are no prompts in {quoted(str(prompts))}; give a text, or several.")
+    return every
+
+
+def _until(row: list[int]) -> list[int]:
+    return row[: row.index(NOTHING)] if NOTHING in row else row

@@ -1,0 +1,108 @@
+"""Opening a trained model for inference: its weights in the type that is wanted, its tokenizer, its special tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.config.decoding import Weights
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.infer.weights import pack
+from penstock.models.anatomy import set_attention
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.files import read_json
+from penstock.models.convert.hub import local_weights
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model ready for inference, and what its folder says of it."""
+
+    model: Any
+    tokenizer: Tokenizer | None
+    start: int | None = None
+    """What an encoder–decoder's decoder begins with."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text."""
+    never: tuple[str, ...] = ()
+    """Biases of tokens that must not be generated, as of `Decoding`."""
+    classes: tuple[str, ...] = ()
+    """Names of a classifier's classes."""
+
+
+def loaded(
+    model: str | Path | nn.Module,
+    plan: Plan,
+    *,
+    weights: Weights,
+    tokenizer: Tokenizer | None,
+    device: torch.device | str = "cpu",
+) -> Loaded:
+    """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
+    their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
+    changed in place.
+
+    Raises ConfigError where the Plan asks for several devices, and what opening a folder raises.
+    """
+    if plan.gpus > 1:
+        raise ConfigError(
+            f"Inference runs on one device here, but the plan asks for {plan.gpus}; leave dp, tp, pp and cp out."
+        )
+    said: dict[str, Any] = {}
+    if isinstance(model, nn.Module):
+        module = model
+    else:
+        folder = local_weights(model)
+        module = from_pretrained(folder)
+        said = _said(folder)
+        if tokenizer is None:
+            tokenizer = _tokenizer_in(folder)
+    module = module.eval().to(device)
+    wanted = _TYPES[numerics_of(plan).compute]
+    if plan.precision != "O0":
+        module = module.to(wanted)
+    if plan.attention != "sdpa" or torch.device(device).type == "cpu":
+        set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
+    module = pack(module, weights)
+    start = said.get("decoder_start_token_id")
+    ends = said.get("eos_token_id")
+    if tokenizer is not None:
+        start = start if start is not None else tokenizer.pad if tokenizer.begin is None else tokenizer.begin
+        ends = ends if ends is not None else tokenizer.end
+    never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
+    never |= set(said.get("suppress_tokens") or ())
+    names = said.get("id2label") or {}
+    return Loaded(
+        model=module,
+        tokenizer=tokenizer,
+        start=start if isinstance(start, int) else None,
+        ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
+        classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
+    )
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """What config.json and generation_config.json say; the latter is what transformers generates by."""
+    said: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            said |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+    return said
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    from penstock.data.text.open import has_tokenizer, in_folder
+
+    return in_folder(folder) if has_tokenizer(folder) else None

@@ -1,0 +1,201 @@
+"""Speculative generation: tokens are guessed ahead, and the model checks all guesses in one pass.
+
+A guess that the model would have made stays; the first that it would not is replaced by its own. Drawn tokens keep the
+model's distribution exactly (Leviathan et al., ICML 2023, section 2.3). Guesses come from a smaller model with the same
+vocabulary, or from what followed the newest tokens at an earlier place of the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.config.decoding import Decoding
+from penstock.infer.choose import adjusted, shares
+from penstock.infer.past import Columns, Past
+from penstock.infer.texts import Generating
+from penstock.kernels.top import largest
+from penstock.models.seq2seq import Seq2Seq
+
+_LONGEST = 3
+"""Tokens that an earlier place must share with the end of the text; fewer if there is none with so many."""
+
+
+class Guesses(NamedTuple):
+    """Tokens that may come next."""
+
+    tokens: list[int]
+    shares: list[Tensor] | None = None
+    """The probabilities (V,) that each was drawn with; none: it was certain."""
+
+
+class Guessing(Protocol):
+    """Where guesses come from."""
+
+    def guess(self, ids: list[int], count: int) -> Guesses:
+        """At most `count` tokens that may follow `ids`."""
+        ...
+
+
+class LookUp:
+    """Guesses what followed the newest tokens at the last place where they stood before (Saxena, 2023)."""
+
+    def guess(self, ids: list[int], count: int) -> Guesses:
+        for length in range(min(_LONGEST, len(ids) - 1), 0, -1):
+            newest = ids[-length:]
+            for place in range(len(ids) - length - 1, -1, -1):
+                if ids[place : place + length] == newest:
+                    return Guesses(ids[place + length : place + length + count])
+        return Guesses([])
+
+
+class Reading:
+    """One text that a model reads, of which the newest tokens can be taken back."""
+
+    def __init__(self, model: Generating, columns: int, source: Sequence[int] = ()) -> None:
+        self.model, self.kept = model, 0
+        self.device = next(model.parameters()).device
+        self.source = torch.tensor([list(source)], device=self.device) if source else None
+        self.past = Past(Columns(1, columns), rows=1, columns=columns, device=self.device)
+
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Logits (N, V) after each of the next tokens."""
+        begin, end = self.kept, self.kept + len(tokens)
+        places = torch.arange(begin, end, device=self.device)
+        self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
+        given = torch.tensor([list(tokens)], device=self.device)
+        self.kept = end
+        if isinstance(self.model, Seq2Seq):
+            source = None if self.past.remembers else self.source
+            return self.model(source, given, past=self.past)[0]  # type: ignore[no-any-return]
+        return self.model(given, past=self.past)[0]  # type: ignore[no-any-return]
+
+
+class Chooser:
+    """Chooses tokens of one text as `Decoding` says."""
+
+    def __init__(self, decoding: Decoding, prompt: int, ends: Sequence[int], device: torch.device) -> None:
+        self.decoding, self.prompt = decoding, prompt
+        stops = [] if decoding.ignore_end else list(ends)
+        self.stops = torch.tensor(stops, device=device) if stops else None
+        self.random = random.Random(decoding.seed) if decoding.seed is not None else random.Random()
+
+    def changed(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """Logits (V,) after `ids` with penalties and biases."""
+        history = torch.tensor([list(ids)], device=logits.device) if self.decoding.looks_back else None
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return adjusted(wide[None], self.decoding, history, len(ids) - self.prompt, self.stops)[0]
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """The probabilities (V,) in fp64 that a token is drawn with."""
+        found, numbers = shares(logits[None], self.decoding)
+        found = found.double()
+        if numbers is not None:
+            found = torch.zeros(1, len(logits), dtype=found.dtype, device=found.device).scatter(
+                1, numbers, found
+            )
+        return found[0] / found.sum()
+
+    def draw(self, weights: Tensor) -> int:
+        """A token with probabilities in proportion to weights (V,)."""
+        sums = weights.cumsum(0)
+        place = int(torch.searchsorted(sums, sums[-1] * self.random.random(), right=True))
+        return min(place, int(weights.nonzero()[-1]))
+
+
+class Draft:
+    """Guesses of a smaller model, which chooses as the larger one is asked to."""
+
+    def __init__(
+        self, model: Generating, decoding: Decoding, prompt: int, columns: int, source: Sequence[int]
+    ) -> None:
+        self.reading = Reading(model, columns, source)
+        self.chooser = Chooser(decoding, prompt, (), self.reading.device)
+        # Guesses drawn by the numbers that they are then checked with would not be independent of the checks.
+        self.chooser.random = random.Random(None if decoding.seed is None else f"draft {decoding.seed}")
+        self._ids: list[int] = []
+
+    def guess(self, ids: list[int], count: int) -> Guesses:
+        same = 0
+        while same < min(len(self._ids), len(ids) - 1) and self._ids[same] == ids[same]:
+            same += 1
+        self.reading.kept = same
+        self._ids = list(ids)
+        tokens: list[int] = []
+        drawn: list[Tensor] = []
+        unread = ids[same:]
+        for _ in range(count):
+            logits = self.chooser.changed(self.reading.read(unread)[-1], self._ids)
+            if self.chooser.decoding.draws:
+                drawn.append(self.chooser.shares(logits))
+                tokens.append(self.chooser.draw(drawn[-1]))
+            else:
+                tokens.append(int(largest(logits[None])))
+            unread = tokens[-1:]
+            self._ids.append(tokens[-1])
+        self._ids.pop()  # the last guess has not been read
+        return Guesses(tokens, drawn or None)
+
+
+@torch.no_grad()
+def speculate(
+    model: Generating,
+    ids: Sequence[int],
+    decoding: Decoding,
+    guessing: Guessing,
+    *,
+    ends: Sequence[int],
+    source: Sequence[int] = (),
+) -> list[int]:
+    """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's."""
+    text = list(ids)
+    reading = Reading(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source)
+    chooser = Chooser(decoding, len(text), ends, reading.device)
+    stops = () if decoding.ignore_end else tuple(ends)
+    while len(text) < len(ids) + decoding.max_tokens:
+        left = len(ids) + decoding.max_tokens - len(text)
+        guesses = guessing.guess(text, min(decoding.speculate, left - 1))
+        unread = [*text[reading.kept :], *guesses.tokens]
+        logits = reading.read(unread)[len(unread) - len(guesses.tokens) - 1 :]
+        for token in _checked(chooser, logits, text, guesses):
+            if token in stops:
+                return text[len(ids) :]
+            text.append(token)
+        # The newest token has not been read; guesses that were refused are written over.
+        reading.kept = len(text) - 1
+    return text[len(ids) :]
+
+
+def _checked(chooser: Chooser, logits: Tensor, text: list[int], guesses: Guesses) -> list[int]:
+    """The guesses that stay, and one token more. Logits (N + 1, V) are those after the text and after each guess."""
+    so_far, found = list(text), list[int]()
+    for place, guess in enumerate([*guesses.tokens, None]):
+        own = chooser.changed(logits[place], so_far)
+        if not chooser.decoding.draws:
+            token = int(largest(own[None]))
+        else:
+            token = _drawn(chooser, own, guess, None if guesses.shares is None else guesses.shares, place)
+        found.append(token)
+        so_far.append(token)
+        if token != guess:
+            break
+    return found
+
+
+def _drawn(chooser: Chooser, own: Tensor, guess: int | None, drawn: list[Tensor] | None, place: int) -> int:
+    """The guess with probability min(1, p / q), else a token by what p has more than q."""
+    wanted = chooser.shares(own)
+    if guess is None:
+        return chooser.draw(wanted)
+    if drawn is None:
+        given = torch.zeros_like(wanted)
+        given[guess] = 1.0
+    else:
+        given = drawn[place]
+    if chooser.random.random() * float(given[guess]) < float(wanted[guess]):
+        return guess
+    return chooser.draw((wanted - given).clamp(min=0.0))

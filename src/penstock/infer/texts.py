@@ -1,0 +1,154 @@
+"""The texts of one batch while they are continued: what the model has been given, and how the next tokens go in.
+
+Shapes: B texts, P tokens of the longest prompt, M of the longest source, N new tokens of each text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.infer.past import NEVER, Columns, Past
+from penstock.models.decoder import Decoder
+from penstock.models.seq2seq import Seq2Seq
+
+Generating = Decoder | Seq2Seq
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What texts begin with. Padding comes last."""
+
+    tokens: Tensor
+    """(B, P) int64, of the decoder."""
+    lengths: Tensor
+    """(B,)"""
+    source: Tensor | None = None
+    """(B, M), of an encoder–decoder."""
+    source_lengths: Tensor | None = None
+    even: bool = False
+    """Whether all prompts are of one length."""
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]], *, start: int | None, device: torch.device) -> Prompts:
+        """Prompts of a decoder; with a `start`, what the decoder begins with, sources of an encoder–decoder."""
+        lengths = torch.tensor([len(row) for row in ids], device=device)
+        longest = max(map(len, ids))
+        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in ids], device=device)
+        if start is None:
+            return cls(tokens, lengths, even=len({len(row) for row in ids}) == 1)
+        return cls.translating(tokens, lengths, start)
+
+    @classmethod
+    def translating(cls, source: Tensor, lengths: Tensor, start: int) -> Prompts:
+        """Sources (B, M) with `lengths` (B,), of an encoder–decoder whose decoder begins with `start`."""
+        tokens = torch.full((len(source), 1), start, device=source.device)
+        return cls(tokens, torch.ones_like(lengths), source, lengths, even=True)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Texts:
+    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side (beams), or in a row."""
+
+    def __init__(self, model: Any, prompts: Prompts, *, steps: int, side_by_side: int = 1) -> None:
+        """There is room for `steps` calls of `following` with `side_by_side` tokens each."""
+        self.model, self.prompts = model, prompts
+        rows, longest = prompts.tokens.shape
+        columns = longest + steps * side_by_side
+        in_order = prompts.even and side_by_side == 1
+        self.past = Past(
+            Columns(rows, columns),
+            rows=1 if prompts.even else rows,
+            columns=columns,
+            positions=None if in_order else columns,
+            device=prompts.tokens.device,
+        )
+        self.filled = longest
+        self.lengths = prompts.lengths[:1, None] if prompts.even else prompts.lengths[:, None]
+        """(B, 1) or (1, 1), positions of the next tokens."""
+
+    def first(self) -> Tensor:
+        """Read the prompts: logits (B, V) after the last token of each."""
+        prompts = self.prompts
+        rows, longest = prompts.tokens.shape
+        self._begin()
+        last = torch.arange(rows, device=prompts.tokens.device) * longest + prompts.lengths - 1
+        return self._run(prompts.tokens, last, prompts.source)
+
+    def first_features(self) -> Tensor:
+        """As `first`, but all features (B, P, D) in place of logits."""
+        self._begin()
+        return self._features(self.prompts.tokens, self.prompts.source)
+
+    def _begin(self) -> None:
+        prompts, past = self.prompts, self.past
+        longest = prompts.tokens.shape[1]
+        places = torch.arange(longest, device=prompts.tokens.device)
+        told = None
+        if not prompts.even:
+            told = torch.where(places < prompts.lengths[:, None], places, NEVER)
+        past.at(places, columns=0, width=longest, key_places=told, first=True, alone=longest == 1)
+        if prompts.source is not None:
+            past.remember(prompts.source_lengths, prompts.source.shape[1])
+
+    def following(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Put in the next tokens, (B, N), all at one position: logits (B·N, V). `seen` (B, N, columns) says which
+        columns each sees; none: all before it."""
+        self._follow(tokens.shape[1], seen)
+        return self._run(tokens, None)
+
+    def following_features(self, tokens: Tensor, seen: Tensor) -> Tensor:
+        """As `following`, but features (B, N, D) in place of logits."""
+        self._follow(tokens.shape[1], seen)
+        return self._features(tokens, None)
+
+    def _follow(self, count: int, seen: Tensor | None) -> None:
+        begin, self.filled = self.filled, self.filled + count
+        places = self.lengths if count == 1 else self.lengths.expand(-1, count)
+        alone = self.past.in_order and count == 1
+        places = places[0] if len(places) == 1 else places
+        self.past.at(places, columns=begin, width=self.filled, seen=seen, alone=alone)
+        self.lengths = self.lengths + 1
+
+    def _run(self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None) -> Tensor:
+        if self.prompts.source is not None:
+            lengths = None if source is None else self.prompts.source_lengths
+            logits: Tensor = self.model(source, tokens, lengths, None, rows, past=self.past)
+        else:
+            logits = self.model(tokens, None, None, rows, past=self.past)
+        return logits if rows is not None else logits.flatten(0, 1)
+
+    def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
+        model, memory = self.model, None
+        if isinstance(model, Seq2Seq) and source is not None:
+            memory = model.encode(source, self.prompts.source_lengths)
+        found: Tensor = model.decoder(model.embed(tokens), memory=memory, past=self.past)
+        return found
+
+    def keep(self, rows: Tensor) -> None:
+        """Leave all but some texts out from now on."""
+        self.past.keep(rows)
+        if len(self.lengths) > 1:
+            self.lengths = self.lengths[rows]
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Inside, compiled parts of models run as they are: shapes change from step to step, and for each of them compiled
+    code would be made anew."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and reading it takes a second
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def sharded(model: torch.nn.Module) -> bool:
+    """Whether other ranks hold parts of the model's weights, so that all ranks must run it together."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

@@ -1,0 +1,267 @@
+"""Ways to generate, each against what it must equal: a plain loop, an exhaustive search, the model's distribution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from helpers.generation import BOTH, WORDS, tiny
+from penstock.config.decoding import Decoding
+from penstock.config.plan import Plan
+from penstock.data.text.tokenizers import Bytes, Numbers
+from penstock.errors import ConfigError
+from penstock.infer.generator import Generator
+from penstock.infer.speculate import Chooser, _drawn
+from penstock.infer.text import Stream
+from penstock.models.seq2seq import Seq2Seq
+from penstock.models.stack import TextModel
+
+ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+
+
+def generator(name: str, **given: Any) -> Generator:
+    return Generator(tiny(name, **given), start=0, ends=())
+
+
+def logits_after(model: TextModel, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    given = torch.tensor([list(ids)])
+    with torch.no_grad():
+        if isinstance(model, Seq2Seq):
+            return model(torch.tensor([list(source)]), given)[0, -1]  # type: ignore[no-any-return]
+        return model(given)[0, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["gpt", "qwen", "alibi", "window", *BOTH])
+def test_one_beam_is_greedy_and_company_changes_nothing(name: str) -> None:
+    made = generator(name)
+    greedy = made.generate(ROWS, max_tokens=9)
+    assert [made.generate(row, max_tokens=9)[0].ids for row in ROWS] == [each.ids for each in greedy]
+    beams = made.generate(ROWS, max_tokens=20, beams=4)
+    alone = [made.generate(row, max_tokens=20, beams=4)[0] for row in ROWS]
+    assert [each.ids for each in alone] == [each.ids for each in beams]
+    assert greedy[0].finished == "length"
+    assert all(isinstance(each.score, float) for each in beams)
+
+
+def test_texts_that_end_leave_the_others_as_they_are() -> None:
+    made = generator("gpt")
+    rows = [[n, n + 1] for n in range(12)]
+    free = [each.ids for each in made.generate(rows, max_tokens=16)]
+    end = Counter(token for row in free for token in row[2:9]).most_common(1)[0][0]
+    made.ends = (end,)
+    found = made.generate(rows, max_tokens=16)
+    cut = [row[: row.index(end)] if end in row else row for row in free]
+    assert [each.ids for each in found] == cut
+    assert {each.finished for each in found} == {"stop", "length"}
+    searched = made.generate(rows, max_tokens=16, beams=3)
+    assert [made.generate(row, max_tokens=16, beams=3)[0].ids for row in rows] == [
+        each.ids for each in searched
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpt", "marian-tiny"])
+def test_a_wide_beam_over_a_tiny_vocabulary_finds_the_best_of_all_texts(name: str) -> None:
+    made = Generator(tiny(name, words=4), start=0, ends=(3,))
+    source = [1, 2, 0]
+    begin = [0] if isinstance(made.model, Seq2Seq) else source
+    scores: dict[tuple[int, ...], float] = {}
+    shares: dict[tuple[int, ...], Tensor] = {}
+    for text in (text for length in range(5) for text in itertools.product(range(3), repeat=length)):
+        total = 0.0
+        for place, token in enumerate(text):
+            total += float(shares[text[:place]][token])
+        if len(text) < 4:
+            logits = logits_after(made.model, [*begin, *text], source)
+            shares[text] = torch.log_softmax(logits.float(), -1)
+            total += float(shares[text][3])
+        scores[text] = total / min(len(text) + 1, 4) ** 0.5
+    found = made.generate(source, max_tokens=4, beams=64, length_penalty=0.5, early_stopping="never")[0]
+    best = max(scores, key=scores.__getitem__)
+    assert found.ids == best
+    assert found.score == pytest.approx(scores[best], abs=1e-5)
+
+
+def test_groups_of_beams_choose_as_the_paper_says() -> None:
+    """Two groups of two beams, step by step: the second is told what the first chose."""
+    made = generator("gpt")
+    found = made.generate([1, 2, 3], max_tokens=4, beams=4, beam_groups=2, diversity_penalty=1.5, best=4)
+    groups: list[list[tuple[float, list[int]]]] = [[(0.0, [])], [(0.0, [])]]
+    for _ in range(4):
+        taken: Counter[int] = Counter()
+        for number, group in enumerate(groups):
+            every = []
+            for score, text in group:
+                shares = torch.log_softmax(logits_after(made.model, [1, 2, 3, *text]).float(), -1)
+                every += [
+                    (score + float(shares[token]) - 1.5 * taken[token], [*text, token])
+                    for token in range(WORDS)
+                ]
+            groups[number] = sorted(every, reverse=True)[:2]
+            taken.update(text[-1] for _, text in groups[number])
+    expected = sorted((score / 4, text) for group in groups for score, text in group)[::-1]
+    assert [list(each.ids) for each in found] == [text for _, text in expected]
+    assert len({each.ids[0] for each in found}) > 1
+
+
+def test_the_coverage_penalty_prefers_what_looks_at_the_whole_source() -> None:
+    made = generator("marian-tiny")
+    plain = made.generate(ROWS, max_tokens=6, beams=4, best=4)
+    covered = made.generate(ROWS, max_tokens=6, beams=4, best=4, coverage_penalty=5.0)
+    scores = {each.ids: each.score for each in plain}
+    both = [each for each in covered if each.ids in scores]
+    assert both
+    losses = [(scores[each.ids] or 0.0) - (each.score or 0.0) for each in both]
+    assert min(losses) > -1e-6
+    assert max(losses) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5-tiny"])
+def test_contrastive_search_takes_what_is_least_alike(name: str) -> None:
+    made = generator(name)
+    found = made.generate(ROWS, max_tokens=6, contrastive=0.6, top_k=4)
+    model = made.model
+    for row, one in zip(ROWS, found, strict=True):
+        text, source = ([0], row) if isinstance(model, Seq2Seq) else (list(row), [])
+        begin = len(text)
+        for _ in range(6):
+            shares, tokens = torch.softmax(logits_after(model, text, source).float(), -1).topk(4)
+            scores = []
+            for share, token in zip(shares, tokens, strict=True):
+                features = F.normalize(_features(model, [*text, int(token)], source).float(), dim=-1)
+                scores.append(0.4 * float(share) - 0.6 * float((features[:-1] @ features[-1]).max()))
+            text.append(int(tokens[int(np.argmax(scores))]))
+        assert list(one.ids) == text[begin:]
+
+
+def _features(model: Any, ids: list[int], source: list[int]) -> Tensor:
+    with torch.no_grad():
+        memory = model.encode(torch.tensor([source])) if source else None
+        return model.decoder(model.embed(torch.tensor([ids])), memory=memory)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["gpt", "t5-tiny"])
+@pytest.mark.parametrize("draft", [False, True])
+def test_speculation_changes_no_token(name: str, draft: bool) -> None:
+    plain = generator(name)
+    small = tiny(name, seed=0) if draft else None
+    made = Generator(plain.model, start=0, ends=(), draft=small)
+    rows = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6], [7, 7, 7, 7]]
+    for more in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram": 2}):
+        expected = [each.ids for each in plain.generate(rows, max_tokens=20, **more)]
+        assert [each.ids for each in made.generate(rows, max_tokens=20, speculate=4, **more)] == expected
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_what_is_checked_has_the_models_probabilities(draft: bool) -> None:
+    """Pearson's chi-square test, at a level of one in a thousand."""
+    from scipy.stats import chisquare
+
+    settings = Decoding(temperature=1.3, top_p=0.95, seed=3)
+    chooser = Chooser(settings, 0, (), torch.device("cpu"))
+    own, other = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5]), torch.tensor([0.0, 1.0, 1.0, 0.5, 2.0])
+    wanted, given = chooser.shares(own), chooser.shares(other)
+    drafting, drawn = Chooser(settings, 0, (), torch.device("cpu")), Counter[int]()
+    drafting.random.seed(4)
+    for _ in range(3000):
+        guess = drafting.draw(given) if draft else 2
+        drawn[_drawn(chooser, own, guess, [given] if draft else None, 0)] += 1
+    live = [token for token in range(5) if wanted[token] > 0]
+    assert set(drawn) <= set(live)
+    assert chisquare([drawn[t] for t in live], [float(wanted[t]) * 3000 for t in live]).pvalue > 1e-3
+
+
+def test_drawn_texts_are_those_of_the_draft_where_both_models_are_one() -> None:
+    model = tiny("gpt")
+    made = Generator(model, ends=(), draft=model)
+    read: list[int] = []
+    hook = model.decoder.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1]))  # type: ignore[operator]
+    found = made.generate([1, 2], max_tokens=10, temperature=1.0, seed=1, speculate=4)
+    hook.remove()
+    assert len(found[0].ids) == 10
+    assert read.count(5) >= 1, (
+        "all guesses of a model for itself stay, so that it reads five tokens at a time"
+    )
+
+
+def test_a_seed_draws_the_same_texts_and_texts_of_one_call_differ() -> None:
+    made = generator("llama")
+    given: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "seed": 5}
+    one = made.generate([1, 2], **given)[0].ids
+    several = made.generate([[1, 2], [1, 2]], best=2, **given)
+    assert several[0].ids == one
+    assert len({each.ids for each in several}) == 4
+    assert made.generate([1, 2], **given)[0].ids == one
+    assert made.generate([1, 2], **{**given, "seed": 6})[0].ids != one
+
+
+class Letters(Bytes):
+    """A letter for each number."""
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        return [np.array([ord(letter) - 65 for letter in text], np.int32) for text in texts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return "".join(chr(65 + number) for number in numbers)
+
+
+def test_stop_texts_end_a_text_and_are_left_out() -> None:
+    made = Generator(tiny("gpt"), tokenizer=Letters(), ends=())
+    whole = made.generate(["AB", "C"], max_tokens=24, temperature=3.0, seed=1)
+    stop = whole[0].text[5:7]
+    found = made.generate(["AB", "C"], max_tokens=24, temperature=3.0, seed=1, stop=(stop,))
+    assert found[0].text == whole[0].text[: whole[0].text.index(stop)]
+    assert found[0].finished == "stop"
+    assert found[1].text == whole[1].text.partition(stop)[0]
+    pieces = list(made.stream("AB", max_tokens=24, temperature=3.0, seed=1, stop=(stop,)))
+    assert "".join(pieces) == found[0].text
+    assert "".join(made.stream("AB", max_tokens=24)) == made.generate("AB", max_tokens=24)[0].text
+
+
+@pytest.mark.parametrize("text", ["plain", "größer 日本 🙂🙃 end", "aXbXXc"])
+def test_streams_tell_whole_characters_and_hold_back_what_may_be_a_stop(text: str) -> None:
+    tokenizer = Bytes()
+    tokens = tokenizer.encode([text])[0].tolist()
+    stream = Stream(tokenizer)
+    told = [stream.add([token]) for token in tokens]
+    assert "".join([*told, stream.end()]) == text == stream.text
+    assert not any("\ufffd" in piece for piece in told)
+    stopping = Stream(tokenizer, ("XXc", "end"))
+    told = [stopping.add([token]) for token in tokens] + [stopping.end()]
+    assert "".join(told) == stopping.text == text.partition("XXc")[0].partition("end")[0]
+    assert stopping.stopped == (stopping.text != text)
+
+
+def test_prompts_that_do_not_fit_are_refused_with_the_remedy() -> None:
+    made = generator("gpt")
+    for prompts, given, words in (
+        ([1] * 120, {"max_tokens": 20}, "128 positions"),
+        ([WORDS], {"max_tokens": 4}, "outside of the model's vocabulary"),
+        ([[]], {}, "no tokens"),
+        ("text", {}, "without one"),
+        ([1], {"stop": ("x",), "max_tokens": 4}, "needs a tokenizer"),
+        ([1], {"bias": ("60=1",), "max_tokens": 4}, "decoding.bias"),
+        ([1], {"beams": 2, "temperature": 1.0}, "draws none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            made.generate(prompts, **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="decoder begins with"):
+        Generator(tiny("t5-tiny"))
+    with pytest.raises(ConfigError, match="one device"):
+        Generator(tiny("gpt"), Plan(tp=2))
+    assert math.isfinite(generator("t5-tiny").generate([1, 2], beams=2, max_tokens=3)[0].score or math.nan)
+
+
+def test_settings_are_those_of_a_record_with_changes() -> None:
+    made = generator("gpt")
+    short = Decoding(max_tokens=3)
+    assert len(made.generate([1], short)[0].ids) == 3
+    assert len(made.generate([1], short, max_tokens=4)[0].ids) == 4

@@ -1,0 +1,142 @@
+"""Token numbers equal those of transformers' `generate`, for drawn models, prompts and settings.
+
+Both choose the largest of nearly equal numbers: where the model's two best differ by less than rounding, either may
+win. Such ties are counted, and must stay rare.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.generation import WORDS, tiny
+from penstock.config.decoding import Decoding
+from penstock.infer.generator import Generator
+from penstock.models.convert import save_pretrained
+from penstock.models.seq2seq import Seq2Seq
+
+transformers = pytest.importorskip("transformers")
+FAMILIES = ("gpt", "llama", "qwen2", "qwen", "t5-tiny", "marian-tiny", "bart-tiny")
+END, PAD = 7, 3
+_NAMES = {
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "beams": "num_beams",
+    "best": "num_return_sequences", "no_repeat_ngram": "no_repeat_ngram_size",
+    "repetition_penalty": "repetition_penalty",
+    "length_penalty": "length_penalty",
+}  # fmt: skip
+_STOPPING = {"never": "never", "heuristic": False, "full": True}
+
+
+@cache
+def _folder() -> Path:
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix="penstock-generate-"))
+
+
+@cache
+def _pair(family: str, seed: int) -> tuple[Generator, Any]:
+    """Our model, and transformers' with its weights."""
+    model = tiny(family, seed=seed)
+    folder = _folder() / f"{family}-{seed}"
+    save_pretrained(model, folder)
+    kind = (
+        transformers.AutoModelForSeq2SeqLM
+        if isinstance(model, Seq2Seq)
+        else transformers.AutoModelForCausalLM
+    )
+    theirs = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
+    theirs.generation_config = transformers.GenerationConfig()
+    return Generator(model, start=PAD, ends=(END,)), theirs
+
+
+def drawn(draw: random.Random, *, search: bool) -> dict[str, Any]:
+    """Settings of one case."""
+    most = draw.randint(1, 14)
+    given: dict[str, Any] = {"max_tokens": most}
+    if draw.random() < 0.3:
+        given["repetition_penalty"] = draw.choice([0.7, 1.2, 2.0])
+    if draw.random() < 0.3:
+        given["no_repeat_ngram"] = draw.randint(1, 3)
+    if draw.random() < 0.3:
+        given["min_tokens"] = draw.randint(1, most)
+    if search:
+        beams = draw.randint(2, 5)
+        given |= {"beams": beams, "best": draw.randint(1, beams)}
+        given["length_penalty"] = draw.choice([0.0, 0.6, 1.0, 2.0, -1.0])
+        given["early_stopping"] = draw.choice(list(_STOPPING))
+    return given
+
+
+def _theirs(model: Any, rows: list[list[int]], given: dict[str, Any]) -> list[list[int]]:
+    named = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
+    if "early_stopping" in given:
+        named["early_stopping"] = _STOPPING[given["early_stopping"]]
+    longest = max(map(len, rows))
+    both = model.config.is_encoder_decoder
+    padded = [
+        ([*row, *[PAD] * (longest - len(row))] if both else [*[PAD] * (longest - len(row)), *row])
+        for row in rows
+    ]
+    mask = [[1] * len(row) for row in rows]
+    mask = [[*m, *[0] * (longest - len(m))] if both else [*[0] * (longest - len(m)), *m] for m in mask]
+    more = {"decoder_start_token_id": PAD} if both else {}
+    found = model.generate(
+        torch.tensor(padded), attention_mask=torch.tensor(mask), do_sample=False, eos_token_id=END, pad_token_id=PAD,
+        **more, **named,
+    )  # fmt: skip
+    new = found[:, 1 if both else longest :].tolist()
+    return [row[: row.index(END)] if END in row else row for row in new]
+
+
+def cases(family: str, count: int) -> tuple[int, list[Any]]:
+    """Runs drawn cases of some prompts each: how many texts there were, and those that differ."""
+    draw, texts, odd = random.Random(family), 0, []
+    for number in range(count):
+        ours, theirs = _pair(family, number % 3)
+        given = drawn(draw, search=number % 2 == 1)
+        # transformers counts what fills up a prompt among its tokens, so lengths differ only without penalties.
+        ragged = isinstance(ours.model, Seq2Seq) or not {"repetition_penalty", "no_repeat_ngram"} & set(given)
+        length = draw.randint(1, 9)
+        rows = [
+            [draw.choice([n for n in range(WORDS) if n not in (END, PAD)])
+             for _ in range(draw.randint(1, 9) if ragged else length)]
+            for _ in range(4)
+        ]  # fmt: skip
+        expected = _theirs(theirs, rows, given)
+        found = [list(each.ids) for each in ours.generate(rows, Decoding(**given))]
+        texts += len(found)
+        odd += [
+            (given, one, other)
+            for one, other in zip(found, _cut(expected, found), strict=True)
+            if one != other
+        ]
+    return texts, odd
+
+
+def _cut(expected: list[list[int]], found: list[list[int]]) -> list[list[int]]:
+    """What transformers fills up texts with that have not ended comes off: its filling is a token like others."""
+    return [
+        row[: len(one)] if set(row[len(one) :]) == {PAD} else row
+        for row, one in zip(expected, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_transformers(family: str) -> None:
+    texts, odd = cases(family, 8)
+    assert texts >= 32
+    assert not odd, odd[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_transformers_in_five_hundred_cases(family: str) -> None:
+    texts, odd = cases(family, 125)
+    assert texts >= 500
+    assert len(odd) <= texts // 250, odd[0]

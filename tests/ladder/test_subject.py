@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
+from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 from penstock.ladder.factory import load_factory
 from penstock.ladder.rung import Setting, all_rungs
@@ -202,6 +203,29 @@ def test_rungs_of_text_say_where_they_do_not_apply() -> None:
     own = _own()
     for name in ("loss-chunked", "padding"):
         assert "the model" in str(rungs[name].refusal(own.first, own.situation(CPU)))
+
+
+def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_path: Path) -> None:
+    rows = [f"{'word ' * (1 + number % 12)}\t{'wort ' * (1 + number % 12)}" for number in range(400)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["source\ttarget", *rows]), encoding="utf-8")
+    data = DataConfig(source=f"pairs:{tmp_path / 'pairs.tsv'}")
+    model = replace(PRESETS["marian-tiny"], vocabulary=264)
+    subject = Configured(LadderConfig(model=model, batch=8, data=data, task="translation"), DEVICE)
+    rung = next(rung for rung in all_rungs() if rung.name == "length-groups")
+    situation = subject.situation(CPU)
+    assert rung.refusal(subject.first, situation) is None
+    grouped = rung.apply(subject.first, situation)
+
+    def padding(setting: Setting) -> float:
+        batches = [next(subject.batches(setting, seed)).inputs for seed in range(8)]
+        return 1 - sum(int(i[2].sum()) for i in batches) / sum(i[0].numel() for i in batches)
+
+    assert padding(grouped) < padding(subject.first) - 0.1
+    assert subject.workload(grouped).model_flops < 0.95 * subject.workload(subject.first).model_flops
+    assert subject.train_command(grouped).endswith("--data.group_by_length true")
+    data = replace(data, group_by_length=True)
+    by_length = Configured(LadderConfig(model=model, batch=8, data=data, task="translation"), DEVICE)
+    assert "already" in str(rung.refusal(by_length.first, by_length.situation(CPU)))
 
 
 def test_a_preset_climbs_at_the_task_of_its_job_or_the_one_asked_for() -> None:

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
 from penstock.ladder.arena import Arena
 from penstock.ladder.forecast import rank_machine
 from penstock.ladder.losses import Losses, tail_mean
@@ -116,7 +115,7 @@ class Account:
             why=rung.why,
             status="unsupported",
             plan=setting.plan.line() if setting else "",
-            model=model_changes(self.first.model, setting.model) if setting else {},
+            model=changes(self.first, setting) if setting else {},
             results=rung.results,
             compared_by=rung.compared_by,
         )
@@ -129,7 +128,7 @@ class Account:
         memory = self._memory.get(setting)
         return Chosen(
             plan=setting.plan.line(),
-            model=model_changes(self.first.model, setting.model),
+            model=changes(self.first, setting),
             rungs=tuple(rungs),
             train_command=self.subject.train_command(setting),
             speedup=speedup,
@@ -152,7 +151,7 @@ class Account:
             found.append(
                 Tried(
                     plan=setting.plan.line(),
-                    model=model_changes(self.first.model, setting.model),
+                    model=changes(self.first, setting),
                     predicted=predicted,
                     corrected=search.before.get(setting, predicted),
                     to_baseline=ratio,
@@ -163,12 +162,15 @@ class Account:
         return tuple(found)
 
 
-def model_changes(first: ModelConfig | None, model: ModelConfig | None) -> dict[str, Any]:
-    """Fields of the model that a setting changes."""
-    if first is None or model is None:
-        return {}
-    return {
-        f.name: getattr(model, f.name)
-        for f in fields(model)
-        if getattr(model, f.name) != getattr(first, f.name)
-    }
+def changes(first: Setting, setting: Setting) -> dict[str, Any]:
+    """What a setting changes besides the Plan: fields of the model, and of the data."""
+    found: dict[str, Any] = {}
+    if first.model is not None and setting.model is not None:
+        found = {
+            f.name: getattr(setting.model, f.name)
+            for f in fields(setting.model)
+            if getattr(setting.model, f.name) != getattr(first.model, f.name)
+        }
+    if setting.by_length != first.by_length:
+        found["group_by_length"] = setting.by_length
+    return found

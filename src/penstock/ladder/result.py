@@ -94,7 +94,7 @@ class RungResult:
     plan: str = ""
     """The Plan it was measured under, as a line: up to here on the path, or the best Plan with this rung besides."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model that differ from the baseline's."""
+    """Fields of the model and the data that differ from the baseline's."""
     results: Results = "same"
     compared_by: str = "samples"
     forecast: Forecast | None = None
@@ -175,7 +175,7 @@ class Chosen:
     plan: str
     """As a line."""
     model: dict[str, Any]
-    """Fields of the model that it changes."""
+    """Fields of the model and the data that it changes."""
     rungs: tuple[str, ...]
     """Names of the rungs that it consists of, in the order of the path."""
     train_command: str

@@ -27,6 +27,8 @@ class Setting:
 
     model: ModelConfig | None
     plan: Plan
+    by_length: bool = False
+    """Whether batches hold samples of similar length."""
     copy: int = 0
     """Tells two builds of one setting apart: what differs between their speeds is noise."""
 
@@ -50,6 +52,8 @@ class Situation:
     """What it can do with padding."""
     padding_share: float = 0.0
     """How much of a batch's tokens is padding."""
+    groupable: bool = False
+    """Whether its samples differ in length and are taken in an order of chance."""
     procs: int = 1
     """Processes that rungs of several may start."""
 

@@ -81,6 +81,12 @@ def _without_padding(setting: Setting, situation: Situation) -> str | None:
     return None
 
 
+def _not_by_length(setting: Setting, situation: Situation) -> str | None:
+    if not situation.groupable:
+        return "its samples are equally long, or come by length already"
+    return None
+
+
 def _batch(factor: int, place: int) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if not situation.splittable:
@@ -251,6 +257,16 @@ for _rung in (
         why="An encoder computes tokens that are there, and no padding, in all but attention.",
         apply=plan(padding="remove"),
         obstacle=_without_padding,
+    ),
+    Rung(
+        name="length-groups",
+        place=670,
+        title="similar lengths",
+        why="Each batch holds samples of similar length, so that less of it is padding. Batches are then not drawn "
+        "wholly by chance.",
+        apply=lambda setting, situation: replace(setting, by_length=True),
+        obstacle=_not_by_length,
+        results="other",
     ),
     _compiled(
         "blocks",

@@ -6,7 +6,7 @@ in the same order.
 
 from __future__ import annotations
 
-import functools
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
 from penstock.config.run import DataConfig, Recipe, TaskName
 from penstock.containers import replaced
 from penstock.data import Loader
+from penstock.data.source import Source
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
@@ -77,6 +78,8 @@ class Subject(ABC):
     """What its model can do with padding."""
     padding_share = 0.0
     """How much of a batch's tokens is padding."""
+    groupable = False
+    """Whether its samples differ in length and are taken in an order of chance."""
 
     def situation(self, machine: Machine) -> Situation:
         """What rungs may ask about."""
@@ -89,6 +92,7 @@ class Subject(ABC):
             losses=self.losses,
             paddings=self.paddings,
             padding_share=self.padding_share,
+            groupable=self.groupable,
             procs=self.procs,
         )
 
@@ -136,8 +140,12 @@ class Configured(Subject):
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
         self.data = self._source.title
+        self._full: dict[tuple[ModelConfig | None, int, bool], Fullness] = {}
         self._asked, self._data = config.task, config.data.source
-        self.padding_share = 1.0 - self._fullness(self._model, batch).real
+        self.groupable = self._source.lengths is not None and not self._source.group_by_length
+        self._by_length = copy.copy(self._source)
+        self._by_length.group_by_length = self.groupable
+        self.padding_share = 1.0 - self._fullness(self.first).real
         self._starts: dict[int, dict[str, Tensor]] = {}
 
     def build(self, setting: Setting, seed: int) -> Built:
@@ -152,7 +160,7 @@ class Configured(Subject):
         dims = self.dims(setting.plan)
         return iter(
             Loader(
-                self._source,
+                self._source_of(setting),
                 self._task.prepare(self._source, setting.model, seed=seed),
                 batch=setting.plan.micro_batch,
                 seed=seed,
@@ -163,8 +171,7 @@ class Configured(Subject):
         )
 
     def workload(self, setting: Setting) -> Workload:
-        assert setting.model is not None
-        model, real, words = self._fullness(setting.model, setting.plan.micro_batch)
+        model, real, words = self._fullness(setting)
         return describe(model, setting.plan, self.device.type, real=real, words=words)
 
     def train_command(self, setting: Setting) -> str:
@@ -176,6 +183,8 @@ class Configured(Subject):
             words.append(f"--task {self._asked}")
         if self._data != DataConfig().source:
             words.append(f"--data {self._data}")
+        if setting.by_length:
+            words.append("--data.group_by_length true")
         return " ".join(words)
 
     def _fitted(self, model: ModelConfig) -> ModelConfig:
@@ -191,9 +200,16 @@ class Configured(Subject):
         assert not isinstance(fitted, ViTConfig)
         return replace(fitted, vocabulary=max(model.vocabulary, fitted.vocabulary))
 
-    @functools.cache  # noqa: B019 (a subject lives as long as its climb)
-    def _fullness(self, model: ModelConfig, batch: int) -> Fullness:
-        return self._task.fullness(self._source, model, batch)
+    def _source_of(self, setting: Setting) -> Source:
+        return self._by_length if setting.by_length else self._source
+
+    def _fullness(self, setting: Setting) -> Fullness:
+        key = setting.model, setting.plan.micro_batch, setting.by_length
+        if key not in self._full:
+            assert setting.model is not None
+            batch = setting.plan.micro_batch
+            self._full[key] = self._task.fullness(self._source_of(setting), setting.model, batch)
+        return self._full[key]
 
     def _start(self, seed: int) -> dict[str, Tensor]:
         """The baseline's first weights, which every rung starts from as far as its shapes allow."""

@@ -20,6 +20,7 @@ from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.run import DataConfig
 from penstock.config.trainable import require_trainable
 from penstock.data.loader import HostBatch
+from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.linear_cross_entropy import IGNORED
@@ -117,7 +118,9 @@ class TextTask(Task):
         assert not isinstance(model, ViTConfig)
         if source.lengths is None:
             return Fullness(model, words=self.asked_words)
-        drawn = source.lengths[np.random.default_rng(0).integers(len(source.lengths), size=(DRAWN, batch))]
+        by_length = source.lengths if source.group_by_length else None
+        ids = Stream(len(source), 0, by_length, batch).ids(0, DRAWN * batch)
+        drawn = source.lengths[ids].reshape(DRAWN, batch)
         padded = float(np.mean([rounded(int(longest), model.tokens) for longest in drawn.max(axis=1)]))
         sequence = max(1, round(padded))
         changes: dict[str, Any] = {"sequence": sequence, "max_positions": model.max_positions or model.tokens}

@@ -26,7 +26,10 @@ from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
+from penstock.parallel.dims import LOSS
+from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
+from penstock.planner.stages import stage_counts
 from penstock.precision import (
     LossScaler,
     MasterWeights,
@@ -36,7 +39,7 @@ from penstock.precision import (
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
-from penstock.step import TrainStep
+from penstock.step import Pipeline, Runner, TrainStep
 from penstock.tasks import Loss, classification_loss, task_of
 
 __all__ = ["Built", "Loss", "build", "compile_model"]
@@ -67,6 +70,8 @@ class Built:
     """This rank's place among those that train together."""
     replicas: DataParallel | None = None
     """How other ranks take part; None where this process trains alone."""
+    parameters: int = 0
+    """Learned numbers of the whole model, those of other stages among them."""
 
     def inference(self) -> AbstractContextManager[None]:
         """Inside, `model` is in eval mode, without gradients, and computes as the Plan says."""
@@ -123,6 +128,10 @@ def build(
             torch.manual_seed(seed)
             add_adapters(module, recipe.lora)
 
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    # A stage's rank lets go of what others hold before anything else is made of the model.
+    stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
+
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.
     precision = precision_of(plan, recipe.lists, device)
@@ -134,7 +143,10 @@ def build(
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
     # Before anything looks for what learns: recomputation, replicas, shards, the optimizer.
-    freeze(module, recipe.freeze)
+    if stages is None:
+        freeze(module, recipe.freeze)
+    else:
+        stages.attach()
 
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.
@@ -182,9 +194,10 @@ def build(
         )
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
-    if not dims.alone and not sharded:
+    if dims.degree(*LOSS) > 1 and not sharded:
         # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
-        late = precision.master != "none" and plan.accumulate > 1
+        # Passes of a pipeline's micro-batches take turns, so it is so there too.
+        late = stages is not None or (precision.master != "none" and plan.accumulate > 1)
         replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if late else None)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
@@ -195,6 +208,9 @@ def build(
         ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish)
     scaler = _scaler(recipe, device, dims) if precision.scales else None
     loss = loss or (classification_loss if config is None else task_of(config))
+    runner: Runner | None = None
+    if stages is not None:
+        runner = Pipeline(stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)
     step = TrainStep(
         module,
         optimizer,
@@ -206,11 +222,27 @@ def build(
         ema=ema,
         masters=masters,
         replicas=replicas,
+        runner=runner,
     )
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
-        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas,
+        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, parameters=parameters,
     )  # fmt: skip
+
+
+def _cut(
+    module: nn.Module,
+    config: ModelConfig | None,
+    plan: Plan,
+    dims: ParallelDims,
+    device: torch.device,
+    recipe: Recipe,
+) -> Stages:
+    """This rank's stages of a model. What is frozen is named by the whole model, so it is frozen first."""
+    freeze(module, recipe.freeze)
+    count = plan.pp * plan.virtual
+    counts = counts_by_size(module, count) if config is None else stage_counts(config, count)
+    return cut_stages(module, counts, dims, device, fixed=plan.padding == "keep")
 
 
 def _created(

@@ -169,7 +169,6 @@ def test_sound_plans_pass(machine: Machine) -> None:
     "line",
     [
         "tp=8 sp=true",
-        "pp=4 schedule=interleaved virtual=2",
         "dp=2 sharding=fsdp offload=activations",
     ],
 )

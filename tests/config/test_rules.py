@@ -47,6 +47,7 @@ BROKEN = {
     "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
     "runtime_has_the_setting": ("tp=2", "vit-s16", "h100", "training cannot run it yet"),
+    "pipeline_runs_stages": ("pp=2 compile=whole", "vit-s16", "h100", "compiles a whole model"),
     "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
     "family_can_be_trained": ("baseline", "mixtral-8x7b", "h100", "cannot be built yet"),
 }

@@ -19,6 +19,7 @@ from penstock.config.model import (
     ViTConfig,
     preset,
 )
+from penstock.tasks import ImageClassification
 
 WORDS, TOKENS, OTHERS = 13, 6, 5
 """Vocabulary, tokens of a sample, and tokens of what it is turned into. Neither 2 nor 4 ranks can share them evenly."""
@@ -91,3 +92,15 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     *arguments, targets = batch
     logits = model(*arguments)
     return nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.flatten())
+
+
+class Given(ImageClassification):
+    """`loss` as a task, whose inputs and loss are apart."""
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return tuple(batch[:-1])
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(
+            outputs.float().reshape(-1, outputs.shape[-1]), batch[-1].flatten()
+        )

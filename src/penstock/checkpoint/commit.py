@@ -27,6 +27,7 @@ from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_co
 from penstock.checkpoint.index import file_name, held, share_out, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
+from penstock.checkpoint.stages import together
 from penstock.checkpoint.storage import write_chunks, write_json
 from penstock.disk import Written, sync_folder, write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
@@ -149,6 +150,7 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
 
     coordinator.all(shared)
     rank, world = coordinator.rank, coordinator.world
+    document = together(parts.document, coordinator)
     index = share_out(coordinator.all(lambda: held(parts.pieces)))
 
     def own_files() -> dict[str, Written]:
@@ -157,7 +159,7 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
         if parts.local:
             documents[file_name(LOCAL, rank, world, "json")] = parts.local
         if rank == 0:
-            documents |= {INDEX: to_json(index), "state.json": parts.document, "config.json": parts.config}
+            documents |= {INDEX: to_json(index), "state.json": document, "config.json": parts.config}
         return files | {name: write_json(temporary / name, content) for name, content in documents.items()}
 
     files = {name: written for share in coordinator.all(own_files) for name, written in share.items()}

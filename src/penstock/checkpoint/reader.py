@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_co
 from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
 from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, piece_of
+from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError, ran_out_of_memory
@@ -54,22 +55,29 @@ class Checkpoint:
         return self.manifest.world
 
     def load(
-        self, like: Mapping[str, Tensor] | None = None, *, rank: int = 0, world: int | None = None
+        self,
+        like: Mapping[str, Tensor] | None = None,
+        *,
+        rank: int = 0,
+        world: int | None = None,
+        held: Collection[str] | None = None,
     ) -> Snapshot:
         """What it holds, for rank `rank` of `world` (default: as many as saved it).
 
         `like` maps the names of the model's parameters to the parameters. Whatever the checkpoint holds under such a
         name (a weight, its average, the optimizer's moments) in the parameter's shape is put where the parameter is:
         on its device and, for a DTensor, into a DTensor of the same placements, of which only this rank's part is
-        read. Everything else, or all of it without `like`, is read whole to the CPU. Not collective.
+        read. Everything else, or all of it without `like`, is read whole to the CPU. `held` are the names of weights
+        that a rank has a use for, where it holds a part of the model; without it all are read. Not collective.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
         with trusted(self.path):
             local = self._local(rank) if world in (None, self.world) else {}
+            document = self.document if held is None else only(self.document, held)
             weights, state = self._put_together(
-                self.document["weights"], {**self.document["state"], LOCAL: local}, like or {}, self.read
+                document["weights"], {**document["state"], LOCAL: local}, like or {}, self.read
             )
             local = state.pop(LOCAL)
             return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)

@@ -406,6 +406,21 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 
 @_rule("run")
+def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
+    """A pipeline's stages go with replicas, blocks that are compiled one by one, and whole backward passes."""
+    if plan.pp == 1:
+        if plan.schedule != "1f1b":
+            yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
+        return
+    if plan.schedule == "zero_bubble":
+        yield "plan.schedule=zero_bubble cannot be run yet; use schedule=1f1b or interleaved."
+    if plan.compile == "whole":
+        yield "plan.compile=whole compiles a whole model, and plan.pp cuts it into stages; use compile=blocks."
+    if plan.sharding != "ddp":
+        yield f"plan.sharding={plan.sharding} cannot be run with plan.pp={plan.pp} yet; use sharding=ddp."
+
+
+@_rule("run")
 def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
     """The optimizer is offloaded only if its states are sharded."""
     if plan.offload == "optimizer" and (plan.sharding == "ddp" or plan.dp == 1):

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 M = TypeVar("M", bound=ModelConfig)
 
 _ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "pp": 1, "schedule": "1f1b", "virtual": 1, "cp": 1, "ep": 1,
+    "tp": 1, "sp": False, "cp": 1, "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
     "cp_exchange": "ring",
 }  # fmt: skip

@@ -22,6 +22,10 @@ from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
 T = TypeVar("T")
+WHOLE = "_penstock_anatomy"
+"""Attribute of a model that was cut into stages: its anatomy from before, which names what other processes hold too."""
+ELSEWHERE = "_penstock_elsewhere"
+"""Attribute of a block that another process holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,9 @@ class Anatomy:
         return tuple(block.name for stack in self.stacks for block in stack.blocks)
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks of `model`, in the order in which they run."""
-        return [model.get_submodule(name) for name in self.blocks]
+        """The blocks of `model` that this process holds, in the order in which they run."""
+        every = (model.get_submodule(name) for name in self.blocks)
+        return [block for block in every if not block.__dict__.get(ELSEWHERE)]
 
     def parts(self, kind: type[R]) -> Iterator[R]:
         """All parts of one role, such as `roles.Attention`. Raises ConfigError where no parts are known."""
@@ -130,11 +135,15 @@ def enrol(class_path: str, family: Family) -> None:
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """The declared anatomy of an enrolled model, or one found by looking for repeated blocks.
+    """The declared anatomy of an enrolled model, or one found by looking for repeated blocks. Of a model that was cut
+    into stages it is that of the whole model.
 
     Raises ConfigError when there is neither; the message says how to enrol the model.
     """
     model = uncompiled(model)
+    known: Anatomy | None = model.__dict__.get(WHOLE)
+    if known is not None:
+        return known
     family = _family_of(model)
     return _search(model) if family is None else family.anatomy(model)
 

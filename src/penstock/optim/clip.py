@@ -134,13 +134,15 @@ def clipped_step(
     max_norm: float | None = None,
     scaler: Scaler | None = None,
     refuse: Refuse | None = None,
+    whole: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
     Fused kernels divide each gradient by a tensor on its way into the update: loss scale and clipping become that one
     divisor (see `clipping_divisor`), and cost no pass of their own. Other forms divide first. With a
     scaler, a gradient that is infinite or not a number makes the norm so, the kernel skips the step, and the scale
-    falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. Raises
+    falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. `whole` gives
+    the norm of the whole model from that of this optimizer's gradients, where other ranks hold other parts. Raises
     ConfigError for a scaler with an optimizer that cannot skip by itself.
     """
     if scaler is not None and not folds(optimizer):
@@ -153,6 +155,7 @@ def clipped_step(
         return None
     gradients = gradients_of(optimizer)
     norm = grad_norm(gradients)
+    norm = norm if whole is None else whole(norm)
     found: Tensor | None = None
     divisor: Tensor | None = None
     if scaler is not None:

@@ -71,7 +71,7 @@ def replicate(
     `DataParallel.end` averages those instead.
     """
     if late is not None:
-        broadcast(model)
+        broadcast(model, dims)
         return DataParallel(model=model, dims=dims, buffers=running_statistics(model), late=late)
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
@@ -90,10 +90,10 @@ def replicate(
 
 
 @torch.no_grad()
-def broadcast(model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers."""
+def broadcast(model: nn.Module, dims: ParallelDims) -> None:
+    """Give all ranks that see other samples or tokens the parameters and buffers of the first of them."""
     for tensor in (*model.parameters(), *model.buffers()):
-        distributed.broadcast(tensor.detach(), src=0)
+        distributed.broadcast(tensor.detach(), group=dims.group(*LOSS), group_src=0)
 
 
 @torch.no_grad()

@@ -155,13 +155,19 @@ def require_size(plan: Plan, size: int) -> None:
         return
     if size == 1:
         raise ConfigError(
-            f"plan.dp={plan.dp} needs {plan.gpus} processes, and this is one by itself; start them with "
+            f"{_degrees(plan)} needs {plan.gpus} processes, and this is one by itself; start them with "
             f"`torchrun --nproc-per-node {plan.gpus} -m penstock train …`, or use plan.dp=1."
         )
     raise ConfigError(
-        f"The launcher started {size} processes, but the plan is for {plan.gpus} (plan.dp={plan.dp}). "
+        f"The launcher started {size} processes, but the plan is for {plan.gpus} ({_degrees(plan)}). "
         f"{_remedy(plan, size)}"
     )
+
+
+def _degrees(plan: Plan) -> str:
+    """The degrees that take processes."""
+    found = [f"plan.{name}={value}" for name in ("pp", "cp", "tp") if (value := getattr(plan, name)) > 1]
+    return " × ".join([*found, f"plan.dp={plan.dp}"] if plan.dp > 1 or not found else found)
 
 
 def _remedy(plan: Plan, size: int) -> str:
@@ -171,32 +177,38 @@ def _remedy(plan: Plan, size: int) -> str:
         return str(error)
     same = f"micro_batch={other.micro_batch} accumulate={other.accumulate}"
     return (
-        f"Start {plan.gpus} processes, or use plan.dp={size}, with {same} to keep the global batch of "
+        f"Start {plan.gpus} processes, or use plan.dp={other.dp}, with {same} to keep the global batch of "
         f"{plan.global_batch}."
     )
 
 
 def fit_to_ranks(plan: Plan, size: int) -> Plan:
-    """The Plan for another number of data parallel ranks that keeps the global batch, so that a run can go on with as
-    many ranks as are left. Micro-batches stay as large as they are where that divides, else shrink to what does.
+    """The Plan for another number of ranks that keeps the global batch, so that a run can go on with as many as are
+    left: with more or fewer replicas, each of which takes as many ranks as before. Micro-batches stay as large as they
+    are where that divides, else shrink to what does.
 
     Raises `ConfigError` with the numbers of ranks that do divide the batch, if `size` does not.
     """
-    batch = plan.global_batch
-    fits = valid_sizes(plan, up_to=max(size, plan.dp))
+    batch, each_replica = plan.global_batch, plan.gpus // plan.dp
+    fits = valid_sizes(plan, up_to=max(size, plan.gpus))
     if size not in fits:
+        whole = f", each of {each_replica} ranks" if each_replica > 1 else ""
         raise ConfigError(
             f"The global batch of {batch} samples (plan.micro_batch={plan.micro_batch} × "
-            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}) cannot be shared out evenly by {size} ranks in "
-            f"groups of plan.shard={plan.shard}. It can by {', '.join(map(str, fits))}."
+            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}{whole}) cannot be shared out evenly by {size} "
+            f"ranks in groups of plan.shard={plan.shard}. It can by {', '.join(map(str, fits))}."
         )
-    each = batch // size
+    replicas = size // each_replica
+    each = batch // replicas
     micro = max(m for m in range(1, min(plan.micro_batch, each) + 1) if each % m == 0)
-    return replace(plan, dp=size, micro_batch=micro, accumulate=each // micro)
+    return replace(plan, dp=replicas, micro_batch=micro, accumulate=each // micro)
 
 
 def valid_sizes(plan: Plan, *, up_to: int) -> list[int]:
-    """Numbers of data parallel ranks, at most `up_to`, that share the Plan's global batch out evenly."""
+    """Numbers of ranks, at most `up_to`, whose replicas share the Plan's global batch out evenly."""
+    each_replica = plan.gpus // plan.dp
     return [
-        n for n in range(1, up_to + 1) if plan.global_batch % n == 0 and not problems(replace(plan, dp=n))
+        n * each_replica
+        for n in range(1, up_to // each_replica + 1)
+        if plan.global_batch % n == 0 and not problems(replace(plan, dp=n))
     ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from penstock.config.numerics import numerics_of
@@ -98,7 +98,7 @@ def shard(
             "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
         )
     if shares is None:
-        broadcast(model)
+        broadcast(model, dims)
     before = dict(model.named_parameters())
     options = _options(plan, dims, device)
     for block in blocks:
@@ -219,11 +219,32 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
     """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; the others get
-    an empty dict. One tensor is gathered at a time.
+    an empty dict. One tensor is gathered at a time; stages of a pipeline give theirs one after the other.
     """
     found: dict[str, Tensor] = {}
+    first = all(at == 0 for name, at in dims.place().items() if name != "pp")
     for name, value in model.state_dict().items():
         gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
-        if dims.main:
+        if first:
             found[name] = gathered.detach().to("cpu", copy=True)
-    return found
+    return _of_all_stages(found, dims, first=first)
+
+
+def _of_all_stages(held: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
+    """What the first rank of each stage holds, on rank 0; what several hold, once."""
+    if dims.pp == 1 or not first:
+        return held
+    group, place = dims.group("pp"), dims.place()["pp"]
+    told: list[Any] = [None] * dims.pp
+    described = {name: (tuple(value.shape), value.dtype) for name, value in held.items()}
+    distributed.all_gather_object(told, described, group=group)
+    found = dict(held)
+    for stage in range(1, dims.pp):
+        for name in [name for name in told[stage] if not any(name in before for before in told[:stage])]:
+            if place == stage:
+                distributed.send(held[name].contiguous(), group=group, group_dst=0)
+            elif place == 0:
+                shape, dtype = told[stage][name]
+                found[name] = torch.empty(shape, dtype=dtype)
+                distributed.recv(found[name], group=group, group_src=stage)
+    return found if place == 0 else {}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from penstock.config.convert import nearest
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.schedules.action import Action, Kind
 from penstock.schedules.schedule import Schedule
@@ -30,6 +31,12 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
     if name == "zb-h1":
         return _zb_h1(ranks, micro_batches)
     return _interleaved(ranks, micro_batches, chunks)
+
+
+def schedule_of(plan: Plan, micro_batches: int | None = None) -> Schedule:
+    """The schedule that a Plan asks for, of `plan.accumulate` micro-batches or of another number of them."""
+    name: ScheduleName = "zb-h1" if plan.schedule == "zero_bubble" else plan.schedule
+    return generate(name, plan.pp, micro_batches or plan.accumulate, plan.virtual)
 
 
 def _shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.step.pipeline import Pipeline
 from penstock.step.runner import Accumulate, Runner
 from penstock.step.train_step import StepResult, TrainStep
 
-__all__ = ["Accumulate", "Runner", "StepResult", "TrainStep"]
+__all__ = ["Accumulate", "Pipeline", "Runner", "StepResult", "TrainStep"]

@@ -26,6 +26,9 @@ class Runner(Protocol):
         one. Returns the mean loss over this rank's micro-batches: 0-d, detached, without loss scale.
         """
 
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients of the model, from that of those that this rank holds, 0-d."""
+
 
 class Accumulate:
     """Takes one micro-batch after the other through the whole model, so that their gradients add up."""
@@ -51,6 +54,10 @@ class Accumulate:
         if self.replicas is not None:
             self.replicas.end()
         return losses[0] if parts == 1 else torch.stack(losses).mean()
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """The same: the rank holds the whole model, or DTensors that know of the others."""
+        return norm
 
     def _one(self, batch: Any, index: int, parts: int) -> Tensor:
         """Forward and backward of micro-batch `index` of `parts`; returns its loss."""

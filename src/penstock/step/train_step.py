@@ -46,6 +46,7 @@ class StepResult:
 class TrainStep:
     """Forward and backward over micro-batches, then clipping, update and averaging.
 
+    `runner` runs the passes, without one the micro-batches one after the other.
     The model computes as `apply_precision` has set it up. Everything runs under the Plan's matmul precision, and the
     former one is restored on return. Gradients are those of the loss averaged over the micro-batches.
     """
@@ -63,6 +64,7 @@ class TrainStep:
         ema: EMA | None = None,
         masters: MasterWeights | None = None,
         replicas: DataParallel | None = None,
+        runner: Runner | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0.0:
             raise ConfigError(
@@ -72,7 +74,9 @@ class TrainStep:
         self.optimizer = optimizer
         self.plan = plan
         self.device = torch.device(device)
-        self.runner: Runner = Accumulate(model, loss, scaler=scaler, masters=masters, replicas=replicas)
+        self.runner: Runner = runner or Accumulate(
+            model, loss, scaler=scaler, masters=masters, replicas=replicas
+        )
         self.clip_norm = clip_norm
         self.scaler = scaler
         self.ema = ema
@@ -95,7 +99,13 @@ class TrainStep:
             if self._unused is not None:
                 self._tell_unused(self._unused)
             refuse = None if self.skips is None else partial(self.skips, loss)
-            norm = clipped_step(self.optimizer, max_norm=self.clip_norm, scaler=self.scaler, refuse=refuse)
+            norm = clipped_step(
+                self.optimizer,
+                max_norm=self.clip_norm,
+                scaler=self.scaler,
+                refuse=refuse,
+                whole=self.runner.whole_norm,
+            )
             if self.masters is not None:
                 self.masters.publish()
             if self.ema is not None:

@@ -405,7 +405,7 @@ class _Run:
             machine=self.machine.name,
             device=str(self.device),
             peak=self.speedometer.peak,
-            parameters=sum(parameter.numel() for parameter in self.built.model.parameters()),
+            parameters=self.built.parameters,
             model=self.task.describe_model(self.config.model),
             unit=self.task.unit,
             data=self.data,

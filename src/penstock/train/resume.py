@@ -53,6 +53,9 @@ _CHANGES_ROUNDING = (
     "plan.dp",
     "plan.sharding",
     "plan.shard",
+    "plan.pp",
+    "plan.schedule",
+    "plan.virtual",
 )
 
 

@@ -87,7 +87,8 @@ class RunState:
         built, dims = self.built, self.dims
         # Weights that are tied have several names, and are read under each.
         parameters = dict(built.model.named_parameters(remove_duplicate=False))
-        found = stored.load(parameters, rank=dims.rank, world=dims.size)
+        held = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
+        found = stored.load(parameters, rank=dims.rank, world=dims.size, held=held)
         built.model.load_state_dict(found.weights["weights"])
         if built.ema is not None:
             built.ema.load_state_dict(found.weights["ema"])

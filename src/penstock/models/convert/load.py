@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
+from penstock.models import create
+from penstock.models.anatomy import WHOLE
 from penstock.models.convert.files import described, read_state_dict
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit, shares_head
@@ -69,13 +71,18 @@ def load_weights(
 
 
 def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool) -> Loaded:
+    # A stage of a pipeline has the names of the whole model, and some of its weights.
+    whole = create(cast(Any, model).config, device="meta") if WHOLE in model.__dict__ else model
     if isinstance(source, str | Path):
         source = local_weights(source)
-        fitted(model, described(source), new_head)  # before anything is read
+        fitted(whole, described(source), new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
     else:
         state = source
-    state, loaded = fitted(model, state, new_head)
+    state, loaded = fitted(whole, state, new_head)
+    if whole is not model:  # what other ranks hold, and what is drawn anew, stays as it is
+        held = model.state_dict()
+        state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
     if loaded.ignored:
         log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
     with torch.no_grad():

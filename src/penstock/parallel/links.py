@@ -1,0 +1,100 @@
+"""What the stages of a pipeline send each other: tensors whose shapes both ends know, in one order per pair of ranks.
+
+The type of what goes over a boundary is sent once, before the first tensors; it stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from penstock.containers import replaced, tensors
+from penstock.parallel.dims import ParallelDims
+
+_MOST = 8
+"""Tensors that may be under way at a time."""
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Links:
+    """This rank's transfers within one step. Nothing is waited for before it is used, or before `finish`."""
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        types: dict[tuple[int, bool], torch.dtype] | None = None,
+    ) -> None:
+        self._group, self._place = dims.group("pp"), dims.place()["pp"]
+        self._device = device
+        self._types = {} if types is None else types
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._coming: dict[int, Any] = {}
+
+    def send(self, boundary: int, to: int, values: tuple[Tensor, ...]) -> None:
+        """Send activations over the boundary after stage `boundary` to the rank at place `to`."""
+        key = (boundary, True)
+        if key not in self._types:
+            self._types[key] = values[0].dtype
+            number = torch.tensor([_TYPES.index(values[0].dtype)], device=self._device)
+            self._post(number, to)
+        for value in values:
+            self._post(value, to)
+
+    def send_back(self, to: int, values: tuple[Tensor, ...]) -> None:
+        """Send gradients to the rank at place `to`."""
+        for value in values:
+            self._post(value, to)
+
+    def receive(self, boundary: int, source: int, shapes: list[torch.Size]) -> tuple[Tensor, ...]:
+        """Tensors that will hold what comes over the boundary after stage `boundary`: see `wait`."""
+        key = (boundary, False)
+        if key not in self._types:
+            number = torch.zeros(1, dtype=torch.int64, device=self._device)
+            distributed.recv(number, group=self._group, group_src=source)
+            self._types[key] = _TYPES[int(number)]
+        return self._receive(source, shapes, self._types[key])
+
+    def receive_back(self, source: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors that will hold the gradients of what was sent."""
+        return self._receive(source, [value.shape for value in like], like[0].dtype)
+
+    def wait(self, values: tuple[Tensor, ...]) -> None:
+        """Until what was received is there."""
+        for value in values:
+            work = self._coming.pop(id(value), None)
+            if work is not None:
+                work.wait()
+
+    def finish(self) -> None:
+        """Until what was sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def everywhere(self, outputs: Any, source: int) -> Any:
+        """The outputs of the rank at place `source`, on all of them: any nest of tensors."""
+        mine = self._place == source
+        told: list[Any] = [replaced(outputs, lambda t: t.detach().to("meta")) if mine else None]
+        distributed.broadcast_object_list(told, group=self._group, group_src=source)
+        found = outputs if mine else replaced(told[0], lambda t: torch.empty_like(t, device=self._device))
+        for tensor in tensors(found):
+            distributed.broadcast(
+                tensor.detach().contiguous() if mine else tensor, group=self._group, group_src=source
+            )
+        return found
+
+    def _post(self, value: Tensor, to: int) -> None:
+        value = value.detach().contiguous()
+        self._sent.append((distributed.isend(value, group=self._group, group_dst=to), value))
+        # What was sent stays in memory until it is waited for. The order of a schedule's transfers lets any wait end.
+        if len(self._sent) > _MOST:
+            self._sent.popleft()[0].wait()
+
+    def _receive(self, source: int, shapes: list[torch.Size], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        values = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        for value in values:
+            self._coming[id(value)] = distributed.irecv(value, group=self._group, group_src=source)
+        return values

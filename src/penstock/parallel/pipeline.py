@@ -1,0 +1,434 @@
+"""Pipeline parallelism: which stage holds which blocks, and how a model runs one stage of them.
+
+A model keeps its structure and its names on every rank. What other ranks hold is emptied: its parameters are None. A
+stage runs the model's own `forward` on the batch, with stand-ins in place of what is not its own:
+
+- what comes before the blocks gives zeros of the right shape, of which masks and positions are made;
+- the block before the stage's first gives what the stage before has sent;
+- the block after its last ends the forward pass and takes along what the next stage needs.
+
+So every family runs unchanged, and masks and rotations are made on each stage and not sent. An encoder's output, the
+memory, goes from stage to stage with the tokens, and its gradient comes back the same way, each stage's added to it.
+
+A parameter that several stages use lies on each of them, under the same names: tied embeddings, and biases by distance
+that all blocks of a stack share. Their gradients are added up (`Stages.add_shared`), so that they stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from penstock.containers import tensors
+from penstock.errors import ConfigError
+from penstock.models.anatomy import ELSEWHERE, WHOLE, Anatomy, anatomy_of
+from penstock.models.roles import Embedding, Linear, Pooler, Stem, owned, walk
+from penstock.optim.clip import grad_norm
+from penstock.optim.tensors import local
+from penstock.parallel.dims import ParallelDims
+from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
+from penstock.planner.stages import balanced
+
+Values = tuple[Tensor, ...]
+"""What one stage sends to the next: tokens, the memory, or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a model is cut: the number of the first block of each stage, and of the block after the last."""
+
+    edges: tuple[int, ...]
+    encoder: int
+    """Blocks of the encoder of an encoder–decoder; 0 for other models."""
+
+    @classmethod
+    def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> Cut:
+        """Stages of so many blocks each. Raises ConfigError for a model that cannot be cut."""
+        if anatomy.unknown or len(anatomy.stacks) > 2 or (
+            len(anatomy.stacks) == 2 and anatomy.family.startswith("hf_")
+        ):  # fmt: skip
+            what = anatomy.unknown or f"a model of the family {anatomy.family}"
+            raise ConfigError(
+                f"plan.pp cuts a model by its Anatomy, and {what} cannot be cut: its blocks must be known by role, and "
+                "take and return tokens. Use plan.pp=1, or one of Penstock's own models."
+            )
+        edges = [0]
+        for count in counts:
+            edges.append(edges[-1] + count)
+        assert edges[-1] == len(anatomy.blocks)
+        return cls(tuple(edges), len(anatomy.stacks[0].blocks) if len(anatomy.stacks) == 2 else 0)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.edges) - 1
+
+    def stage_of(self, block: int) -> int:
+        """The stage of a block."""
+        return next(s for s in range(self.stages) if block < self.edges[s + 1])
+
+    def carries(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is sent tokens, and whether it is sent the memory."""
+        at = self.edges[stage]
+        return at not in (0, self.encoder), 0 < self.encoder <= at
+
+
+def _places(anatomy: Anatomy, cut: Cut) -> dict[str, frozenset[int]]:
+    """The stages that use each part, by its name."""
+    found: dict[str, set[int]] = {}
+    at, tokens = 0, [r for r in anatomy.stacks[0].before if isinstance(r, Embedding) and r.kind == "token"]
+    for stack in anatomy.stacks:
+        home = [cut.stage_of(at + i) for i in range(len(stack.blocks))]
+        at += len(home)
+        for role in (*stack.before, *tokens):
+            everywhere = isinstance(role, Embedding) and role.kind == "relative"
+            for name in (role.name, *owned(role)):
+                found.setdefault(name, set()).update(home if everywhere else home[:1])
+        for block, stage in zip(stack.blocks, home):
+            found[block.name] = {stage}
+        for role in walk(stack.after):
+            for name in (role.name, *owned(role)):
+                found[name] = {home[-1]}
+    return {name: frozenset(stages) for name, stages in found.items()}
+
+
+@dataclass(slots=True)
+class Stages:
+    """This rank's stages of a model that was cut. `model(…)` runs all stages of all ranks one after the other, and
+    gives the outputs to each; `run` runs one.
+    """
+
+    model: nn.Module
+    cut: Cut
+    dims: ParallelDims
+    device: torch.device
+    mine: tuple[int, ...]
+    shared: list[tuple[str, tuple[int, ...]]]
+    """Names of parameters that other ranks hold too, with all ranks' places in the pipeline."""
+    places: dict[str, frozenset[int]]
+    hidden: dict[nn.Module, dict[str, Tensor]]
+    """What emptied modules held, without values."""
+    fixed: bool = True
+    """Whether the shapes of what stages send follow from those of a batch."""
+    dtype: torch.dtype = torch.float32
+    """That of the model's weights."""
+    _forward: Callable[..., Any] | None = None
+    _active: tuple[int, Values] | None = None
+    _stand_ins: dict[int, list[tuple[Any, str, Any]]] = field(default_factory=dict)
+    _blanks: dict[str, Blank] = field(default_factory=dict)
+    _shapes: dict[Any, list[torch.Size]] = field(default_factory=dict)
+    _memory: list[Tensor] = field(default_factory=list)
+    _probing: bool = False
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.cut.stages - 1
+
+    def rank_of(self, stage: int) -> int:
+        """The place in the pipeline of the rank that holds a stage."""
+        return stage % self.dims.pp
+
+    # -- running
+
+    def attach(self) -> None:
+        """From now on calls of the model run stages. It must follow what replaces the class's `forward`."""
+        self._forward = self.model.forward
+        self.model.forward = self._called
+
+    def run(self, stage: int, received: Values, what: Callable[[], Any]) -> Any:
+        """Call `what`, in which the model runs `stage` on what the stage before has sent. It returns what the stage
+        sends, or of the last stage the model's outputs.
+        """
+        self._active = stage, received
+        try:
+            return what()
+        finally:
+            self._active = None
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if self._active is None:
+            return self._all(*args, **kwargs)
+        return self._one(self._active[0], *args, **kwargs)
+
+    def _one(self, stage: int, *args: Any, **kwargs: Any) -> Any:
+        assert self._forward is not None
+        self._memory.clear()
+        with self._changed(stage):
+            try:
+                return self._forward(*args, **kwargs)
+            except Left as left:
+                return left.values
+
+    def _all(self, *args: Any, **kwargs: Any) -> Any:
+        """All stages one after the other; every rank gets the outputs of the last."""
+        from penstock.parallel.links import Links
+
+        links, outputs = Links(self.dims, self.device), None
+        for stage in self.mine:
+            received: Values = ()
+            if stage:
+                received = links.receive(
+                    stage - 1, self.rank_of(stage - 1), self.expected(stage, args, kwargs)
+                )
+                links.wait(received)
+            self._active = stage, received
+            try:
+                outputs = self._one(stage, *args, **kwargs)
+            finally:
+                self._active = None
+            if stage < self.last:
+                links.send(stage, self.rank_of(stage + 1), outputs)
+        links.finish()
+        return links.everywhere(outputs, self.rank_of(self.last))
+
+    def expected(
+        self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> list[torch.Size]:
+        """Shapes of what a stage is sent for a batch, which is all that is computed here."""
+        kwargs = kwargs or {}
+        key = (stage, *(tuple(t.shape) for t in tensors((args, kwargs))), *(type(a) for a in args), *kwargs)
+        if self.fixed and key in self._shapes:
+            return self._shapes[key]
+        assert self._forward is not None
+        self._probing, before = True, self._active
+        self._active = stage, ()
+        self._memory.clear()
+        try:
+            with torch.no_grad(), self._changed(stage, probing=True):
+                self._forward(*args, **kwargs)
+        except Left as left:
+            shapes = [value.shape for value in left.values]
+        finally:
+            self._probing, self._active = False, before
+        if len(self._shapes) > 1024:
+            self._shapes.clear()
+        self._shapes[key] = shapes
+        return shapes
+
+    # -- stand-ins
+
+    @contextmanager
+    def _changed(self, stage: int, *, probing: bool = False) -> Iterator[None]:
+        """Inside, stand-ins are where a stage has no part of its own."""
+        key = -1 - stage if probing else stage
+        if key not in self._stand_ins:
+            self._stand_ins[key] = list(self._changes(stage, probing=probing))
+        changes = self._stand_ins[key]
+        before = [getattr(owner, name, None) for owner, name, _ in changes]
+        try:
+            for owner, name, new in changes:
+                _put(owner, name, new)
+            yield
+        finally:
+            for (owner, name, _), old in zip(changes, before):
+                _take_back(owner, name, old)
+
+    def _changes(self, stage: int, *, probing: bool) -> Iterator[tuple[Any, str, Any]]:
+        anatomy, cut = anatomy_of(self.model), self.cut
+        first, end = cut.edges[stage], cut.edges[stage + 1]
+        tokens, memory = cut.carries(stage)
+        memory_part = self._memory_part(anatomy)
+        for stack in anatomy.stacks:
+            for role in (*stack.before, *(stack.after if stack is not anatomy.stacks[-1] else ())):
+                if (probing or stage not in self.places[role.name]) and role.name != memory_part:
+                    yield self._blank(role.name)
+        for number, block in enumerate(anatomy.blocks):
+            module = self.model.get_submodule(block)
+            if block == memory_part or (first <= number < end and not probing) or number > end:
+                continue
+            if number == first - 1 and tokens:
+                new = entry(self, module, with_memory=memory)
+            elif number == end and not probing:
+                new = exit_(self, module, *((True, False) if end < cut.encoder or not cut.encoder else
+                                            (end > cut.encoder, True)))  # fmt: skip
+            else:
+                new = passing(module)
+            yield (*_owner(self.model, block), new)
+        if memory_part is not None:
+            yield from self._at_memory(stage, memory_part, anatomy, probing=probing)
+
+    def _at_memory(
+        self, stage: int, name: str, anatomy: Anatomy, *, probing: bool
+    ) -> Iterator[tuple[Any, str, Any]]:
+        """What stands where the encoder's output is made."""
+        cut, module = self.cut, self.model.get_submodule(name)
+        made = stage in self.places[name]
+        if cut.carries(stage)[1]:
+            yield (
+                *_owner(self.model, name),
+                entry(self, module, memory=True, ends=probing and not cut.carries(stage)[0]),
+            )
+        elif made and not probing:
+            yield (*_owner(self.model, name), tap(self, module))
+        elif name in anatomy.blocks:
+            number = anatomy.blocks.index(name)
+            new = passing(module)
+            if number == cut.edges[stage + 1] and not probing:
+                new = exit_(self, module, True, False)
+            yield (*_owner(self.model, name), new)
+        else:
+            yield self._blank(name)
+
+    def _memory_part(self, anatomy: Anatomy) -> str | None:
+        """The part whose output is the memory."""
+        if not self.cut.encoder:
+            return None
+        stack = anatomy.stacks[0]
+        return stack.after[-1].name if stack.after else stack.blocks[-1].name
+
+    def _blank(self, name: str) -> tuple[Any, str, Any]:
+        owner, key = _owner(self.model, name)
+        if name not in self._blanks:
+            self._blanks[name] = Blank(self, owner, key)
+        return owner, key, self._blanks[name].instead()
+
+    def like(self) -> torch.dtype:
+        """The type of the tokens that go through the stage that runs; else that of the weights."""
+        received = self._active[1] if self._active else ()
+        return received[0].dtype if received else self.dtype
+
+    # -- what ranks share
+
+    @torch.no_grad()
+    def add_shared(self, gradient_of: Callable[[Tensor], Tensor]) -> None:
+        """Add up the gradients of parameters that several stages use, on each of them. `gradient_of` gives the
+        parameter that holds a parameter's gradient. Sums are made in the order of stages, so that all are the same.
+        """
+        group = self.dims.group("pp")
+        place = self.dims.place()["pp"]
+        for name, ranks in self.shared:
+            parameter = self.model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            holder = gradient_of(parameter)
+            if holder.grad is None:
+                holder.grad = torch.zeros_like(holder)
+            mine = local(holder.grad)
+            found, works = {place: mine.contiguous().clone()}, []
+            for rank in ranks:
+                if rank != place:
+                    found[rank] = torch.empty_like(found[place])
+                    works.append(distributed.irecv(found[rank], group=group, group_src=rank))
+                    works.append(distributed.isend(found[place], group=group, group_dst=rank))
+            for work in works:
+                if work is not None:
+                    work.wait()
+            total = found[ranks[0]].clone()
+            for rank in ranks[1:]:
+                total += found[rank]
+            mine.copy_(total)
+
+    @torch.no_grad()
+    def whole_norm(self, norm: Tensor, gradient_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The norm of the gradients of all stages from that of this rank's, on all of them; what several ranks hold
+        counts once.
+        """
+        place, dtype = self.dims.place()["pp"], norm.dtype
+        square = norm.to(self.device, torch.float64).square()
+        names = [name for name, ranks in self.shared if ranks[0] != place]
+        again = [gradient_of(self.model.get_parameter(name)).grad for name in names]
+        counted = [gradient for gradient in again if gradient is not None]
+        if counted:
+            square = (square - grad_norm(counted).double().square()).clamp(min=0.0)
+        distributed.all_reduce(square, group=self.dims.group("pp"))
+        return square.sqrt().to(dtype)
+
+
+def cut_stages(
+    model: nn.Module, counts: Sequence[int], dims: ParallelDims, device: torch.device, *, fixed: bool
+) -> Stages:
+    """Keep this rank's stages of `model`, in place; `counts` are the blocks of each stage. Stage s is on the rank whose
+    place in the pipeline is s mod pp.
+
+    Call it before anything takes the model's parameters, and `Stages.attach` once its class is settled. `fixed` says
+    whether shapes inside the model follow from those of a batch. Raises ConfigError for a model that cannot be cut.
+    """
+    anatomy = anatomy_of(model)
+    cut = Cut.of(anatomy, counts)
+    places = _places(anatomy, cut)
+    place = dims.place()["pp"]
+    mine = tuple(stage for stage in range(cut.stages) if stage % dims.pp == place)
+    users: dict[int, set[int]] = {}
+    every = frozenset(range(cut.stages))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).update(_nearest(places, name) or every)
+    shared = [
+        (name, ranks)
+        for name, parameter in model.named_parameters()
+        if place in (ranks := tuple(sorted({stage % dims.pp for stage in users[id(parameter)]})))
+        and len(ranks) > 1
+    ]
+    hidden: dict[nn.Module, dict[str, Tensor]] = {}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if users[id(parameter)].isdisjoint(mine):
+                hidden.setdefault(module, {})[key] = parameter.detach().to("meta")
+                setattr(module, key, None)
+    for block, name in enumerate(anatomy.blocks):
+        if cut.stage_of(block) not in mine:
+            model.get_submodule(name).__dict__[ELSEWHERE] = True
+    model.__dict__[WHOLE] = anatomy
+    dtype = next(model.parameters()).dtype
+    return Stages(model, cut, dims, device, mine, shared, places, hidden, fixed, dtype)
+
+
+def _nearest(places: dict[str, frozenset[int]], name: str) -> frozenset[int] | None:
+    """The stages of the part that a parameter belongs to; None where it belongs to none."""
+    while name not in places:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return places[name]
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, key = name.rpartition(".")
+    return model.get_submodule(parent), key
+
+
+def _put(owner: nn.Module, name: str, new: Any) -> None:
+    if isinstance(new, nn.Module):
+        setattr(owner, name, new)
+    else:
+        owner.__dict__[name] = new  # a parameter of that name is behind it
+
+
+def _take_back(owner: nn.Module, name: str, old: Any) -> None:
+    if name in owner.__dict__:
+        del owner.__dict__[name]
+    else:
+        setattr(owner, name, old)
+
+
+def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage of a model of which no more is known than its Anatomy: products with weights make up most
+    of the work, and each weight of a matrix is used once for a token.
+    """
+    anatomy = anatomy_of(model)
+
+    def weights(name: str) -> float:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            return 0.0
+        return float(sum(p.numel() for p in module.parameters() if p.ndim > 1))
+
+    after = [role for role in walk(anatomy.stacks[-1].after) if isinstance(role, Linear | Pooler)]
+    before = [role for role in walk(anatomy.stacks[0].before) if isinstance(role, Stem)]
+    if len(anatomy.blocks) < stages:
+        raise ConfigError(
+            f"plan.pp leaves stages without a block: {stages} are asked for, and {type(model).__name__} has "
+            f"{len(anatomy.blocks)} blocks; use at most that."
+        )
+    return balanced(
+        [weights(block) for block in anatomy.blocks],
+        stages,
+        entrance=sum(weights(role.name) for role in before),
+        end=sum(weights(role.name) for role in after),
+    )

@@ -1,0 +1,171 @@
+"""What stands in a model where a stage of a pipeline has no part of its own: see `penstock.parallel.pipeline`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+
+
+class Left(Exception):
+    """The end of a stage's forward pass, with what it takes along."""
+
+    def __init__(self, values: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.values = values
+
+
+class Running(Protocol):
+    """What stand-ins ask of the stage that runs."""
+
+    _active: Any
+    _memory: list[Tensor]
+    _probing: bool
+    device: torch.device
+    hidden: dict[nn.Module, dict[str, Tensor]]
+
+    def like(self) -> torch.dtype:
+        """The type of the tokens that go through this stage."""
+
+
+class StandIn(nn.Module):
+    """Called in place of `original`, whose attributes it has besides."""
+
+    def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["original"] = original
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tokens that a block is called with."""
+    found: Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def passing(module: nn.Module) -> StandIn:
+    """A block that gives its tokens as they are."""
+    return StandIn(module, lambda *args, **kwargs: _tokens(args, kwargs))
+
+
+def entry(
+    running: Running,
+    module: nn.Module,
+    *,
+    memory: bool = False,
+    with_memory: bool = False,
+    ends: bool = False,
+) -> StandIn:
+    """A part that gives what the stage before has sent: the tokens or, with `memory`, the memory, which comes last.
+
+    While shapes are asked for nothing was sent: then the shapes are those of what it is called with. The tokens' part
+    is the last to be called, or with `ends` the memory's.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if not running._probing:
+            received = running._active[1]
+            found: Tensor = received[-1 if memory else 0]
+            if memory:
+                running._memory[:] = [found]
+            return found
+        x = _tokens(args, kwargs)
+        if memory:
+            running._memory[:] = [x]
+        if ends or not memory:
+            raise Left((x,) if memory else (x, *(running._memory if with_memory else ())))
+        return x
+
+    return StandIn(module, call)
+
+
+def exit_(running: Running, module: nn.Module, tokens: bool, memory: bool) -> StandIn:
+    """A block that ends the pass with its tokens, the memory, or both."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        x = _tokens(args, kwargs)
+        if not isinstance(x, Tensor):
+            raise ConfigError(
+                f"plan.pp needs blocks that take and return tokens, but {type(module).__name__} is called with a "
+                f"{type(x).__name__}; use plan.pp=1."
+            )
+        raise Left((*((x,) if tokens else ()), *(running._memory if memory else ())))
+
+    return StandIn(module, call)
+
+
+def tap(running: Running, module: nn.Module) -> StandIn:
+    """The part itself; its output is the memory."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = module(*args, **kwargs)
+        running._memory[:] = [found]
+        return found
+
+    return StandIn(module, call)
+
+
+class Blank:
+    """Zeros in place of a parameter, or of what a module gives."""
+
+    def __init__(self, running: Running, owner: nn.Module, key: str) -> None:
+        self.running = running
+        there: Any = getattr(owner, key)
+        self.module: nn.Module | None = there if isinstance(there, nn.Module) else None
+        self.shape = torch.Size()
+        if self.module is None:
+            self.shape = (running.hidden[owner][key] if there is None else there).shape
+        self._copy: nn.Module | None = None
+        self._given: dict[Any, torch.Size] = {}
+
+    def instead(self) -> Any:
+        """What is put in its place."""
+        if self.module is not None:
+            return StandIn(self.module, self)
+        return torch.zeros(1, device=self.running.device).expand(self.shape)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        key = tuple(
+            value.shape if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())
+        )
+        shape = self._given.get(key)
+        if shape is None:
+            shape = self._given[key] = self._asked(args, kwargs)
+        return torch.zeros(shape, device=self.running.device, dtype=self.running.like())
+
+    @torch.no_grad()
+    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+        """The shape of what the module gives, which is computed without values."""
+        if self._copy is None:
+            assert self.module is not None
+            pairs = {
+                id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
+                for p in self.module.parameters()
+            }
+            self._copy = copy.deepcopy(self.module, dict(pairs))
+            for mine, theirs in zip(self._copy.modules(), self.module.modules(), strict=True):
+                for name, value in self.running.hidden.get(theirs, {}).items():
+                    setattr(mine, name, nn.Parameter(value, requires_grad=False))
+            self._copy.to("meta")
+
+        def moved(value: Any) -> Any:
+            return value.to("meta") if isinstance(value, Tensor) else value
+
+        given: Tensor = self._copy(
+            *map(moved, args), **{name: moved(value) for name, value in kwargs.items()}
+        )
+        return given.shape

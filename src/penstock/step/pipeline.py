@@ -1,0 +1,197 @@
+"""The forward and backward passes of a training step through the stages of a pipeline.
+
+Each rank runs its list of a schedule's actions, one by one: the data that `penstock.schedules` generates, simulates and
+draws. torch's own runtime of such lists (`torch.distributed.pipelining`) fixes the shape of what stages send at the
+first step, and batches of text change theirs. So actions are executed here, and the tests of schedules hold the lists
+equal to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed
+
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError, PenstockError
+from penstock.parallel import DataParallel
+from penstock.parallel.links import Links
+from penstock.parallel.pipeline import Stages, Values
+from penstock.precision import LossScaler, MasterWeights
+from penstock.schedules import Action, Schedule, schedule_of, with_communication
+from penstock.tasks import Embedding, Loss, Task
+
+_WORDS = {
+    "F": "the forward pass", "B": "the backward pass", "I": "the gradient of its input",
+    "W": "the gradients of its weights", "SEND_F": "sending its activations", "RECV_F": "receiving activations",
+    "SEND_B": "sending gradients", "RECV_B": "receiving gradients",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def table(plan: Plan, micro_batches: int) -> Schedule:
+    """What each rank of a pipeline does, transfers included."""
+    return with_communication(schedule_of(plan, micro_batches))
+
+
+class Pipeline:
+    """Takes micro-batches through the stages of a model as a Plan's schedule says. The loss is the task's, made on the
+    last stage.
+
+    Raises:
+        ConfigError: the loss is a plain function, which does not say what goes into the model and what comes out.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        loss: Loss,
+        plan: Plan,
+        *,
+        scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None,
+        replicas: DataParallel | None = None,
+    ) -> None:
+        if not isinstance(loss, Task):
+            raise ConfigError(
+                f"plan.pp={plan.pp} runs the model and its loss on different ranks, so the loss must be a "
+                "penstock.tasks.Task, with `inputs` of a batch and the `loss` of outputs; give build(…, loss=…) one, "
+                "or use plan.pp=1."
+            )
+        if isinstance(loss, Embedding):
+            raise ConfigError(
+                f"The task embedding compares the texts of all ranks, and with plan.pp={plan.pp} only the last stage "
+                "has their features; use plan.pp=1."
+            )
+        self.loss: Loss = loss
+        self.task = loss
+        self.stages = stages
+        self.plan = plan
+        self.scaler = scaler
+        self.masters = masters
+        self.replicas = replicas
+        self._types: dict[tuple[int, bool], torch.dtype] = {}
+        self._place = stages.dims.place()["pp"]
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        mine = table(self.plan, len(micro_batches)).ranks[self._place]
+        if self.replicas is not None:
+            self.replicas.begin(0, len(micro_batches))
+        step = _Step(self, micro_batches, Links(self.stages.dims, self.stages.device, self._types))
+        for action in mine:
+            step.perform(action)
+        step.links.finish()
+        self.stages.add_shared(self._holder)
+        if self.replicas is not None:
+            self.replicas.end()
+        return self._mean(step.losses)
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the gradients of all stages, from that of this rank's."""
+        return self.stages.whole_norm(norm, self._holder)
+
+    def _holder(self, parameter: Tensor) -> Tensor:
+        """Where the gradient of a parameter is."""
+        return parameter if self.masters is None else self.masters.master_of(parameter)
+
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """The mean loss of the micro-batches, which the last stage tells the others."""
+        stages = self.stages
+        dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
+        mean = torch.zeros((), dtype=dtype, device=stages.device)
+        if losses:
+            mean.copy_(torch.stack(list(losses)).mean())
+        source = stages.rank_of(stages.last)
+        distributed.broadcast(mean, group=stages.dims.group("pp"), group_src=source)
+        return mean
+
+
+class _Step:
+    """One step of one rank: what its stages hold of each micro-batch."""
+
+    def __init__(self, pipeline: Pipeline, micro_batches: Sequence[Any], links: Links) -> None:
+        self.pipeline, self.stages, self.links = pipeline, pipeline.stages, links
+        self.batches = micro_batches
+        self.losses: list[Tensor] = []
+        self._inputs: dict[tuple[int, int], Values] = {}
+        """What came from the stage before, by stage and micro-batch; its gradients are for that stage."""
+        self._outputs: dict[tuple[int, int], Values] = {}
+        self._gradients: dict[tuple[int, int], Values] = {}
+        """Of the outputs."""
+        self._does: dict[str, Callable[[int, int], None]] = {
+            "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
+            "SEND_B": self._send_back, "RECV_B": self._receive_back,
+        }  # fmt: skip
+
+    def perform(self, action: Action) -> None:
+        """Do what the schedule says. What goes wrong is told with stage and micro-batch."""
+        try:
+            self._does[action.kind](action.stage, action.micro_batch)
+        except (RuntimeError, MemoryError, PenstockError) as error:
+            _raise_named(error, action, len(self.batches), self.stages.last)
+
+    def _forward(self, stage: int, i: int) -> None:
+        stages, task, batch = self.stages, self.pipeline.task, self.batches[i]
+        received = self._inputs.get((stage, i), ())
+        self.links.wait(received)
+        for value in received:
+            value.requires_grad_()
+        outputs = stages.run(stage, received, lambda: stages.model(*task.inputs(batch)))
+        if stage == stages.last:
+            loss = task.loss(outputs, batch)
+            self.losses.append(loss.detach())
+            share = loss if len(self.batches) == 1 else loss / len(self.batches)
+            scaler = self.pipeline.scaler
+            outputs = (share if scaler is None else scaler.scaled(share),)
+        elif stages.rank_of(stage + 1) == stages.rank_of(stage):
+            self._inputs[stage + 1, i] = tuple(value.detach() for value in outputs)
+        self._outputs[stage, i] = outputs
+
+    def _backward(self, stage: int, i: int) -> None:
+        pipeline, stages = self.pipeline, self.stages
+        if pipeline.replicas is not None and i == len(self.batches) - 1:
+            pipeline.replicas.begin(i, len(self.batches))
+        outputs = self._outputs.pop((stage, i))
+        if stage == stages.last:
+            outputs[0].backward()  # type: ignore[no-untyped-call]
+        else:
+            gradients = self._gradients.pop((stage, i))
+            self.links.wait(gradients)
+            learned = [(out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad]
+            if learned:
+                torch.autograd.backward([out for out, _ in learned], [given for _, given in learned])
+        if pipeline.masters is not None:
+            pipeline.masters.collect()
+        if stage:
+            received = self._inputs.pop((stage, i))
+            found = tuple(torch.zeros_like(v) if v.grad is None else v.grad for v in received)
+            self._gradients[stage - 1, i] = found
+
+    def _send(self, stage: int, i: int) -> None:
+        self.links.send(stage, self.stages.rank_of(stage + 1), self._outputs[stage, i])
+
+    def _receive(self, stage: int, i: int) -> None:
+        shapes = self.stages.expected(stage, self.pipeline.task.inputs(self.batches[i]))
+        self._inputs[stage, i] = self.links.receive(stage - 1, self.stages.rank_of(stage - 1), shapes)
+
+    def _send_back(self, stage: int, i: int) -> None:
+        self.links.send_back(self.stages.rank_of(stage - 1), self._gradients.pop((stage - 1, i)))
+
+    def _receive_back(self, stage: int, i: int) -> None:
+        source = self.stages.rank_of(stage + 1)
+        self._gradients[stage, i] = self.links.receive_back(source, self._outputs[stage, i])
+
+
+def _raise_named(error: Exception, action: Action, count: int, last: int) -> NoReturn:
+    """Raise the error again, of the same kind, with what the rank was doing."""
+    stage, kind, i = action
+    where = f"In {_WORDS[kind]} of stage {stage} (0 to {last}) for micro-batch {i} (0 to {count - 1}): "
+    try:
+        named = type(error)(f"{where}{error}")
+    except TypeError:
+        error.add_note(where)
+        raise error from None
+    raise named from error

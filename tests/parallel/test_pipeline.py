@@ -1,0 +1,242 @@
+"""Stages on several ranks train as one process does: losses, norms, weights, averages, and what an evaluation sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.families import ENROLLED, Given, batches
+from helpers.rank_pool import pool
+from helpers.spawn import RankFailed
+from penstock import checkpoint
+from penstock.build import Built, build
+from penstock.checkpoint import Snapshot
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
+from penstock.parallel.agree import average
+from penstock.planner.stages import balanced, stage_counts
+from penstock.schedules import generate
+from penstock.step.pipeline import table
+
+RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
+STEPS = 3
+
+
+class Exact(Given):
+    """The loss in the type of the logits."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten())
+
+
+def _config(name: str) -> ModelConfig:
+    config: Any = ENROLLED[name].config
+    return replace(config, depth=4) if hasattr(config, "depth") else config
+
+
+def _built(name: str, plan: Plan, dims: ParallelDims, *, double: bool, **recipe: Any) -> Built:
+    config = _config(name)
+    made: Any = (lambda: create(config).double()) if double else config
+    built = build(
+        made, plan, recipe=replace(RECIPE, **recipe), loss=Exact() if double else Given(), dims=dims
+    )
+    if built.scaler is not None:
+        built.scaler.scale.fill_(2.0**8)
+    return built
+
+
+def _data(config: ModelConfig, step: int, samples: int, *, double: bool) -> list[Tensor]:
+    found = batches(config, step, samples)
+    return [value.double() if double and value.is_floating_point() else value for value in found]
+
+
+def _steps(built: Built, name: str, steps: range, *, double: bool) -> list[tuple[float, float]]:
+    plan, dims, told = built.plan, built.dims, []
+    for step in steps:
+        data = _data(_config(name), step, plan.global_batch, double=double)
+        starts = [(i * plan.dp + dims.data_rank) * plan.micro_batch for i in range(plan.accumulate)]
+        result = built.step([tuple(value[at : at + plan.micro_batch] for value in data) for at in starts])
+        loss = average(result.loss.detach().double(), dims)
+        assert result.grad_norm is not None
+        told.append((float(loss), float(result.grad_norm)))
+    return told
+
+
+def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict[str, Any]:
+    """A few steps, then what is left of them, whole, on rank 0."""
+    plan = Plan.parse(line)
+    dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
+    built = _built(name, plan, dims, double=double, **recipe)
+    found: dict[str, Any] = {"told": _steps(built, name, range(STEPS), double=double)}
+    with built.inference():
+        found["outputs"] = built.model(*_data(_config(name), 99, 3, double=double)[:-1])
+    found["weights"] = whole_state(built.model, dims)
+    assert built.ema is not None
+    with built.ema.swapped():
+        found["ema"] = whole_state(built.model, dims)
+    found["held"] = sum(p.numel() for p in built.model.parameters())
+    return found
+
+
+def _alone(line: str) -> str:
+    plan = Plan.parse(line)
+    same = replace(plan, pp=1, schedule="1f1b", virtual=1, dp=1, sharding="ddp", shard=1)
+    return replace(same, accumulate=plan.accumulate * plan.dp).line()
+
+
+def _compare(name: str, line: str, *, double: bool = True, **recipe: Any) -> None:
+    wanted = _trained(name, _alone(line), double, recipe)
+    found = pool(Plan.parse(line).gpus).run(_trained, name, line, double, recipe)
+    # fp64 is held to the issue's 1e-7; half precision to the rounding of sums in another order.
+    close: dict[str, float] = {"rtol": 1e-7, "atol": 1e-9} if double else {"rtol": 2e-2, "atol": 2e-3}
+    for one in found:
+        torch.testing.assert_close(one["told"], wanted["told"], **close)
+        torch.testing.assert_close(one["outputs"].double(), wanted["outputs"].double(), **close)
+    for kind in ("weights", "ema"):
+        assert found[0][kind].keys() == wanted[kind].keys()
+        torch.testing.assert_close(found[0][kind], wanted[kind], **close)
+        assert not any(one[kind] for one in found[1:])
+    assert all(one["held"] < wanted["held"] for one in found)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ENROLLED)
+def test_every_family_trains_in_two_stages(name: str) -> None:
+    _compare(name, "micro_batch=2 accumulate=3 pp=2")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gpt", "micro_batch=1 accumulate=4 pp=2 schedule=gpipe"),
+        ("vit", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
+        ("t5", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
+        ("marian", "micro_batch=2 accumulate=2 pp=4 token_order=batch_second"),
+        ("bert", "micro_batch=2 accumulate=2 pp=2 padding=remove recompute=full"),
+        ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
+    ],
+)
+def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
+    _compare(name, line)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "line",
+    [
+        "precision=O1",
+        "precision=O2 optimizer=fused dtype=fp16",
+        "precision=O2 optimizer=fused master=remainder",
+        "precision=O3 optimizer=contiguous",
+    ],
+)
+def test_every_level_trains_in_stages(line: str) -> None:
+    _compare("gpt", f"micro_batch=2 accumulate=2 pp=2 {line}", double=False)
+
+
+@pytest.mark.alone
+def test_what_is_frozen_stays_on_every_stage() -> None:
+    _compare("gpt", "micro_batch=2 accumulate=2 pp=2", freeze=("tokens", "decoder.blocks.0"))
+
+
+def _snapshot(built: Built, step: int) -> Snapshot:
+    return Snapshot(
+        step=step,
+        weights={"weights": built.model.state_dict()},
+        state={"optimizer": checkpoint.by_name(built.optimizer.state_dict())},
+        config={},
+    )
+
+
+def _went_on(name: str, line: str, folder: str, save: bool) -> list[tuple[float, float]]:
+    """Two steps and a save, or a start from it; then two steps more."""
+    plan = Plan.parse(line)
+    built = _built(name, plan, dims_of(plan, "cpu") if plan.gpus > 1 else ALONE, double=True)
+    if save:
+        _steps(built, name, range(2), double=True)
+        checkpoint.save(Path(folder), _snapshot(built, 2))
+    else:
+        stored = checkpoint.find(Path(folder))
+        assert stored is not None
+        parameters = dict(built.model.named_parameters(remove_duplicate=False))
+        found = stored.load(parameters, held={*parameters, *built.model.state_dict()})
+        built.model.load_state_dict(found.weights["weights"])
+        state = checkpoint.by_index(found.state["optimizer"], built.optimizer.state_dict())
+        built.optimizer.load_state_dict(state)
+    return _steps(built, name, range(2, 4), double=True)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pp=2 accumulate=2", "pp=2 accumulate=2"),
+        ("pp=2 accumulate=2", "accumulate=2"),
+        ("accumulate=2", "pp=2 accumulate=2 schedule=interleaved virtual=2"),
+        ("pp=2 accumulate=2", "pp=4 accumulate=2"),
+    ],
+)
+def test_a_checkpoint_of_stages_goes_on_in_any_other_layout(before: str, after: str, tmp_path: Path) -> None:
+    def on(line: str, save: bool) -> list[tuple[float, float]]:
+        ranks, arguments = Plan.parse(line).gpus, ("gpt", f"micro_batch=2 {line}", str(tmp_path), save)
+        return _went_on(*arguments) if ranks == 1 else pool(ranks).run(_went_on, *arguments)[0]
+
+    undisturbed = on(before, True)
+    torch.testing.assert_close(on(after, False), undisturbed, rtol=1e-9, atol=1e-12)
+
+
+def _fails(line: str) -> None:
+    plan = Plan.parse(line)
+    built = _built("gpt", plan, dims_of(plan, "cpu"), double=True)
+    if built.dims.rank == 1:
+        built.model.get_submodule("decoder.blocks.3").register_forward_pre_hook(_Third())
+    _steps(built, "gpt", range(1), double=True)
+
+
+class _Third:
+    """Fails when it is called for the third time."""
+
+    calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise MemoryError("no room")
+
+
+@pytest.mark.alone
+def test_an_error_names_stage_and_micro_batch() -> None:
+    with pytest.raises(RankFailed, match=r"In the forward pass of stage 1 .* for micro-batch 2 .* no room"):
+        pool(2).run(_fails, "micro_batch=1 accumulate=4 pp=2")
+
+
+def test_the_table_that_runs_is_the_one_that_is_simulated() -> None:
+    plan = Plan.parse("pp=4 accumulate=8 schedule=interleaved virtual=2")
+    assert table(plan, 8).computations() == generate("interleaved", 4, 8, 2)
+
+
+def test_stages_are_balanced_with_embedding_and_output() -> None:
+    assert balanced([1.0] * 12, 4) == (3, 3, 3, 3)
+    assert balanced([1.0] * 14, 4, entrance=1.0, end=1.0) == (3, 4, 4, 3)
+    assert balanced([1.0] * 8, 2, end=3.0) in ((5, 3), (6, 2))
+    assert balanced([1.0] * 2, 2, end=9.0) == (1, 1)
+    assert sum(stage_counts(_config("gpt"), 2)) == 4
+
+
+def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
+    plan = Plan.parse("pp=2 accumulate=2")
+    dims = ParallelDims(pp=2)
+    with pytest.raises(ConfigError, match=r"so the loss must be a penstock\.tasks\.Task"):
+        build(_config("gpt"), plan, dims=dims, loss=lambda model, batch: model(*batch))
+    with pytest.raises(ConfigError, match="cannot be cut: its blocks must be known by role"):
+        build(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), plan, dims=dims, loss=Given())

@@ -26,6 +26,7 @@ from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
+from penstock.parallel.context import split_tokens
 from penstock.parallel.dims import LOSS
 from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
@@ -158,6 +159,7 @@ def build(
         set_loss(module, plan.loss)
     if plan.padding != "keep":
         set_padding(module, plan.padding)
+    split_tokens(module, plan, dims)
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
     # for both.
     recompute_blocks(module, plan, config, device)

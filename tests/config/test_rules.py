@@ -48,6 +48,8 @@ BROKEN = {
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
     "runtime_has_the_setting": ("tp=2", "vit-s16", "h100", "training cannot run it yet"),
     "pipeline_runs_stages": ("pp=2 compile=whole", "vit-s16", "h100", "compiles a whole model"),
+    "tokens_are_split_alone": ("cp=2 pp=2", "gpt2", "h100", "cannot be trained with plan.pp=2"),
+    "split_tokens_have_no_biases": ("cp=2", "t5-small", "h100", "with an encoder–decoder"),
     "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
     "family_can_be_trained": ("baseline", "mixtral-8x7b", "h100", "cannot be built yet"),
 }

@@ -421,6 +421,32 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
 
 
 @_rule("run")
+def _tokens_are_split_alone(plan: Plan) -> Iterator[str]:
+    """In training, `cp` goes with data parallelism, but not with `tp`, `pp`, `sharding=hsdp` or `padding=remove`."""
+    others = (("tp", 1), ("pp", 1), ("padding", "keep"))
+    for name, alone in (*others, *((("sharding", "fsdp"),) if plan.sharding == "hsdp" else ())):
+        if plan.cp > 1 and getattr(plan, name) != alone:
+            yield (
+                f"plan.cp={plan.cp} cannot be trained with plan.{name}={getattr(plan, name)} yet; use "
+                f"{name}={alone}, or cp=1."
+            )
+
+
+@_rule("run")
+def _split_tokens_have_no_biases(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """In training, `cp` needs a model of one stack, whose scores have no biases by distance."""
+    if plan.cp == 1:
+        return
+    if isinstance(model, Seq2SeqConfig):
+        yield f"plan.cp={plan.cp} cannot be trained with an encoder–decoder yet; use cp=1."
+    elif model.positions in ("alibi", "relative"):
+        yield (
+            f"plan.cp={plan.cp} cannot be trained with model.positions={model.positions} yet, whose biases of scores "
+            "are made for all tokens; use cp=1, or rotary positions."
+        )
+
+
+@_rule("run")
 def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
     """The optimizer is offloaded only if its states are sharded."""
     if plan.offload == "optimizer" and (plan.sharding == "ddp" or plan.dp == 1):

@@ -14,9 +14,8 @@ from penstock.errors import ConfigError
 M = TypeVar("M", bound=ModelConfig)
 
 _ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "cp": 1, "ep": 1,
+    "tp": 1, "sp": False, "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
-    "cp_exchange": "ring",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
 _NOT: dict[str, Any] = {"offload": "activations"}

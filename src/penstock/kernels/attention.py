@@ -114,6 +114,8 @@ def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scor
     """
     backend = chosen_backend(backend, q.device, q.dtype, tokens)
     learned = isinstance(scores.mask, Tensor) and scores.mask.requires_grad
+    if not getattr(scores.mask, "keeps_scores", True):
+        return False
     lacks = q.device.type == "cpu" and (scores.dropout > 0 or learned)
     return backend in ("plain", "math") or (backend == "sdpa" and lacks)
 

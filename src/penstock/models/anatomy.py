@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
+from penstock.kernels.context import Cut
 from penstock.kernels.sdpa import Switch, set_sdpa, switch_of
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
@@ -124,6 +125,8 @@ class Family:
     set_padding: Callable[[Any, Padding], None] | None = None
     recompute_scores: Callable[[Any], None] | None = None
     """Given a block."""
+    share_tokens: Callable[[Any, Cut], None] | None = None
+    """Compute this rank's tokens of samples that are cut over several."""
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -191,6 +194,15 @@ def recompute_scores(model: nn.Module, block: str) -> None:
         return
     there = switch_of(model)
     set_sdpa(module, Switch("sdpa" if there is None else there.backend, again=True, around=there))
+
+
+def share_tokens(model: nn.Module, cut: Cut) -> bool:
+    """Let a model compute this rank's tokens of every sample; false where its family does not know how."""
+    family = _family_of(uncompiled(model))
+    if family is None or family.share_tokens is None:
+        return False
+    family.share_tokens(uncompiled(model), cut)
+    return True
 
 
 def set_loss(model: nn.Module, form: LossForm) -> None:

@@ -39,6 +39,8 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Of the mesh, from the outermost to the innermost."""
 DATA = ("dp_replicate", "dp_shard")
 """Ranks that see different samples."""
+SHARD = ("dp_shard", "cp")
+"""Ranks that share one copy of the model out among them."""
 LOSS = (*DATA, "cp")
 """Ranks whose losses and gradients are averaged."""
 
@@ -114,6 +116,14 @@ class ParallelDims:
             return self.groups[wide]
         assert self.mesh is not None
         return self.mesh.get_group(wide[0])
+
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that share one copy of the model out among them: those of `dp_shard`, and of `cp` with them."""
+        assert self.mesh is not None
+        if self.cp == 1:
+            return self.mesh["dp_shard"]
+        # Kept by the mesh under its name, so that asking again makes no other groups.
+        return self.mesh[SHARD]._flatten("shard")
 
     def connect(self, device: torch.device) -> ParallelDims:
         """The same with mesh and groups, out of the existing process group. All ranks must call this."""

@@ -134,7 +134,7 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
     assert dims.mesh is not None
     offload = plan.offload == "optimizer"
     return {
-        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" else dims.mesh["dp_shard"],
+        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" else dims.shard_mesh(),
         "reshard_after_forward": plan.sharding[:4] != "zero",
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
-from penstock.parallel.dims import ParallelDims
+from penstock.parallel.dims import SHARD, ParallelDims
 
 _SMALL = 4096
 """Elements; what is smaller is made at once."""
@@ -241,5 +241,7 @@ def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
 
 def drawing_of(dims: ParallelDims) -> Drawing:
     """The `Drawing` of this rank's share, of the group that shards weights with it."""
-    assert dims.mesh is not None
-    return Drawing(dims.place()["dp_shard"], dims.dp_shard, dims.mesh.get_group("dp_shard"))
+    place = dims.place()
+    return Drawing(
+        place["dp_shard"] * dims.cp + place["cp"], dims.degree(*SHARD), dims.shard_mesh().get_group()
+    )

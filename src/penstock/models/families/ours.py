@@ -9,6 +9,7 @@ from penstock.config.plan import LossForm, Padding
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
 from penstock.models.base import Switched
+from penstock.models.context import share_tokens
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -155,6 +156,7 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             set_token_order=Switched.set_token_order,
             set_loss=None if _path == "vit.ViT" else _set_loss,
             recompute_scores=_recompute_scores,
+            share_tokens=None if _path == "seq2seq.Seq2Seq" else share_tokens,
             set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
         ),
     )

@@ -1,0 +1,402 @@
+"""Attention over samples whose tokens several devices share: each has some, and keys and values travel.
+
+Two ways to bring them together. A ring passes them on from device to device while attention to those at hand is
+computed (Liu et al., "Ring Attention with Blockwise Transformers", ICLR 2024). Or all are gathered first (Grattafiori
+et al., "The Llama 3 Herd of Models", 2024, section 3.3.2). A query attends to one device's keys at a time, and the
+parts are put together by the logarithms of their sums of exponentials. Nothing but queries, own keys and values,
+outputs and these logarithms is kept for the backward pass, in which keys and values travel again, and their gradients
+home.
+
+Under a causal mask the first tokens have little to look at and the last much. So samples are cut into twice as many
+chunks as there are devices, of which device i has the i-th and the i-th but last: all then have equal work.
+
+Shapes: B samples, H heads, G heads of keys and values, K features per head; N tokens of whole samples, n of this
+device's, M of the keys at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+
+from penstock.config.plan import AttentionBackend, ContextExchange
+from penstock.kernels.attention import Scores
+
+QUERIES = 1024
+"""Queries whose scores are in memory at one time, where they are."""
+
+
+class Cut:
+    """How samples are cut over the ranks of a group."""
+
+    def __init__(self, group: Any, rank: int, size: int, *, causal: bool, exchange: ContextExchange) -> None:
+        self.group: Any = distributed.group.WORLD if group is None and distributed.is_initialized() else group
+        self.rank, self.size = rank, size
+        self.causal, self.ring = causal, exchange == "ring"
+
+    def __deepcopy__(self, memo: Any) -> Cut:
+        return self  # a copy of a model belongs to the same group
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks a sample is cut."""
+        return 2 * self.size if self.causal else self.size
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a rank."""
+        return (rank, 2 * self.size - 1 - rank) if self.causal else (rank,)
+
+    def chunk(self, tokens: int) -> int:
+        """Tokens of a chunk; the last ones may be padding."""
+        return -(-tokens // self.chunks)
+
+    def places(self, rank: int, tokens: int, device: torch.device) -> Tensor:
+        """Which of N tokens a rank has, (n,); numbers from N on are padding."""
+        each = self.chunk(tokens)
+        return torch.cat([torch.arange(c * each, (c + 1) * each, device=device) for c in self.held(rank)])
+
+    def take(self, x: Tensor, dim: int, filling: float = 0) -> Tensor:
+        """This rank's tokens of a tensor that has all of them along `dim`."""
+        each = self.chunk(x.shape[dim])
+        missing = each * self.chunks - x.shape[dim]
+        if missing:
+            padding = [0, 0] * (x.dim() - 1 - dim) + [0, missing]
+            x = F.pad(x, padding, value=filling)
+        return torch.cat([x.narrow(dim, c * each, each) for c in self.held(self.rank)], dim)
+
+    def whole(self, x: Tensor, dim: int, tokens: int) -> Tensor:
+        """All N tokens of a tensor of which each rank has its own along `dim`.
+
+        All ranks go on with the same, so that the same gradients come back on all. What this rank takes of them counts
+        once for each, because gradients of weights are averaged over the ranks later.
+        """
+        return _Whole.apply(x, self, dim, tokens)  # type: ignore[no-any-return, no-untyped-call]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; of gradients see `whole`."""
+        return _Summed.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut, dim: int, tokens: int) -> Tensor:
+        ctx.cut, ctx.dim = cut, dim
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cut.size)]
+        distributed.all_gather(parts, x.contiguous(), group=cut.group)
+        each = cut.chunk(tokens)
+        by_chunk = {
+            chunk: part.narrow(dim, at * each, each)
+            for rank, part in enumerate(parts)
+            for at, chunk in enumerate(cut.held(rank))
+        }
+        return torch.cat([by_chunk[i] for i in range(cut.chunks)], dim).narrow(dim, 0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.cut.take(grad, ctx.dim) * ctx.cut.size, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        total = x.clone()
+        distributed.all_reduce(total, group=cut.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.cut.size, None
+
+
+class Shared:
+    """A mask for `kernels.attention`: which of all tokens see which, when every rank has some of them."""
+
+    keeps_scores = False
+
+    def __init__(
+        self,
+        cut: Cut,
+        tokens: int,
+        *,
+        window: int | None = None,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> None:
+        self.cut, self.tokens = cut, tokens
+        self.window = window
+        self.lengths = None if cut.causal else lengths
+        """(B,) tokens that are no padding, which comes last: a causal mask hides it already."""
+        self.documents = None
+        """(B, N), padded, of whole samples."""
+        if documents is not None:
+            missing = cut.chunk(tokens) * cut.chunks - tokens
+            self.documents = F.pad(documents, (0, missing), value=-1) if missing else documents
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`: q (B, H, n, K), k and v (B, G, n, K); returns (B, H, n, K)."""
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it anew.
+        seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
+        how = _How(self, scale, scores.dropout, seed, backend in ("plain", "math"))
+        return _Exchanged.apply(q, k, v, how)  # type: ignore[no-any-return, no-untyped-call]
+
+    def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
+        """Which of this rank's queries look at which keys of a rank, in rectangles."""
+        cut = self.cut
+        each, rank = cut.chunk(self.tokens), cut.rank
+        n = each * len(cut.held(rank))
+        first, last, everything = slice(0, each), slice(each, n), slice(0, n)
+        if not cut.causal:
+            found = [_Piece(everything, everything, "all")]
+        elif source == rank:
+            found = [_Piece(first, first, "causal"), _Piece(last, first, "all"), _Piece(last, last, "causal")]
+        elif source < rank:
+            found = [_Piece(everything, first, "all")]
+        else:
+            found = [_Piece(last, everything, "all")]
+        padded = not cut.causal and self.lengths is None and each * cut.chunks > self.tokens
+        masked = self.documents is not None or self.window is not None or self.lengths is not None
+        masked = masked or (padded and max(cut.held(source)) * each + each > self.tokens)
+        for piece in found:
+            if not masked:
+                yield piece
+                continue
+            # Of a mask only so many rows are made at one time.
+            for start in range(piece.queries.start, piece.queries.stop, QUERIES):
+                queries = slice(start, min(start + QUERIES, piece.queries.stop))
+                mask = self._mask(queries, source, piece.keys, device)
+                yield _Piece(queries, piece.keys, "mask", mask)
+
+    def _mask(self, queries: slice, source: int, keys: slice, device: torch.device) -> Tensor:
+        """Which of these queries sees which of these keys, (B or 1, 1, ·, ·)."""
+        cut = self.cut
+        looking = cut.places(cut.rank, self.tokens, device)[queries]
+        seen = cut.places(source, self.tokens, device)[keys]
+        behind = looking[:, None] - seen
+        mask = (behind >= 0) if cut.causal else (seen < self.tokens).expand(len(looking), -1)
+        if self.window is not None:
+            near = behind < self.window if cut.causal else behind.abs() <= self.window // 2
+            mask = mask & near
+        mask = mask[None, None]
+        if self.documents is not None:
+            mask = mask & (self.documents[:, None, looking, None] == self.documents[:, None, None, seen])
+        if self.lengths is not None:
+            mask = mask & (seen < self.lengths[:, None])[:, None, None]
+        return mask
+
+
+class _Piece(NamedTuple):
+    queries: slice
+    keys: slice
+    kind: str
+    """`all` see all; `causal`: those at the same places and before; `mask`."""
+    mask: Tensor | None = None
+
+
+class _How(NamedTuple):
+    """What else attention depends on."""
+
+    shared: Shared
+    scale: float
+    dropout: float
+    seed: int
+    composed: bool
+
+    def fused(self, q: Tensor, piece: _Piece) -> bool:
+        """Whether torch has a kernel for a piece that tells the sums of exponentials too."""
+        if self.composed or self.dropout or piece.mask is not None:
+            return False
+        if q.is_cuda:  # whose kernel takes half numbers, and heads in units of eight
+            return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
+        return q.device.type == "cpu"
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: _How) -> Tensor:
+        shared, sums = how.shared, torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(q.shape, dtype=sums)
+        logs = q.new_full(q.shape[:-1], -math.inf, dtype=sums)
+        for source, keys, values in _visits(shared.cut, torch.stack((k, v))):
+            for at, piece in enumerate(shared.pieces(source, q.device)):
+                rows, columns = piece.queries, piece.keys
+                one, log = _forward(
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], piece, how, _number(source, at)
+                )
+                both = torch.logaddexp(logs[:, :, rows], log)
+                # Where nothing is seen yet both are −∞.
+                base = both.masked_fill(both == -math.inf, 0.0)
+                before, now = (logs[:, :, rows] - base).exp(), (log - base).exp()
+                out[:, :, rows] = out[:, :, rows] * before[..., None] + one * now[..., None]
+                logs[:, :, rows] = both
+        made = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, made, logs)
+        ctx.how = how
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, logs = ctx.saved_tensors
+        how: _How = ctx.how
+        cut, kv = how.shared.cut, torch.stack((k, v))
+        for_queries = torch.zeros_like(q, dtype=logs.dtype)
+        own: Tensor | None = None
+        passed: _Hop | None = None
+        others = None if cut.ring else kv.new_zeros(cut.size, *kv.shape)
+        for source, keys, values in _visits(cut, kv):
+            for_keys = torch.zeros_like(kv, dtype=logs.dtype)
+            for at, piece in enumerate(how.shared.pieces(source, q.device)):
+                rows, columns = piece.queries, piece.keys
+                dq, dk, dv = _backward(
+                    grad[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns], out[:, :, rows],
+                    logs[:, :, rows], piece, how, _number(source, at),
+                )  # fmt: skip
+                for_queries[:, :, rows] += dq
+                for_keys[0, :, :, columns] += dk
+                for_keys[1, :, :, columns] += dv
+            mine = for_keys.to(kv.dtype)
+            if others is not None:
+                others[source] = mine
+            elif source == cut.rank:
+                own = mine
+            else:
+                # What the ranks before have found for these keys comes along, and goes on.
+                passed = _Hop(cut, mine if passed is None else mine + passed.received())
+        if others is not None:
+            own = torch.empty_like(kv)
+            distributed.reduce_scatter(own, list(others.unbind()), group=cut.group)
+        elif passed is not None and own is not None:
+            own = own + passed.received()
+        assert own is not None
+        return for_queries.to(q.dtype), own[0], own[1], None
+
+
+def _number(source: int, at: int) -> int:
+    """Tells the pieces of one attention apart."""
+    return source * 4096 + at
+
+
+class _Hop:
+    """A tensor on its way to the next rank of the ring, and the one that comes from the rank before."""
+
+    def __init__(self, cut: Cut, tensor: Tensor) -> None:
+        ahead, behind = (
+            distributed.get_global_rank(cut.group, (cut.rank + step) % cut.size) for step in (1, -1)
+        )
+        self._sent, self._received = tensor.contiguous(), torch.empty_like(tensor.contiguous())
+        send = distributed.P2POp(distributed.isend, self._sent, ahead, cut.group)
+        receive = distributed.P2POp(distributed.irecv, self._received, behind, cut.group)
+        self._works = distributed.batch_isend_irecv([send, receive])
+
+    def received(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _visits(cut: Cut, kv: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Keys and values of every rank: its number, and (B, G, n, K) each."""
+    if not cut.ring:
+        gathered = kv.new_empty(cut.size, *kv.shape)
+        distributed.all_gather(list(gathered.unbind()), kv, group=cut.group)
+        for source in range(cut.size):
+            yield source, gathered[source, 0], gathered[source, 1]
+        return
+    for step in range(cut.size):
+        hop = _Hop(cut, kv) if step + 1 < cut.size else None
+        yield (cut.rank - step) % cut.size, kv[0], kv[1]
+        if hop is not None:
+            kv = hop.received()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, how: _How, number: int) -> tuple[Tensor, Tensor]:
+    """Attention to some keys: the mean of their values (B, H, n, K), and the logarithm of the sum of exponentials of
+    the scores (B, H, n), both in the type of sums."""
+    sums = torch.promote_types(q.dtype, torch.float32)
+    k, v = _for_each_query(k, q), _for_each_query(v, q)
+    if how.fused(q, piece):
+        causal = piece.kind == "causal"
+        if q.is_cuda:
+            found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=how.scale)
+        else:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, scale=how.scale
+            )
+        return found[0].to(sums), found[1].to(sums)
+    products = _products(q, k, piece, how)
+    logs = torch.logsumexp(products, -1)
+    weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
+    if how.dropout:
+        weights = weights * _kept(weights, how, number)
+    return (weights.to(v.dtype) @ v).to(sums), logs
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, piece: _Piece, how: _How, number: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values of one part, given the whole output and sum of exponentials."""
+    groups = k.shape[1]
+    wide_k, wide_v = _for_each_query(k, q), _for_each_query(v, q)
+    if how.fused(q, piece):
+        dq, dk, dv = _fused_backward(grad, q, wide_k, wide_v, out, logs, piece, how)
+    else:
+        products = _products(q, wide_k, piece, how)
+        weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
+        inside = (grad @ wide_v.transpose(-1, -2)).to(weights.dtype)
+        dropped = weights
+        if how.dropout:
+            kept = _kept(weights, how, number)
+            inside, dropped = inside * kept, weights * kept
+        dv = dropped.to(grad.dtype).transpose(-1, -2) @ grad
+        mean = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
+        scores = (weights * (inside - mean) * how.scale).to(q.dtype)
+        dq, dk = scores @ wide_k, scores.transpose(-1, -2) @ q
+    # What several queries share adds up.
+    dk, dv = (torch.unflatten(t, 1, (groups, -1)).sum(2) if t.shape[1] != groups else t for t in (dk, dv))
+    return dq, dk, dv
+
+
+def _fused_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, piece: _Piece, how: _How
+) -> tuple[Tensor, Tensor, Tensor]:
+    causal = piece.kind == "causal"
+    out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
+    if q.is_cuda:
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, logs, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0],
+            scale=how.scale,
+        )  # fmt: skip
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, logs, 0.0, causal, scale=how.scale
+        )
+    return found[0], found[1], found[2]
+
+
+def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _products(q: Tensor, k: Tensor, piece: _Piece, how: _How) -> Tensor:
+    """Scores, in the type of sums: −∞ where a query does not see a key."""
+    sums = torch.promote_types(q.dtype, torch.float32)
+    products = (q @ k.transpose(-1, -2)).to(sums) * how.scale
+    if piece.kind == "causal":
+        later = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return products.masked_fill(later, -math.inf)
+    return products if piece.mask is None else products.masked_fill(~piece.mask, -math.inf)
+
+
+def _kept(weights: Tensor, how: _How, number: int) -> Tensor:
+    """Dropout's factors, the same in both passes."""
+    generator = torch.Generator(weights.device).manual_seed(how.seed + number)
+    chance = torch.rand(weights.shape, generator=generator, device=weights.device)
+    return (chance >= how.dropout).to(weights.dtype) / (1.0 - how.dropout)

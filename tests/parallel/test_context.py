@@ -1,0 +1,257 @@
+"""Ranks that share the tokens of each sample learn what one process learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import families
+from helpers.equality import whole_weights
+from helpers.families import ENROLLED, loss
+from helpers.rank_pool import pool
+from penstock.build import Built, build
+from penstock.config.model import DecoderConfig, ViTConfig, preset
+from penstock.config.plan import Plan
+from penstock.config.rules import require
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.kernels.attention import Scores, attention
+from penstock.kernels.context import Cut, Shared
+from penstock.models import create
+from penstock.parallel import ParallelDims, dims_of
+from penstock.parallel.context import split_tokens
+from penstock.planner.describe import describe
+
+pytestmark = pytest.mark.alone
+
+RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-4)
+STEPS = 3
+
+
+def _summed(model: nn.Module, batch: Any) -> Tensor:
+    """The mean loss, of targets that the model is given."""
+    arguments, targets, count = batch
+    return model(*arguments, targets=targets[0], **targets[1]) / count  # type: ignore[no-any-return]
+
+
+def _batch(config: Any, how: str, step: int, samples: int) -> Any:
+    """A batch for `_summed` or `loss`: with documents, with some rows asked for alone, or as all tests have it."""
+    batch = families.batches(config, step, samples)
+    if how == "plain" or isinstance(config, ViTConfig):
+        return batch
+    tokens, targets = batch[0], batch[-1].clone()
+    targets[:, -2:] = -100
+    if isinstance(config, DecoderConfig):
+        documents = (torch.arange(tokens.shape[1]) > tokens.shape[1] // 3).long().expand_as(tokens)
+        return (tokens, documents), (targets, {}), (targets != -100).sum()
+    rows = torch.arange(0, tokens.numel(), 2)
+    return (*batch[:-1],), (targets.flatten()[rows], {"rows": rows}), (targets.flatten()[rows] != -100).sum()
+
+
+def _learn(config: Any, plan: Plan, how: str, double: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    dims = dims_of(plan, "cpu") if plan.gpus > 1 else None
+    made = create(config).double() if double else config
+    built: Built = build(made, plan, recipe=RECIPE, loss=_summed if how == "words" else loss, dims=dims)
+    losses = []
+    for step in range(STEPS):
+        size = plan.micro_batch
+        parts = []
+        for index in range(plan.accumulate):
+            # Every share of the samples has the same number of targets, so that means of means are means.
+            share = index * plan.dp + (0 if dims is None else dims.data_rank)
+            batch = _batch(config, how, 100 * step + share, size)
+            parts.append(_doubled(batch) if double else batch)
+        out = built.step(parts)
+        lost = out.loss.detach().double()
+        if dims is not None:
+            torch.distributed.all_reduce(lost)
+            lost /= dims.size
+        losses.append(float(lost))
+    return losses, whole_weights(built)
+
+
+def _doubled(batch: Any) -> Any:
+    return tuple(
+        part.double() if isinstance(part, Tensor) and part.is_floating_point() else part for part in batch
+    )
+
+
+def _both(cases: list[tuple[Any, str, str, bool]]) -> list[tuple[str, Any, Any]]:
+    families.TOKENS = 13
+    found = []
+    for config, line, how, double in cases:
+        plan = Plan.parse(line)
+        got = _learn(config, plan, how, double)
+        if torch.distributed.get_rank() == 0:
+            single = replace(
+                plan, dp=1, cp=1, sharding="ddp", cp_exchange="ring", recompute="none",
+                accumulate=plan.accumulate * plan.dp,
+            )  # fmt: skip
+            found.append((f"{type(config).__name__} {line} {how}", got, _learn(config, single, how, double)))
+    return found
+
+
+def _check(world: int, cases: list[tuple[Any, str, str, bool]], timeout: float = 120.0) -> None:
+    for name, (losses, weights), (alone, expected) in pool(world).run(_both, cases, timeout=timeout)[0]:
+        double = "fp64" in name or any(w.dtype == torch.float64 for w in weights.values())
+        torch.testing.assert_close(
+            torch.tensor(losses),
+            torch.tensor(alone),
+            rtol=1e-7 if double else 1e-5,
+            atol=1e-9 if double else 1e-5,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
+        for key, value in expected.items():
+            if double:
+                error = float((weights[key] - value).norm() / value.norm().clamp(min=1e-12))
+                assert error < 1e-7, (name, key, error)
+            else:
+                torch.testing.assert_close(
+                    weights[key],
+                    value,
+                    rtol=1e-4,
+                    atol=2e-5,
+                    msg=lambda text, n=name, k=key: f"{n} {k}: {text}",
+                )
+
+
+def _config(name: str) -> Any:
+    return ENROLLED[name].config
+
+
+CASES = [
+    ("vit", "cp=2 micro_batch=2", "plain", True),
+    ("llama", "cp=2 micro_batch=2", "plain", True),
+    ("bert of classes", "cp=2 micro_batch=2", "plain", True),
+    ("modernbert", "cp=2 micro_batch=2", "words", True),
+    ("gpt", "cp=2 micro_batch=2 cp_exchange=gather attention=plain", "words", True),
+]
+FOUR = [
+    ("gpt", "cp=2 dp=2 micro_batch=2 sharding=fsdp recompute=full", "words", False),
+    ("vit", "cp=4 micro_batch=2 sharding=zero2 token_order=batch_second accumulate=2", "plain", False),
+]
+MORE = [
+    (name, f"cp=4 micro_batch=2 {line}", how, True)
+    for name in ("vit", "gpt", "llama", "bert", "modernbert")
+    for how in (("plain",) if name == "vit" else ("plain", "words"))
+    for line in ("", "cp_exchange=gather", "attention=plain recompute=selective", "recompute=early")
+] + [
+    (name, f"cp=2 dp=2 micro_batch=2 {line}", "words", False)
+    for name in ("gpt", "llama", "bert")
+    for line in (
+        "sharding=zero1 accumulate=2",
+        "sharding=fsdp loss=chunked",
+        "optimizer=contiguous recompute=budget",
+    )
+]
+
+
+def _cases(cases: list[tuple[str, str, str, bool]]) -> list[tuple[Any, str, str, bool]]:
+    return [(ENROLLED[name].config, line, how, double) for name, line, how, double in cases]
+
+
+def test_two_ranks_learn_what_one_process_does() -> None:
+    _check(2, _cases(CASES))
+
+
+def test_it_goes_with_shards_replicas_and_recomputation() -> None:
+    _check(4, _cases(FOUR))
+
+
+@pytest.mark.slow
+def test_every_family_in_every_way_learns_what_one_process_does() -> None:
+    _check(4, _cases(MORE), timeout=280)
+
+
+def _attention(ring: bool, causal: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
+    """Outputs and gradients of shared attention and of torch's, the operations of this rank, and the bytes that it
+    sends to its neighbour."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    cut = Cut(None, rank, size, causal=causal, exchange="ring" if ring else "gather")
+    torch.manual_seed(5)
+    whole = [torch.randn(2, heads, 32, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    sent, exchange = 0, torch.distributed.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> Any:
+        nonlocal sent
+        for one in operations:
+            if one.op is torch.distributed.isend:
+                sent += one.tensor.numel() * one.tensor.element_size()
+        return exchange(operations)
+
+    torch.distributed.batch_isend_irecv = counted
+    try:
+        mine = [cut.take(x, 2).requires_grad_() for x in whole]
+        with FlopCounterMode(display=False) as counter:
+            out = attention(*mine, "plain", Scores(Shared(cut, 32)))
+            out.square().sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        torch.distributed.batch_isend_irecv = exchange
+    every = [x.clone().requires_grad_() for x in whole]
+    expected = attention(*every, "plain", Scores(causal=causal))
+    expected.square().sum().backward()  # type: ignore[no-untyped-call]
+    got = [out.detach(), *(x.grad for x in mine if x.grad is not None)]
+    alone = [expected.detach(), *(x.grad for x in every if x.grad is not None)]
+    return got, [cut.take(x, 2) for x in alone], counter.get_total_flops(), sent
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_ranks_have_equal_work_and_send_what_the_planner_says(ring: bool) -> None:
+    for causal in (True, False):
+        found = pool(2).run(_attention, ring, causal)
+        for got, expected, _, _ in found:
+            assert len(got) == 4
+            for one, two in zip(got, expected, strict=True):
+                torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+        assert found[0][2] == found[1][2] > 0
+        if ring:
+            # Of both directions: keys and values there, and again with their gradients.
+            model = replace(
+                preset("gpt-tiny"), width=32, heads=4, kv_heads=2, sequence=32, depth=1, mlp_width=64
+            )
+            work = describe(model, Plan(cp=2, micro_batch=2), "cpu")
+            said = sum(n * op.read for n, op in work.operators() if op.kind == "ring")
+            assert {two * 2 for _, _, _, two in found} == {said / 4.0 * 8.0}
+
+
+def _dropped() -> tuple[Tensor, Tensor, Tensor]:
+    """A directional derivative of shared attention with dropout, by its gradients and by differences."""
+    cut = Cut(None, torch.distributed.get_rank(), 2, causal=True, exchange="ring")
+    torch.manual_seed(5)
+    q, k, v = (cut.take(torch.randn(2, 2, 16, 8, dtype=torch.float64), 2) for _ in range(3))
+    step = torch.randn_like(q)
+
+    def run(by: float) -> tuple[Tensor, Tensor]:
+        moved = (q + by * step).requires_grad_()
+        torch.manual_seed(7)
+        out = attention(moved, k, v, "plain", Scores(Shared(cut, 16), dropout=0.3))
+        total = out.square().sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        assert moved.grad is not None
+        return total.detach(), (moved.grad * step).sum()
+
+    total, slope = run(0.0)
+    return slope, (run(1e-6)[0] - run(-1e-6)[0]) / 2e-6, total
+
+
+def test_dropout_leaves_the_same_weights_out_in_both_passes() -> None:
+    for slope, measured, _ in pool(2).run(_dropped):
+        torch.testing.assert_close(slope, measured, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_cannot_split_its_tokens_is_refused() -> None:
+    t5 = ENROLLED["t5"].config
+    for config, line, words in (
+        (t5, "cp=2", "cannot be trained with an encoder–decoder"),
+        (None, "cp=2 pp=2", "plan.cp=2 cannot be trained with plan.pp=2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            require(Plan.parse(line), config, run=True)
+    with pytest.raises(ConfigError, match="Linear cannot split its tokens"):
+        split_tokens(nn.Linear(2, 2), Plan(cp=2), ParallelDims(cp=2))

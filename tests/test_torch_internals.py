@@ -56,7 +56,7 @@ def _family(name: str) -> str:
 def own_names(tree: ast.Module) -> Iterator[str]:
     """Private names that a module itself defines."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id
@@ -83,7 +83,7 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and node not in inner:
             inner.update(ast.walk(node))
             yield from _of_attribute(node, own)
-        elif isinstance(node, ast.FunctionDef) and node.name in PROCESS_WIDE:
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in PROCESS_WIDE:
             yield node.name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value  # asked for by getattr, or looked for

@@ -42,6 +42,8 @@ ELSEWHERE = {
     "ladder/arena.py": "/proc/stat",
     "ladder/rank.py": "its own climb's pipe",
     "ladder/team.py": "its own ranks' pipe and log",
+    "infer/backend.py": "messages of its own worker",
+    "infer/link.py": "messages of its own server",
     "launch/heartbeat.py": "the launcher's own file, of a fixed size",
     "launch/meeting.py": "what the launchers of the run's other nodes say",
     "launch/ranks.py": "what its own ranks wrote, and /proc",

@@ -32,6 +32,7 @@ _VERBS = {
     "ladder": "Measure what each optimisation gains here.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
+    "serve": "Serve a model over HTTP, as OpenAI does.",
     "pack": "Pack an image folder or tar shards for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",
     "probe": "Measure this machine, and store the result.",
@@ -44,7 +45,7 @@ _CHECKPOINT_VERBS = {
     "convert": "Rewrite a checkpoint for another number of ranks.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
-_WITH_SETTINGS = ("train", "ladder", "plan", "deploy", "scale", "generate")
+_WITH_SETTINGS = ("train", "ladder", "plan", "deploy", "serve", "scale", "generate")
 """They have an option for each setting. Their usage is given, because making it out of the options takes a while."""
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None

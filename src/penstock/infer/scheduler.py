@@ -1,14 +1,14 @@
 """Which request is served next: a bounded queue, and admission to the slots and the cache of one engine.
 
-There are no tensors here and no clock. The server's worker asks this scheduler between two steps of the engine, and the
-queueing simulation asks the same one between two steps that only take time. Requests are taken in the order in which
-they came. One that does not fit yet holds up those behind it, so that none waits forever (continuous batching: Yu et
-al., OSDI 2022, "Orca", section 3; prompts read in pieces: Agrawal et al., OSDI 2024, "Sarathi-Serve", section 4).
+There are no tensors here and no clock; whose time is over, the caller removes. The server's worker asks this scheduler
+between two steps of the engine, and the queueing simulation asks the same one between two steps that only take time.
+Requests are taken in the order in which they came. One that does not fit yet holds up those behind it, so that none
+waits forever (continuous batching: Yu et al., OSDI 2022, "Orca", section 3; prompts read in pieces: Agrawal et al.,
+OSDI 2024, "Sarathi-Serve", section 4).
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,15 +57,13 @@ class Limits(Checked):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One sequence to be generated. Times are of the caller's clock, in seconds."""
+    """One sequence to be generated."""
 
     number: int
     prompt: int
     """Tokens."""
     most: int
     """Tokens to generate at the most."""
-    deadline: float = math.inf
-    """When it is given up, wherever it is."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
     made: int = 0
@@ -144,13 +142,6 @@ class Scheduler:
                 "Try again later."
             )
         self._waiting.append(job)
-
-    def expired(self, now: float) -> list[Job]:
-        """Jobs whose time is over; they have left the queue and their slots."""
-        late = [job for job in self.jobs() if job.deadline <= now]
-        for job in late:
-            self.remove(job.number)
-        return late
 
     def remove(self, number: int) -> Job | None:
         """Take a job out, done or not, and give it; None if it is not here any more."""

@@ -1,4 +1,4 @@
-"""The settings of `penstock deploy`: the same names in Python, in a file and on the command line."""
+"""The settings of `penstock serve` and `penstock deploy`, the same in Python, in a file and on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from penstock.boundary.files import quoted
-from penstock.config.convert import Checked, Count, FilledText, NotNegative, Range, Seed
+from penstock.config.convert import Checked, Count, FilledText, Natural, NotNegative, Positive, Range, Seed
+from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
@@ -83,3 +84,47 @@ class DeployConfig(Checked):
                 yield f"p95_latency is {quoted(self.p95_latency)}, but must be a time such as 2s or 800ms."
         if not self.types:
             yield "types is empty; name a type of weights, or leave it out."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(Checked):
+    """One model behind HTTP."""
+
+    model: FilledText | None = None
+    """A run's export, a folder that transformers wrote, or a name on the Hugging Face hub."""
+    host: FilledText = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network that this machine is on."""
+    port: Annotated[int, Range(0, 65535)] = 8000
+    """0 takes any that is free."""
+    name: FilledText | None = None
+    """What clients call the model; by default its folder's name."""
+    api_key_file: FilledText | None = None
+    """File with the key that clients must send; by default $PENSTOCK_API_KEY, and without one there is no key."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type that it computes in."""
+    weights: Weights = "plan"
+    """How the weights of linear layers are kept."""
+    device: FilledText = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    slots: Annotated[int, Range(1, 4096)] = 16
+    """Texts that are generated together."""
+    waiting: Natural = 64
+    """Requests that may wait for a slot; more are refused with 429."""
+    context: Count | None = None
+    """Tokens of a text, prompt and new ones; by default as many as the model has positions."""
+    cache: Literal["slots", "paged"] = "paged"
+    """`paged`: all texts share one cache in blocks, and prompts that begin alike share theirs."""
+    tokens: Count | None = None
+    """Tokens of the paged cache; by default those of all slots."""
+    chunk: Count = 512
+    """Tokens of prompts that are read between two steps, so that texts under way do not stall."""
+    seconds: Positive = 300.0
+    """Within which a request must be done."""
+    body_seconds: Positive = 20.0
+    """Within which a request's body must have come."""
+    body_bytes: Annotated[int, Range(1024, 1 << 28)] = 1 << 20
+    """The most that a request's body may have."""
+    stop_seconds: Positive = 30.0
+    """For requests under way, when the server is told to stop."""
+    stall_seconds: Positive = 300.0
+    """A worker that makes no token for so long, while it has requests, is replaced."""

@@ -76,13 +76,23 @@ class Encoder(TextModel):
         kinds of segments, none: all 0. `documents` (B, N) are as a decoder takes them. With `targets` (B, N), or of
         `rows` (M,), the summed loss of a head for words: see `TextModel`.
         """
-        x = self.embed(tokens)
-        if self.types is not None:
-            x = x + self.types(torch.zeros_like(tokens) if segments is None else segments)
-        x = self.encoder(x, lengths, documents)
+        x = self.features(tokens, lengths, segments, documents)
         if self.transform is not None:
             return self.words(self.transform(self.chosen(x, rows)), targets)
         if self.pooler is None or self.head is None:
-            return x  # type: ignore[no-any-return]
+            return x
         pooled = self.pooler(x)
         return self.head(pooled if self.dropout is None else self.dropout(pooled))  # type: ignore[no-any-return]
+
+    def features(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Each token's features (B, N, D), whatever the head is; arguments as of `forward`."""
+        x = self.embed(tokens)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(tokens) if segments is None else segments)
+        return self.encoder(x, lengths, documents)  # type: ignore[no-any-return]

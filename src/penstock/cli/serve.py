@@ -1,0 +1,29 @@
+"""`penstock serve`: a model behind OpenAI's HTTP routes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from penstock.cli._app import configured
+from penstock.errors import ExitCode
+from penstock.infer.settings import ServeConfig
+
+
+@configured(ServeConfig, positional="model")
+def serve(config: ServeConfig) -> int:
+    """Serve MODEL over HTTP as OpenAI does: completions, chat, embeddings; and translations.
+
+    Requests join each other in one batch as they come. SIGTERM and Ctrl-C end it once the requests under way are done.
+    """
+    from penstock.infer.serve import key_of
+    from penstock.infer.serve import serve as run
+
+    logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
+    run(
+        config,
+        key=key_of(config, os.environ.get("PENSTOCK_API_KEY")),
+        tell=lambda line: print(line, flush=True),
+    )
+    return int(ExitCode.DONE)

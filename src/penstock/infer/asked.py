@@ -1,0 +1,258 @@
+"""What a client may ask, in OpenAI's form: bodies of requests, checked, and turned into prompts and settings.
+
+Every key is known or refused, so that no setting is silently without effect. Those that only describe the caller are
+taken and not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from penstock.boundary.files import quoted, read_text
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.convert import BadValue, Range, convert, nearest
+from penstock.config.decoding import Decoding
+from penstock.config.load import from_dict
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+MOST_CHOICES = 16
+"""Texts for one prompt."""
+MOST_PROMPTS = 256
+"""Prompts, or texts to embed or translate, of one request."""
+USUAL_TOKENS = 256
+"""New tokens where nobody says, if the context has room for them."""
+DECODING = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
+    "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "min_tokens": "min_tokens",
+    "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram", "ignore_eos": "ignore_end",
+}  # fmt: skip
+"""Keys of a request, and what they are called in `Decoding`."""
+_CALLER = frozenset({"user", "metadata", "store", "safety_identifier"})
+_SHARED = frozenset(
+    {"model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", *DECODING, *_CALLER}
+)
+_KEYS = {
+    "completions": _SHARED | {"prompt"},
+    "chat": _SHARED | {"messages", "max_completion_tokens"},
+    "translate": frozenset({"model", "text", "max_tokens", *DECODING, *_CALLER}),
+    "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
+}
+
+
+class Words(Protocol):
+    """What of a tokenizer is used here."""
+
+    end: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[Any]: ...
+
+    def opening(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request, understood."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    decoding: dict[str, Any]
+    """Fields of `Decoding` but for `max_tokens`."""
+    most: int | None = None
+    """New tokens at the most; None: what is usual."""
+    choices: int = 1
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+
+
+def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
+    """The table in a body of at most `most` bytes. Raises ConfigError for others, and for keys that `route` lacks."""
+    body = parse_json(raw, "The body of the request", bounds=Bounds(bytes=most, values=200_000, control=True))
+    known = _KEYS[route]
+    for key, value in body.items():
+        if key not in known and value is not None:
+            raise ConfigError(f"{quoted(key)} is no setting of this route.{nearest(key, sorted(known))}")
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def completion(body: Mapping[str, Any]) -> Asked:
+    """A request for /v1/completions. Raises ConfigError for what is missing or no prompt."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or _numbers(prompt):
+        prompt = [prompt]
+    if (
+        not isinstance(prompt, list)
+        or not prompt
+        or not all(isinstance(one, str) or _numbers(one) for one in prompt)
+    ):
+        raise ConfigError("prompt must be a text, token numbers, or a list of either.")
+    return _asked(body, [one if isinstance(one, str) else tuple(one) for one in prompt], temperature=1.0)
+
+
+def chat(body: Mapping[str, Any], template: Template | None) -> Asked:
+    """A request for /v1/chat/completions. Raises ConfigError without messages, or without a template of the model."""
+    if template is None:
+        raise ConfigError("The model's folder has no chat template, so it cannot chat. Use /v1/completions.")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError("messages must be a list of tables with role and content.")
+    for one in messages:
+        if not isinstance(one, dict) or {*one} - {"role", "content", "name"}:
+            raise ConfigError("A message must be a table with role and content, and no more.")
+        if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
+            raise ConfigError("role and content of a message must be text.")
+    given = dict(body)
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = given.pop("max_completion_tokens")
+    return _asked(given, [template.text(messages)], temperature=1.0)
+
+
+def translation(body: Mapping[str, Any]) -> Asked:
+    """A request for /v1/translate: `text`, one or a list."""
+    return _asked(body, texts_of(body, "text"), temperature=0.0)
+
+
+def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
+    """One text or several, or token numbers. Raises ConfigError for anything else, and for too many."""
+    found = body.get(key)
+    if isinstance(found, str) or _numbers(found):
+        found = [found]
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(one, str) or _numbers(one) for one in found)
+    ):
+        raise ConfigError(f"{key} must be a text or a list of texts.")
+    if len(found) > MOST_PROMPTS:
+        raise ConfigError(
+            f"{key} has {len(found):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
+        )
+    return [one if isinstance(one, str) else tuple(one) for one in found]
+
+
+def _numbers(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(one) is int and 0 <= one < 1 << 31 for one in value)
+    )
+
+
+def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *, temperature: float) -> Asked:
+    if len(prompts) > MOST_PROMPTS:
+        raise ConfigError(f"prompt has {len(prompts):,} texts, and at most {MOST_PROMPTS} are taken.")
+    decoding: dict[str, Any] = {"temperature": temperature}
+    decoding |= {ours: body[key] for key, ours in DECODING.items() if key in body}
+    if bias := _field(body, "logit_bias", dict, {}):
+        decoding["bias"] = [f"{key}={_decimal(amount)}" for key, amount in bias.items()]
+    stop = body.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(one, str) and one for one in stop):
+        raise ConfigError("stop must be a text, or a list of at most 16 texts.")
+    from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are told at once
+    options = _field(body, "stream_options", dict, {})
+    return Asked(
+        prompts=tuple(prompts),
+        decoding=decoding,
+        most=_field(body, "max_tokens", Annotated[int, Range(1, 1 << 24)], None),
+        choices=_field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1),
+        stop=tuple(stop),
+        stream=_field(body, "stream", bool, False),
+        usage=options.get("include_usage") is True,
+    )
+
+
+def _decimal(amount: Any) -> str:
+    return f"{amount:.9f}".rstrip("0").rstrip(".") if isinstance(amount, int | float) else quoted(amount)
+
+
+def _field(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+    if name not in body:
+        return default
+    if kind is dict:
+        if not isinstance(body[name], dict):
+            raise ConfigError(f"{name} must be a table.")
+        return body[name]
+    try:
+        return convert(body[name], kind)
+    except BadValue as problem:
+        raise ConfigError(problem.sentence(name)) from None
+
+
+def numbers_of(prompt: str | tuple[int, ...], words: Words | None, *, source: bool) -> list[int]:
+    """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the token
+    that ends it. Raises ConfigError for a text where the model came without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if words is None:
+        raise ConfigError("The model came without a tokenizer; give token numbers.")
+    ids: list[int] = words.encode([prompt])[0].tolist()
+    if source:
+        return [*ids, *(() if words.end is None else (words.end,))]
+    return [*words.opening(), *ids]
+
+
+class Template:
+    """A model's chat template, which turns messages into a prompt. It comes from outside, so it runs in a sandbox."""
+
+    def __init__(self, text: str, specials: Mapping[str, str]) -> None:
+        """Raises ConfigError for one that is no template."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        self._specials = dict(specials)
+        try:
+            self._template = environment.from_string(text)
+        except TemplateError as problem:
+            raise ConfigError(f"The model's chat template cannot be used: {problem}.") from None
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt of some messages, up to where the answer begins. Raises ConfigError where the template does not
+        take them."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._specials)
+        except ConfigError:
+            raise
+        except Exception as problem:  # noqa: BLE001 (a template may raise anything)
+            raise ConfigError(f"The model's chat template does not take these messages: {problem}.") from None
+
+
+def _refuse(why: str) -> None:
+    raise ConfigError(f"The model's chat template does not take these messages: {why}")
+
+
+def template_in(folder: Path) -> Template | None:
+    """The chat template of a model's folder, None if it has none."""
+    settings: dict[str, Any] = {}
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        raw = read_text(file, "The tokenizer's settings", limit=1 << 24, error=ConfigError)
+        settings = parse_json(
+            raw, "The tokenizer's settings", bounds=Bounds(bytes=1 << 24, values=1 << 18, control=True)
+        )
+    own = folder / "chat_template.jinja"
+    text = (
+        read_text(own, "The chat template", limit=1 << 20) if own.is_file() else settings.get("chat_template")
+    )
+    if not isinstance(text, str):
+        return None
+    specials: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(key)
+        specials[key] = str(value.get("content", "") if isinstance(value, dict) else value or "")
+    return Template(text, specials)
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model's folder, None if it has none."""
+    from penstock.data.text.open import has_tokenizer, in_folder
+
+    return in_folder(folder) if has_tokenizer(folder) else None

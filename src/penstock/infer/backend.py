@@ -1,0 +1,235 @@
+"""The server's side of its worker: starts it, counts what it has to do, and starts another when it dies.
+
+A request whose worker died is sent to the next one, once: its tokens are made anew, and whoever has shown some of them
+already is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
+
+from penstock.errors import EnvironmentProblem, ExitCode, PenstockError
+from penstock.infer.link import MOST_BYTES, packed
+from penstock.infer.scheduler import QueueFull
+
+log = logging.getLogger(__name__)
+MOST_ATTEMPTS = 2
+"""Workers to which a request is sent. One that kills every worker must not go on."""
+SLOWEST_RESTART = 10.0
+"""Seconds between two starts, when one after the other has failed."""
+
+
+class Refused(PenstockError):
+    """The worker refuses a request, and says why."""
+
+
+class Lost(PenstockError):
+    """The worker died, and the request is not tried again."""
+
+
+class Event(NamedTuple):
+    """News of a request."""
+
+    tokens: tuple[int, ...] = ()
+    finished: str = ""
+    """`stop` or `length` with the last tokens."""
+    again: bool = False
+    """Whether all tokens so far are void, because another worker makes them anew."""
+    vectors: list[list[float]] | None = None
+
+
+class Ticket:
+    """A request under way. Read its events in `async for`; leaving early cancels it."""
+
+    def __init__(self, backend: Backend, number: int, message: dict[str, Any]) -> None:
+        self._backend, self.number, self.message = backend, number, message
+        self.attempts = 0
+        self.news: asyncio.Queue[Event | PenstockError] = asyncio.Queue()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """All events to the last. Raises Refused and Lost."""
+        try:
+            while True:
+                event = await self.news.get()
+                if isinstance(event, PenstockError):
+                    raise event
+                yield event
+                if event.finished or event.vectors is not None:
+                    return
+        finally:
+            self._backend.forget(self)
+
+
+class Backend:
+    """One worker, and the requests that it has."""
+
+    def __init__(self, settings: dict[str, Any], *, opener: str, stall_seconds: float = 300.0) -> None:
+        """`settings` go to the worker as they are; `opener` is the function there that opens the model."""
+        self.settings, self.opener, self.stall_seconds = settings, opener, stall_seconds
+        self.room = settings["slots"] + settings["waiting"]
+        self.about: dict[str, Any] = {}
+        self.ready = asyncio.Event()
+        self.restarts = -1
+        self._tickets: dict[int, Ticket] = {}
+        self._number = 0
+        self._heard = 0.0
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._care: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def open(self) -> int:
+        """Requests under way or waiting."""
+        return len(self._tickets)
+
+    @property
+    def process(self) -> int | None:
+        """The worker's process id."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the worker, and wait until it is ready. Raises what it cannot open the model for."""
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._care = asyncio.create_task(self._keep(first))
+        await first
+
+    async def stop(self) -> None:
+        """End the worker."""
+        self._stopping = True
+        if self._care is not None:
+            self._care.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._care
+        await self._end()
+
+    def submit(self, message: dict[str, Any], *, count: int = 1) -> list[Ticket]:
+        """Send a request, `count` times as one: all or none is taken. Raises QueueFull where too many wait."""
+        if self.open + count > self.room:
+            raise QueueFull(f"{self.open} requests are served or wait, and no more than {self.room} may.")
+        found = []
+        for _ in range(count):
+            self._number += 1
+            ticket = Ticket(self, self._number, message)
+            self._tickets[ticket.number] = ticket
+            found.append(ticket)
+            if self.ready.is_set():
+                self._send(ticket)
+        return found
+
+    def forget(self, ticket: Ticket) -> None:
+        """Nobody waits for the ticket any more; the worker is told if it is under way."""
+        if self._tickets.pop(ticket.number, None) is not None and self.ready.is_set():
+            self._write({"cancel": ticket.number})
+
+    def _send(self, ticket: Ticket) -> None:
+        ticket.attempts += 1
+        self._heard = time.monotonic() if self.open == 1 else self._heard
+        self._write({"job": ticket.number, **ticket.message})
+
+    def _write(self, message: dict[str, Any]) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(packed(message))
+
+    async def _keep(self, first: asyncio.Future[None]) -> None:
+        """Run workers, one after the other."""
+        pause = 0.1
+        while True:
+            begun = time.monotonic()
+            self.restarts += 1
+            problem = await self._run(first)
+            self.ready.clear()
+            await self._end()
+            if not first.done():
+                first.set_exception(problem)
+                return
+            log.warning("The worker has ended (%s) and is started again.", problem)
+            self._retry()
+            pause = 0.1 if time.monotonic() - begun > 60 else min(SLOWEST_RESTART, 2 * pause)
+            await asyncio.sleep(pause)
+
+    async def _run(self, first: asyncio.Future[None]) -> PenstockError:
+        """One worker from its start to its end; gives why it ended."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.infer.worker", str(theirs.fileno())]
+        try:
+            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(theirs.fileno(),))
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MOST_BYTES)
+        self._write({"opener": self.opener, "settings": self.settings})
+        self._heard = time.monotonic()
+        while True:
+            try:
+                line = await asyncio.wait_for(reader.readline(), 1.0)
+            except TimeoutError:
+                if self.ready.is_set() and self.open and time.monotonic() - self._heard > self.stall_seconds:
+                    return EnvironmentProblem(f"it has made no token for {self.stall_seconds:.0f} s")
+                continue
+            except (OSError, ValueError):
+                line = b""
+            if not line:
+                code = await self._process.wait()
+                return EnvironmentProblem(f"exit code {code}" if code >= 0 else f"signal {-code}")
+            self._heard = time.monotonic()
+            message = json.loads(line)
+            if "fatal" in message:
+                words, code = message["fatal"]
+                problem = PenstockError(words)
+                problem.exit_code = ExitCode(code)
+                return problem
+            self._take(message)
+            if "ready" in message and not first.done():
+                first.set_result(None)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.about = message["ready"]
+            self.ready.set()
+            for ticket in self._tickets.values():
+                self._send(ticket)
+        for number, tokens, finished in message.get("made", ()):
+            self._tell(number, Event(tuple(tokens), finished), last=bool(finished))
+        if "vectors" in message:
+            number, vectors = message["vectors"]
+            self._tell(number, Event(vectors=vectors), last=True)
+        if "failed" in message:
+            number, words = message["failed"]
+            self._tell(number, Refused(words), last=True)
+
+    def _tell(self, number: int, event: Event | PenstockError, *, last: bool) -> None:
+        ticket = self._tickets.pop(number, None) if last else self._tickets.get(number)
+        if ticket is not None:
+            ticket.news.put_nowait(event)
+
+    def _retry(self) -> None:
+        """What the dead worker had is for the next one, or lost."""
+        for number, ticket in list(self._tickets.items()):
+            if ticket.attempts >= MOST_ATTEMPTS:
+                self._tell(number, Lost("The worker died twice while it served this request."), last=True)
+            elif ticket.attempts:
+                ticket.news.put_nowait(Event(again=True))
+
+    async def _end(self) -> None:
+        """End the process, if there is one."""
+        if self._writer is not None:
+            self._write({"stop": True})
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
+        if self._process is not None and self._process.returncode is None:
+            try:
+                await asyncio.wait_for(self._process.wait(), 5.0 if self._stopping else 0.5)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, 9)
+                await self._process.wait()

@@ -1,0 +1,74 @@
+"""Connections that a slow or silent client cannot hold open, and a server that ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 10.0
+"""In which a connection must have sent the head of a request."""
+HEAD_BYTES = 1 << 14
+MOST_CONNECTIONS = 2048
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, which waits for the head of a request only so long."""
+
+    _watch: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+            return
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Time the head of the next request, from the moment when nothing else is under way."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._watch is None:
+            self._watch = self.loop.call_later(HEAD_SECONDS, self._too_late)
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _too_late(self) -> None:
+        self._watch = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, after which the program goes on: it stops taking requests at the first SIGTERM or SIGINT, ends
+    those under way, and leaves at the second."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)

@@ -1,0 +1,125 @@
+"""`penstock serve`: one model behind HTTP, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import read_text
+from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.infer.asked import template_in, tokenizer_in
+from penstock.infer.backend import Backend
+from penstock.infer.settings import ServeConfig
+
+BACKLOG = 1024
+"""Connections that may wait to be taken, while the model loads for one."""
+OPENER = "penstock.infer.worker:opened"
+
+
+def serve(
+    config: ServeConfig, *, key: str | None = None, tell: Callable[[str], None] = print, opener: str = OPENER
+) -> None:
+    """Serve until SIGTERM or SIGINT, then end the requests under way and return. `key` is what clients must send.
+
+    Raises ConfigError and what opening the model raises; EnvironmentProblem without the extra `serve`, or where the
+    port is taken.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise EnvironmentProblem(
+            "penstock serve needs starlette and uvicorn. Install them with: pip install 'penstock[serve]'."
+        ) from None
+    if config.model is None:
+        raise ConfigError(
+            "penstock serve needs a model: a run's export, or a folder that transformers wrote."
+        )
+    folder = Path(config.model)
+    if not folder.is_dir():
+        from penstock.models.convert.hub import (
+            local_weights,  # this process is light: the hub's part knows torch
+        )
+
+        folder = local_weights(config.model)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"There is no folder {folder}. Give a run's export, or a folder that transformers wrote."
+        )
+    asyncio.run(_serve(config, folder, key, tell, opener))
+
+
+def key_of(config: ServeConfig, environment: str | None) -> str | None:
+    """The key that clients must send: of the file that is named, else of the environment. Raises ConfigError for an
+    empty one."""
+    if config.api_key_file is None:
+        return environment or None
+    key = read_text(config.api_key_file, "The key's file", limit=4096, error=ConfigError).strip()
+    if not key:
+        raise ConfigError(f"The key's file {config.api_key_file} is empty.")
+    return key
+
+
+async def _serve(
+    config: ServeConfig, folder: Path, key: str | None, tell: Callable[[str], None], opener: str
+) -> None:
+    import uvicorn
+
+    from penstock.infer.connection import HEAD_BYTES, Connection, Server
+    from penstock.infer.server import Service
+
+    listener = _listen(config)
+    backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)
+    service = Service(
+        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=tokenizer_in(folder),
+        template=template_in(folder), key=key,
+    )  # fmt: skip
+    logging.getLogger("uvicorn.error").setLevel(
+        logging.ERROR
+    )  # what clients send wrong is told them, and no log
+    server = Server(
+        uvicorn.Config(
+            service.app(), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, h11_max_incomplete_event_size=HEAD_BYTES,
+            timeout_graceful_shutdown=max(1, int(config.stop_seconds)),
+        )
+    )  # fmt: skip
+    await backend.start()
+    try:
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        tell(f"{service.name} at {where}{'' if key else ', open to whoever reaches it'}. Ctrl-C stops it.")
+        await server.serve(sockets=[listener])
+        service.stopping = True
+    finally:
+        await backend.stop()
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """The socket to listen on, taken before the model is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)
+    except OSError as problem:
+        listener.close()
+        raise EnvironmentProblem(
+            f"{config.host}:{config.port} cannot be listened on: {problem.strerror or problem}. Choose another "
+            "--port, or an address of this machine."
+        ) from None
+    return listener
+
+
+def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
+    """What the worker needs."""
+    return {
+        "model": str(folder), "dtype": config.dtype, "weights": config.weights, "device": config.device,
+        "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,
+        "tokens": config.tokens, "chunk": config.chunk,
+    }  # fmt: skip

@@ -1,0 +1,462 @@
+"""The HTTP side of `penstock serve`: OpenAI's routes over one worker (Starlette and uvicorn).
+
+What comes in is bounded in bytes and in time before it is understood, and understood before it is queued. A full queue
+is told at once, with 429. A client that leaves ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock.boundary.files import quoted
+from penstock.errors import ConfigError, PenstockError
+from penstock.infer import asked
+from penstock.infer.asked import Asked, Template
+from penstock.infer.backend import Backend, Lost, Refused, Ticket
+from penstock.infer.metrics import Metrics
+from penstock.infer.scheduler import QueueFull
+from penstock.infer.settings import ServeConfig
+from penstock.infer.text import Stream
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+RETRY_SECONDS = 1
+LONG_TEXT = 20_000
+"""Characters above which a text is turned into tokens beside the loop that serves the others."""
+
+
+class Fault(Exception):
+    """What is answered in place of a result."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+@dataclass(kw_only=True)
+class Service:
+    """What the routes share."""
+
+    backend: Backend
+    config: ServeConfig
+    name: str
+    tokenizer: Tokenizer | None = None
+    template: Template | None = None
+    key: str | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    stopping: bool = False
+
+    @property
+    def source(self) -> bool:
+        """Whether the model translates a source."""
+        return bool(self.backend.about.get("source"))
+
+    def app(self) -> Starlette:
+        """The application."""
+        posts = {
+            "/v1/completions": ("completions", self.completions),
+            "/v1/chat/completions": ("chat", self.chat),
+            "/v1/embeddings": ("embeddings", self.embeddings),
+            "/v1/translate": ("translate", self.translate),
+        }
+        routes = [
+            Route(path, self._guarded(name, work), methods=["POST"]) for path, (name, work) in posts.items()
+        ]
+        gets = {"/health": self.health, "/v1/models": self.models, "/metrics": self.report}
+        routes += [
+            Route(path, self._guarded(path.strip("/"), work), methods=["GET"]) for path, work in gets.items()
+        ]
+        return Starlette(routes=routes)
+
+    def _guarded(
+        self, route: str, work: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A route that counts what it answers, asks for the key, and turns errors into answers."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                if route != "health":
+                    self._require_key(request)
+                response = await work(request)
+            except Fault as fault:
+                response = _fault(fault.status, str(fault), fault.kind)
+            except QueueFull as full:
+                response = _fault(429, f"{full} Try again later.", "rate_limit_error")
+                response.headers["Retry-After"] = str(RETRY_SECONDS)
+            except (ConfigError, Refused) as problem:
+                response = _fault(400, str(problem), "invalid_request_error")
+            except Lost as problem:
+                response = _fault(503, str(problem), "server_error")
+            except ClientDisconnect:
+                self.metrics.cancelled += 1
+                response = Response(status_code=499)
+            except Exception:
+                log.exception("A request has failed by a fault of the server.")
+                response = _fault(500, "The server has a fault; its log says more.", "server_error")
+            self.metrics.requests[route, response.status_code] += 1
+            return response
+
+        return answer
+
+    def _require_key(self, request: Request) -> None:
+        if self.key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.key.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise Fault(401, "Send the server's key: Authorization: Bearer KEY.", "authentication_error")
+
+    async def _table(self, request: Request, route: str) -> dict[str, Any]:
+        """The table in the body, which must come whole in time and not be too long."""
+        most, raw = self.config.body_bytes, bytearray()
+        large = Fault(413, f"The body has more than {most:,} bytes, which is the most that is read.")
+        length = request.headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > most:
+            raise large
+        try:
+            async with asyncio.timeout(self.config.body_seconds):
+                async for part in request.stream():
+                    raw += part
+                    if len(raw) > most:
+                        raise large
+        except TimeoutError:
+            seconds = f"{self.config.body_seconds:g} s"
+            raise Fault(408, f"The body did not come within {seconds}.") from None
+        body = asked.body_of(bytes(raw), route, most=most)
+        named = body.get("model", self.name)
+        if named != self.name:
+            raise Fault(404, f"There is no model {quoted(named)} here; it is {self.name!r}.")
+        return body
+
+    async def completions(self, request: Request) -> Response:
+        """Texts continued."""
+        body = await self._table(request, "completions")
+        return await self._made(request, asked.completion(body), "text_completion")
+
+    async def chat(self, request: Request) -> Response:
+        """The next message of a conversation."""
+        body = await self._table(request, "chat")
+        return await self._made(request, asked.chat(body, self.template), "chat.completion")
+
+    async def translate(self, request: Request) -> Response:
+        """Texts translated, or whatever an encoder–decoder makes of them."""
+        body = await self._table(request, "translate")
+        if self.backend.about and not self.source:
+            raise Fault(400, "This model is no encoder–decoder; use /v1/completions.")
+        wanted = asked.translation(body)
+        prompts = await self._numbers(wanted)
+        tickets = self._submit(wanted, prompts)
+        texts = [Text(self, ticket, wanted) for ticket in tickets]
+        await self._all(request, texts)
+        return JSONResponse({
+            "object": "translation", "model": self.name,
+            "translations": [{"text": one.text, "finish_reason": one.finished} for one in texts],
+            "usage": _usage(prompts, texts),
+        })  # fmt: skip
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector for each text."""
+        body = await self._table(request, "embeddings")
+        if body.get("encoding_format", "float") != "float":
+            raise Fault(400, "encoding_format must be float.")
+        if self.backend.about and self.backend.about["family"] != "encoder":
+            raise Fault(400, "This model makes text; embeddings come from encoders.")
+        texts = asked.texts_of(body, "input")
+        rows = [self._sentence(one) for one in texts]
+        longest = self.backend.about.get("context", 0)
+        if longest and max(map(len, rows)) > longest:
+            raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
+        (ticket,) = self._send({"texts": rows})
+        begun = time.monotonic()
+        vectors: list[list[float]] = []
+
+        async def gather() -> None:
+            async for event in ticket.events():
+                vectors.extend(event.vectors or ())
+
+        await self._while_there(request, gather())
+        self.metrics.latency.add(time.monotonic() - begun)
+        count = sum(map(len, rows))
+        self.metrics.prompt_tokens += count
+        return JSONResponse({
+            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
+            "data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)],
+        })  # fmt: skip
+
+    def _sentence(self, text: str | tuple[int, ...]) -> list[int]:
+        """Token numbers of a text to be embedded, with what an encoder has around it."""
+        if not isinstance(text, str):
+            return list(text)
+        if self.tokenizer is None:
+            raise ConfigError("The model came without a tokenizer; give token numbers.")
+        ids = self.tokenizer.encode([text])[0].tolist()
+        before, after = self.tokenizer.classify, self.tokenizer.separator
+        return [*([before] if before is not None else []), *ids, *([after] if after is not None else [])]
+
+    async def health(self, request: Request) -> Response:
+        """200 while the worker can take requests."""
+        ready = self.backend.ready.is_set() and not self.stopping
+        return JSONResponse({"status": "ok" if ready else "starting"}, status_code=200 if ready else 503)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        about = self.backend.about
+        one = {"id": self.name, "object": "model", "owned_by": "penstock", "context": about.get("context")}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def report(self, request: Request) -> Response:
+        """What was counted, for Prometheus."""
+        gauges = {
+            "open_requests": float(self.backend.open), "worker_restarts": float(max(0, self.backend.restarts)),
+            "worker_ready": float(self.backend.ready.is_set()), "room_requests": float(self.backend.room),
+        }  # fmt: skip
+        return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+
+    async def _made(self, request: Request, wanted: Asked, kind: str) -> Response:
+        if self.backend.about and self.backend.about["family"] == "encoder":
+            raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
+        prompts = await self._numbers(wanted)
+        tickets = self._submit(wanted, prompts)
+        texts = [Text(self, ticket, wanted) for ticket in tickets]
+        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{tickets[0].number}-{int(time.time())}"
+        head = {"id": number, "created": int(time.time()), "model": self.name}
+        if wanted.stream:
+            parts = self._parts(texts, wanted, prompts, head, kind)
+            return StreamingResponse(
+                parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        await self._all(request, texts)
+        choices = [_choice(i, one, kind) for i, one in enumerate(texts)]
+        return JSONResponse({**head, "object": kind, "choices": choices, "usage": _usage(prompts, texts)})
+
+    async def _numbers(self, wanted: Asked) -> list[list[int]]:
+        """Token numbers of all prompts."""
+        long = sum(len(one) for one in wanted.prompts) > LONG_TEXT
+
+        def work() -> list[list[int]]:
+            return [asked.numbers_of(one, self.tokenizer, source=self.source) for one in wanted.prompts]
+
+        return await asyncio.to_thread(work) if long else work()
+
+    def _submit(self, wanted: Asked, prompts: Sequence[list[int]]) -> list[Ticket]:
+        """Queue each prompt as often as it has choices. Raises as `Backend.submit`."""
+        found: list[Ticket] = []
+        if self.backend.open + len(prompts) * wanted.choices > self.backend.room:
+            raise QueueFull(
+                f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
+            )
+        for row in prompts:
+            if not row:
+                raise Fault(400, "A prompt is empty.")
+            for choice in range(wanted.choices):
+                decoding = dict(wanted.decoding)
+                decoding["max_tokens"] = wanted.most or self._usual(row)
+                if decoding.get("seed") is not None:
+                    decoding["seed"] += choice
+                never = self.backend.about.get("never", [])
+                decoding["bias"] = [*decoding.get("bias", []), *never]
+                found += self._send({"ids": row, "decoding": decoding})
+        return found
+
+    def _usual(self, row: Sequence[int]) -> int:
+        context: int = self.backend.about.get("context", asked.USUAL_TOKENS)
+        return max(1, min(asked.USUAL_TOKENS, context - (1 if self.source else len(row))))
+
+    def _send(self, message: dict[str, Any]) -> list[Ticket]:
+        if self.stopping:
+            raise Fault(503, "The server is stopping.", "server_error")
+        return self.backend.submit(message)
+
+    async def _all(self, request: Request, texts: Sequence[Text]) -> None:
+        """Run all to their end, unless the client leaves or their time is over."""
+
+        async def gather() -> None:
+            async with asyncio.TaskGroup() as group:
+                for one in texts:
+                    group.create_task(one.run())
+
+        await self._while_there(request, gather())
+
+    async def _while_there(self, request: Request, work: Any) -> None:
+        """Wait for the work; end it when the client leaves, or takes longer than a request may."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+        try:
+            done, _ = await asyncio.wait(
+                {task, gone}, timeout=self.config.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task in done:
+                try:
+                    task.result()
+                except ExceptionGroup as several:
+                    raise several.exceptions[0] from None
+            elif gone in done:
+                raise ClientDisconnect
+            else:
+                raise Fault(504, f"The request took longer than {self.config.seconds:g} s.", "timeout_error")
+        finally:
+            for one in (task, gone):
+                one.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await one
+
+    async def _parts(
+        self,
+        texts: Sequence[Text],
+        wanted: Asked,
+        prompts: Sequence[list[int]],
+        head: dict[str, Any],
+        kind: str,
+    ) -> AsyncIterator[str]:
+        """A stream's lines: pieces of text as they come, of all choices."""
+        chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
+        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+
+        async def run(place: int, one: Text) -> None:
+            await one.run(lambda piece: pieces.put_nowait((place, piece)))
+
+        async def all_() -> None:
+            try:
+                async with asyncio.timeout(self.config.seconds), asyncio.TaskGroup() as group:
+                    for place, one in enumerate(texts):
+                        group.create_task(run(place, one))
+            finally:
+                pieces.put_nowait(None)
+
+        task, whole = asyncio.create_task(all_()), False
+        try:
+            if kind.startswith("chat"):
+                for place in range(len(texts)):
+                    yield _line(
+                        {**head, "object": chunk, "choices": [_delta(place, {"role": "assistant"}, None)]}
+                    )
+            while (item := await pieces.get()) is not None:
+                yield _line({**head, "object": chunk, "choices": [_piece(*item, kind)]})
+            whole = True
+            try:
+                await task
+            except (TimeoutError, ExceptionGroup) as problem:
+                yield _line({"error": {"message": self._why(problem), "type": "server_error"}})
+                return
+            for place, one in enumerate(texts):
+                yield _line({**head, "object": chunk, "choices": [_end(place, one.finished, kind)]})
+            if wanted.usage:
+                yield _line({**head, "object": chunk, "choices": [], "usage": _usage(prompts, texts)})
+            yield "data: [DONE]\n\n"
+        finally:
+            if not whole:
+                self.metrics.cancelled += 1
+            task.cancel()
+
+    def _why(self, problem: BaseException) -> str:
+        if isinstance(problem, ExceptionGroup):
+            known = [one for one in problem.exceptions if isinstance(one, PenstockError)]
+            if known:
+                return str(known[0])
+            log.error("A stream has failed by a fault of the server.", exc_info=problem)
+            return "The server has a fault; its log says more."
+        return f"The request took longer than {self.config.seconds:g} s."
+
+
+class Text:
+    """One text as it is made."""
+
+    def __init__(self, service: Service, ticket: Ticket, wanted: Asked) -> None:
+        self._service, self._ticket, self._stop = service, ticket, wanted.stop
+        self.ids: list[int] = []
+        self.text = ""
+        self.finished = ""
+        self._begun = time.monotonic()
+
+    async def run(self, tell: Callable[[str], None] | None = None) -> None:
+        """Take tokens until the last, and tell each piece of text as soon as it is sure. Raises as `Ticket.events`."""
+        words, metrics, told = self._words(), self._service.metrics, False
+        first = last = 0.0
+        async with contextlib.aclosing(self._ticket.events()) as events:
+            async for event in events:
+                if event.again:
+                    if told:
+                        raise Lost("The worker died while it made this text, and has been started again.")
+                    words, self.ids = self._words(), []
+                    continue
+                last = time.monotonic()
+                if not first:
+                    first = last
+                    metrics.prompt_tokens += len(self._ticket.message["ids"])
+                self.ids.extend(event.tokens)
+                metrics.generated_tokens += len(event.tokens)
+                piece = words.add(event.tokens) if event.tokens and words is not None else ""
+                if event.finished and words is not None:
+                    piece += words.end()
+                if piece and tell is not None:
+                    tell(piece)
+                    told = True
+                if words is not None and words.stopped:
+                    self.finished = "stop"
+                    break
+                self.finished = event.finished
+        self.text = words.text if words is not None else ""
+        metrics.first_token.add(first - self._begun)
+        metrics.latency.add(last - self._begun)
+        if len(self.ids) > 1:
+            metrics.per_token.add((last - first) / (len(self.ids) - 1))
+
+    def _words(self) -> Stream | None:
+        tokenizer = self._service.tokenizer
+        return None if tokenizer is None else Stream(tokenizer, self._stop)
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fault(status: int, message: str, kind: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+
+
+def _usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
+    read, made = sum(map(len, prompts)), sum(len(one.ids) for one in texts)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def _choice(place: int, one: Text, kind: str) -> dict[str, Any]:
+    shared = {"index": place, "finish_reason": one.finished, "logprobs": None}
+    if kind.startswith("chat"):
+        return shared | {"message": {"role": "assistant", "content": one.text}}
+    return shared | {"text": one.text, "token_ids": one.ids}
+
+
+def _delta(place: int, delta: dict[str, str], finished: str | None) -> dict[str, Any]:
+    return {"index": place, "delta": delta, "finish_reason": finished}
+
+
+def _piece(place: int, piece: str, kind: str) -> dict[str, Any]:
+    if kind.startswith("chat"):
+        return _delta(place, {"content": piece}, None)
+    return {"index": place, "text": piece, "finish_reason": None}
+
+
+def _end(place: int, finished: str, kind: str) -> dict[str, Any]:
+    return _delta(place, {}, finished) if kind.startswith("chat") else {
+        "index": place, "text": "", "finish_reason": finished
+    }  # fmt: skip
+
+
+def _line(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

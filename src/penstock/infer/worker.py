@@ -1,0 +1,183 @@
+"""The process that holds the model: it takes requests from the server, runs the engine, and sends tokens back.
+
+It is a process of its own, so that a fault in it, or in a library below it, ends no connection: the server starts
+another. Between two steps of the engine it looks whether messages have come, and never waits while there is work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from penstock.config.decoding import Decoding
+from penstock.config.load import from_dict
+from penstock.errors import ConfigError, PenstockError
+from penstock.infer.link import Closed, Link
+from penstock.infer.scheduler import Job, Limits, Scheduler
+
+
+class Slots(Protocol):
+    """What of `penstock.infer.engine.Engine` is used here."""
+
+    def require(self, request: Any) -> None: ...
+
+    def admit(self, request: Any) -> int | None: ...
+
+    def step(self, chunk: int | None = None) -> Sequence[tuple[int, tuple[int, ...], str]]: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+class Opened(NamedTuple):
+    """A model that is ready to serve."""
+
+    engine: Slots | None
+    """None of a model that makes vectors."""
+    vectors: Any
+    """Function of lists of token numbers to their vectors; None of a model that makes text."""
+    request: Callable[..., Any]
+    """Makes what the engine takes of `ids` and `decoding`."""
+    about: dict[str, Any]
+    """What the server must know: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
+
+
+class Worker:
+    """One model and the requests that it serves."""
+
+    def __init__(self, opened: Opened, limits: Limits, link: Link) -> None:
+        self.opened, self.link = opened, link
+        self.scheduler = Scheduler(limits)
+        self._requests: dict[int, Any] = {}
+        self._slots: dict[int, Job] = {}
+        self._places: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Serve until told to stop, or the server has gone."""
+        while True:
+            busy = bool(self.scheduler.running or self.scheduler.waiting)
+            for message in self.link.receive(wait=not busy):
+                if "stop" in message:
+                    return
+                self._take(message)
+            self._turn()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "cancel" in message:
+            self._drop(message["cancel"])
+            return
+        number = message["job"]
+        try:
+            if "texts" in message:
+                if self.opened.vectors is None:
+                    raise ConfigError("This model makes text; only encoders make embeddings.")
+                self.link.send({"vectors": [number, self.opened.vectors(message["texts"])]})
+                return
+            if self.opened.engine is None:
+                raise ConfigError("This model makes no text.")
+            decoding = from_dict(Decoding, message["decoding"], origin="the request")
+            request = self.opened.request(ids=tuple(message["ids"]), decoding=decoding)
+            self.opened.engine.require(request)
+            self.scheduler.submit(Job(number, len(request.ids), request.max_tokens))
+            self._requests[number] = request
+        except PenstockError as problem:
+            self.link.send({"failed": [number, str(problem)]})
+
+    def _drop(self, number: int) -> None:
+        self.scheduler.remove(number)
+        self._requests.pop(number, None)
+        slot = self._places.pop(number, None)
+        if slot is not None:
+            del self._slots[slot]
+            assert self.opened.engine is not None
+            self.opened.engine.release(slot)
+
+    def _turn(self) -> None:
+        turn = self.scheduler.turn()
+        if not turn:
+            return
+        engine = self.opened.engine
+        assert engine is not None
+        for read in turn.reads:
+            if not read.start:
+                slot = engine.admit(self._requests[read.job.number])
+                assert slot is not None, "the scheduler counts slots and cache as the engine does"
+                self._slots[slot], self._places[read.job.number] = read.job, slot
+            self.scheduler.has_read(read)
+        made = []
+        for slot, tokens, finished in engine.step(self.scheduler.limits.chunk):
+            number = self._slots[slot].number
+            made.append([number, list(tokens), finished])
+            if finished:
+                self._drop(number)
+        if made:
+            self.link.send({"made": made})
+
+
+def opened(settings: dict[str, Any], limits: Limits) -> Opened:
+    """The model that `penstock serve` names, with its engine."""
+    from penstock.config.decoding import InferConfig
+    from penstock.infer.engine import Engine, Request
+    from penstock.infer.load import loaded
+    from penstock.infer.vectors import Vectors
+    from penstock.models.encoder import Encoder
+
+    plan = InferConfig(dtype=settings["dtype"]).plan
+    found = loaded(
+        settings["model"], plan, weights=settings["weights"], tokenizer=None, device=settings["device"]
+    )
+    config = found.model.config
+    about = {"family": config.family, "vocabulary": getattr(config, "vocabulary", 0), "never": found.never}
+    if isinstance(found.model, Encoder):
+        return Opened(None, Vectors(found.model), Request, about | {"context": config.sequence, "source": 0})
+    engine = Engine(
+        found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
+        tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
+    )  # fmt: skip
+    source = config.sequence if config.family == "seq2seq" else 0
+    return Opened(engine, None, Request, about | {"context": engine.context, "source": source})
+
+
+def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:
+    """The scheduler's limits for an engine that has been opened. Of an encoder–decoder, sources are not in the slots'
+    cache, but count as prompts."""
+    context = about["context"] + about["source"]
+    most = settings["tokens"] or settings["slots"] * about["context"]
+    return Limits(
+        slots=settings["slots"], waiting=settings["waiting"], context=context, pieces=True, chunk=settings["chunk"],
+        cache=max(most, context + 16) if settings["cache"] == "paged" else 1 << 30,
+    )  # fmt: skip
+
+
+def main(handle: int) -> None:
+    """Serve over the socket `handle`: the first message holds the settings, and by which function the model opens."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which ends this process when all is done
+    link = Link(handle)
+    try:
+        first, *more = link.receive(wait=True)
+        module, _, name = first["opener"].partition(":")
+        settings = first["settings"]
+        try:
+            made: Opened = getattr(importlib.import_module(module), name)(settings, Limits(
+                slots=settings["slots"], waiting=settings["waiting"], chunk=settings["chunk"], pieces=True
+            ))  # fmt: skip
+            limits = limits_of(settings, made.about)
+        except PenstockError as problem:
+            link.send({"fatal": [str(problem), int(problem.exit_code)]})
+            return
+        link.send({"ready": made.about | {"process": os.getpid()}})
+        worker = Worker(made, limits, link)
+        for message in more:
+            worker._take(message)
+        worker.run()
+    except Closed:
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

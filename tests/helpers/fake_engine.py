@@ -1,0 +1,71 @@
+"""An engine without a model, in the shape of `penstock.infer.engine.Engine`: each token is one more than the last one.
+
+`seconds` of a step, and a prompt that begins with `POISON`, which ends the process, are for tests of the server.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.decoding import Decoding
+from penstock.errors import ConfigError
+from penstock.infer.scheduler import Limits
+from penstock.infer.worker import Opened
+
+CONTEXT = 512
+POISON = 255
+VOCABULARY = 200
+
+
+@dataclass
+class Asked:
+    """What `penstock.infer.engine.Request` is, without torch."""
+
+    ids: tuple[int, ...]
+    decoding: Decoding
+
+    @property
+    def max_tokens(self) -> int:
+        return self.decoding.max_tokens
+
+
+class Fake:
+    """Counts on from the last token of the prompt."""
+
+    def __init__(self, slots: int, seconds: float) -> None:
+        self.seconds = seconds
+        self.texts: list[list[int] | None] = [None] * slots  # last token, tokens left
+
+    def require(self, request: Any) -> None:
+        if len(request.ids) + request.max_tokens > CONTEXT:
+            raise ConfigError(f"The prompt has {len(request.ids)} tokens, too many.")
+
+    def admit(self, request: Any) -> int | None:
+        if request.ids[0] == POISON:
+            os._exit(3)
+        slot = self.texts.index(None)
+        self.texts[slot] = [request.ids[-1], request.max_tokens]
+        return slot
+
+    def step(self, chunk: int | None = None) -> list[tuple[int, tuple[int, ...], str]]:
+        time.sleep(self.seconds)
+        made: list[tuple[int, tuple[int, ...], str]] = []
+        for slot, text in enumerate(self.texts):
+            if text is not None and text[1]:
+                text[0] = (text[0] + 1) % VOCABULARY
+                text[1] -= 1
+                made.append((slot, (text[0],), "" if text[1] else "length"))
+        return made
+
+    def release(self, slot: int) -> None:
+        self.texts[slot] = None
+
+
+def opened(settings: dict[str, Any], limits: Limits) -> Opened:
+    """The fake; the folder's name says how many milliseconds a step takes."""
+    seconds = int(settings["model"].rpartition("-")[2]) / 1e3
+    about = {"family": "decoder", "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
+    return Opened(Fake(limits.slots, seconds), None, Asked, about)

@@ -1,0 +1,383 @@
+"""The server from outside: over HTTP, with an engine that only counts; and once with real models."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
+from helpers.served import Running, served
+from penstock.infer.measure import Client, replay, step_costs
+from penstock.infer.scheduler import Limits
+from penstock.infer.simulate import simulate
+from penstock.infer.traffic import Arrival, Rate
+from penstock.planner.serve import StepCosts
+
+pytest.importorskip("uvicorn")
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}a:"
+
+
+def folder(where: Path, milliseconds: int) -> Path:
+    """What stands for a model: a tokenizer of bytes, and a chat template."""
+    pytest.importorskip("tokenizers")
+    from penstock.data.text.tokenizers import Bytes
+
+    made = where / f"fake-{milliseconds}"
+    made.mkdir()
+    Bytes().save(made)
+    file = made / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    where = folder(tmp_path_factory.mktemp("quick"), 1)
+    settings = ["slots=4", "waiting=8", "body_seconds=1", "body_bytes=20000", "key=secret", "seconds=20"]
+    with served(where, *settings) as running:
+        yield running
+
+
+def ask(running: Running, path: str, body: object) -> tuple[int, dict, dict]:  # type: ignore[type-arg]
+    return running.ask(path, body, key="secret")
+
+
+def test_a_text_is_continued(quick: Running) -> None:
+    status, answer, _ = ask(quick, "/v1/completions", {"prompt": "a", "max_tokens": 3, "temperature": 0})
+    assert status == 200
+    assert answer["choices"] == [
+        {"index": 0, "text": "bcd", "token_ids": [98, 99, 100], "finish_reason": "length", "logprobs": None}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    many = ask(quick, "/v1/completions", {"prompt": ["a", [10, 20]], "n": 2, "max_tokens": 2})[1]["choices"]
+    assert [one["token_ids"] for one in many] == [[98, 99], [98, 99], [21, 22], [21, 22]]
+
+
+def test_a_stop_text_ends_it_and_is_left_out(quick: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 400, "stop": ["fg", "zz"]}
+    choice = ask(quick, "/v1/completions", body)[1]["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("bcde", "stop")
+    quick_gauge(quick, "open_requests", 0)
+
+
+def quick_gauge(running: Running, name: str, value: float) -> None:
+    """Wait for a gauge, with the key."""
+    end = time.monotonic() + 20
+    while True:
+        text = running.ask("/metrics", key="secret")[1]
+        found = float(text.split(f"\npenstock_{name} ")[1].split()[0])
+        if found == value:
+            return
+        assert time.monotonic() < end, (name, found)
+        time.sleep(0.02)
+
+
+def test_a_stream_has_the_same_text_piece_by_piece(quick: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    lines = [line[6:] for line in ask(quick, "/v1/completions", body)[1].splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    parts = [json.loads(line) for line in lines[:-1]]
+    assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == "bcdef"
+    assert parts[-2]["choices"][0]["finish_reason"] == "length"
+    assert parts[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_messages_go_through_the_models_template(quick: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 2}
+    answer = ask(quick, "/v1/chat/completions", body)[1]
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": ";<"}
+    assert answer["usage"]["prompt_tokens"] == len("u:hi\na:")
+    text = ask(quick, "/v1/chat/completions", body | {"stream": True})[1]
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n")[:-2]]
+    assert deltas[0] == {"role": "assistant"}
+    assert "".join(delta.get("content", "") for delta in deltas) == ";<"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/completions", b"{", 400, "not valid JSON"),
+        ("/v1/completions", [], 400, "table"),
+        ("/v1/completions", {"prompt": 3}, 400, "prompt must be"),
+        ("/v1/completions", {"prompt": ""}, 400, "empty"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e9}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "tempurature": 1}, 400, "Did you mean 'temperature'?"),
+        ("/v1/completions", {"prompt": "a", "tools": []}, 400, "'tools' is no setting"),
+        ("/v1/completions", {"prompt": "a", "n": 99}, 400, "n is 99"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": CONTEXT}, 400, "too many"),
+        ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
+        ("/v1/completions", {"prompt": ["a"] * 13}, 429, "at most 12"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, "messages must be"),
+        ("/v1/embeddings", {"input": "x"}, 400, "come from encoders"),
+        ("/v1/translate", {"text": "x"}, 400, "no encoder–decoder"),
+        ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_mistakes_are_told(quick: Running, path: str, body: object, status: int, said: str) -> None:
+    found, answer, _ = ask(quick, path, body)
+    assert found == status, answer
+    assert any(words in answer["error"]["message"] for words in said.split("|"))
+
+
+def test_the_key_is_asked_for(quick: Running) -> None:
+    assert quick.ask("/v1/models")[0] == 401
+    assert quick.ask("/v1/models", key="secre")[0] == 401
+    assert quick.ask("/v1/models", key="secret")[0] == 200
+    assert quick.ask("/health")[0] == 200
+
+
+def test_one_that_leaves_frees_its_slot(quick: Running) -> None:
+    for stream in (True, False):
+        body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": stream})
+        with socket.create_connection(("127.0.0.1", quick.port)) as one:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret"
+            one.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            quick_gauge(quick, "open_requests", 1)
+        quick_gauge(quick, "open_requests", 0)
+
+
+def test_hostile_requests_harm_nobody(quick: Running) -> None:
+    """Drawn: malformed, giant, slow and cut-off requests, and beside them those that must not notice."""
+    draw = random.Random(7)
+    good = json.dumps({"prompt": "a", "max_tokens": 3, "temperature": 0}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(good) + good
+
+    def hostile(kind: int, seed: int) -> None:
+        own = random.Random(seed)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", quick.port), timeout=5) as one,
+        ):
+            if kind == 0:  # noise
+                one.sendall(own.randbytes(own.randint(1, 4000)))
+            elif kind == 1:  # bytes of a good request changed
+                raw = bytearray(whole)
+                for _ in range(own.randint(1, 6)):
+                    raw[own.randrange(len(raw))] = own.randrange(256)
+                one.sendall(raw)
+            elif kind == 2:  # cut off
+                one.sendall(whole[: own.randrange(1, len(whole))])
+                if own.random() < 0.5:
+                    one.shutdown(socket.SHUT_WR)
+            elif kind == 3:  # giant: announced, or sent
+                one.sendall(head + b"Content-Length: 99999999999\r\n\r\n" + b"[" * 50_000)
+            elif kind == 4:  # a head without an end
+                one.sendall(head + b"X: " + b"y" * 100_000)
+            else:  # deep, or wide
+                body = own.choice(
+                    [b"[" * 9000, b'{"prompt":' * 900, b'{"prompt": [' + b"1," * 9000 + b"1]}", b"\xff\xfe"]
+                )
+                one.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            one.settimeout(own.choice([0.01, 0.2, 2.0]))
+            one.recv(1000)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        bad = [pool.submit(hostile, draw.randrange(6), draw.random().__hash__()) for _ in range(500)]
+        for _ in range(60):
+            status, answer, _ = ask(quick, "/v1/completions", json.loads(good))
+            assert status == 200 or status == 429
+            assert status == 429 or answer["choices"][0]["text"] == "bcd"
+        for one in bad:
+            one.result()
+    assert quick.process.poll() is None
+    quick_gauge(quick, "open_requests", 0)
+    quick_gauge(quick, "worker_restarts", 0)
+    assert ask(quick, "/v1/completions", json.loads(good))[1]["choices"][0]["text"] == "bcd"
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(quick: Running) -> None:
+    with socket.create_connection(("127.0.0.1", quick.port), timeout=10) as one:
+        one.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert b" 408 " in one.recv(1000)
+
+
+def test_a_full_queue_says_so_and_one_that_was_taken_is_served(tmp_path: Path) -> None:
+    with served(folder(tmp_path, 20), "slots=2", "waiting=2") as running:
+        body = {"prompt": "a", "max_tokens": 20}
+        with concurrent.futures.ThreadPoolExecutor(10) as pool:
+            found = list(pool.map(lambda _: running.ask("/v1/completions", body), range(10)))
+        statuses = Counter(status for status, _, _ in found)
+        assert statuses == {200: 4, 429: 6}
+        assert {headers.get("retry-after") for status, _, headers in found if status == 429} == {"1"}
+        assert running.gauge('requests_total{route="completions",status="429"}') == 6
+
+
+def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path) -> None:
+    with served(folder(tmp_path, 20), "slots=2", "waiting=2") as running:
+        first = worker_of(running)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            body = {"prompt": "a", "max_tokens": 200}
+            whole = pool.submit(running.ask, "/v1/completions", body)
+            stream = pool.submit(running.ask, "/v1/completions", body | {"stream": True})
+            while running.gauge("generated_tokens_total") < 6:
+                time.sleep(0.01)
+            os.kill(first, signal.SIGKILL)
+            status, answer, _ = whole.result()
+            assert (status, len(answer["choices"][0]["token_ids"])) == (200, 200)
+            assert "has been started again" in stream.result()[1].splitlines()[-2]
+        assert worker_of(running) != first
+        assert running.gauge("worker_restarts") == 1
+        status, answer, _ = running.ask("/v1/completions", {"prompt": [POISON], "max_tokens": 4})
+        assert (status, answer["error"]["message"]) == (
+            503,
+            "The worker died twice while it served this request.",
+        )
+        assert running.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def worker_of(running: Running) -> int:
+    """The process id of the server's one child."""
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    (found,) = children
+    return int(found)
+
+
+def test_it_stops_when_the_requests_under_way_are_done(tmp_path: Path) -> None:
+    with served(folder(tmp_path, 20), "slots=2") as running:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            late = pool.submit(running.ask, "/v1/completions", {"prompt": "a", "max_tokens": 40})
+            while running.gauge("generated_tokens_total") < 3:
+                time.sleep(0.01)
+            worker = worker_of(running)
+            running.process.send_signal(signal.SIGTERM)
+            status, answer, _ = late.result()
+            assert (status, len(answer["choices"][0]["token_ids"])) == (200, 40)
+        assert running.process.wait(20) == 0
+        assert not Path(f"/proc/{worker}").exists()
+        with pytest.raises(OSError):
+            running.ask("/health")
+
+
+def test_a_thousand_requests_at_twice_the_capacity(tmp_path: Path) -> None:
+    """None is lost: each is served in full or refused at once; and memory does not grow with them."""
+    with served(folder(tmp_path, 4), "slots=8", "waiting=16") as running:
+        client = Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY)
+        asyncio.run(replay(client, [Arrival(0.0, 4, 10)] * 8))
+        capacity = 8 / (
+            20 * 0.005
+        )  # eight at a time, of twenty steps of four milliseconds and what surrounds them
+        before = memory(running)
+        found = asyncio.run(
+            replay(client, Rate(rate=2 * capacity, prompt=(4, 40), made=(20, 20)).arrivals(1000))
+        )
+        grown = memory(running) - before
+        assert found.requests == 1000
+        assert 100 < found.refused < 1000 - 24
+        served_ = running.gauge('requests_total{route="completions",status="200"}')
+        assert served_ == 8 + 1000 - found.refused
+        assert running.gauge("open_requests") == 0
+        assert grown < 24 << 20, f"memory has grown by {grown >> 20} MiB"
+
+
+def memory(running: Running) -> int:
+    """Bytes of server and worker."""
+    pages = [
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        for pid in (running.process.pid, worker_of(running))
+    ]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_simulation_knows_a_server_whose_steps_are_known(tmp_path: Path) -> None:
+    """Load of others on the machine makes the server slower than it can be: hence the width."""
+    with served(folder(tmp_path, 20), "slots=4", "waiting=64") as running:
+        client = Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY)
+        measured = asyncio.run(step_costs(client, slots=4, longest=32))
+        assert 0.02 < measured.decode(1, 8) < 0.08
+        known = StepCosts(
+            ((1.0, 0.0), (2.0, 0.0)), ((1.0, 0.022, 0.0),)
+        )  # prompts are read in the same steps
+        arrivals = Rate(rate=10, prompt=(4, 8), made=(4, 20)).arrivals(40)
+        told = simulate(arrivals, Limits(slots=4, waiting=64), known)
+        found = asyncio.run(replay(client, arrivals))
+        assert found.tokens_per_second == pytest.approx(told.tokens_per_second, rel=0.3)
+        assert 0.8 < found.latency.p95 / told.latency.p95 < 3
+
+
+def tiny(family: str, where: Path) -> Path:
+    """A small model with random weights, and the tokenizer of bytes, as a run exports them."""
+    import dataclasses
+
+    import torch
+
+    import penstock
+    from penstock.data.text.tokenizers import Bytes
+
+    torch.manual_seed(1)
+    words, small = where / "words", {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
+    words.mkdir()
+    Bytes().save(words)
+    model = penstock.PRESETS[family]
+    if isinstance(model, penstock.Seq2SeqConfig):
+        sides = {side: dataclasses.replace(getattr(model, side), **small) for side in ("encoder", "decoder")}
+        config = dataclasses.replace(model, vocabulary=Bytes.size, sequence=48, decoder_sequence=48, **sides)
+    else:
+        config = dataclasses.replace(model, **small, kv_heads=None, vocabulary=Bytes.size, sequence=96)
+    penstock.save_pretrained(penstock.create(config), where / family, beside=words)
+    return where / family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-tiny", "marian-tiny", "bert-tiny"])
+def test_real_models_are_served(family: str, tmp_path: Path) -> None:
+    """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""
+    import torch
+
+    from penstock.config.decoding import Decoding
+    from penstock.config.plan import Plan
+    from penstock.infer.engine import Engine, Request
+    from penstock.infer.load import loaded
+
+    where = tiny(family, tmp_path)
+    found = loaded(where, Plan(), weights="plan", tokenizer=None)
+    prompts = [
+        [draw.randrange(256) for _ in range(draw.randint(2, 40))] for draw in map(random.Random, range(12))
+    ]
+    with served(where, "slots=3", "waiting=64", opener="penstock.infer.worker:opened") as running:
+        if family == "bert-tiny":
+            answer = running.ask("/v1/embeddings", {"input": prompts})[1]
+            for row, one in zip(prompts, answer["data"], strict=True):
+                with torch.inference_mode():
+                    mean = found.model.features(torch.tensor([row])).mean(1)[0]
+                told = torch.tensor(one["embedding"])
+                torch.testing.assert_close(told, mean / mean.norm(), rtol=1e-4, atol=1e-5)
+            assert running.ask("/v1/completions", {"prompt": "a"})[0] == 400
+            return
+        engine = Engine(found.model, slots=1, start=found.start, ends=found.ends)
+
+        def alone(ids: list[int]) -> list[int]:
+            made: list[int] = []
+            slot = engine.admit(Request(ids=tuple(ids), decoding=Decoding(max_tokens=8)))
+            assert slot is not None
+            while True:
+                for _, tokens, finished in engine.step():
+                    made += tokens
+                    if finished:
+                        engine.release(slot)
+                        return made
+
+        if family == "marian-tiny":
+            answer = running.ask("/v1/translate", {"text": ["seven", "forty-two"], "max_tokens": 8})[1]
+            assert len(answer["translations"]) == 2
+        body = {"prompt": prompts, "max_tokens": 8, "temperature": 0}
+        choices = running.ask("/v1/completions", body)[1]["choices"]
+        assert [one["token_ids"] for one in choices] == [alone(row) for row in prompts]

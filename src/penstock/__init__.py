@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from penstock.doctor import examine as examine
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.infer.encode import Classified as Classified
+    from penstock.infer.encode import Classifier as Classifier
+    from penstock.infer.encode import Embedder as Embedder
     from penstock.infer.generator import Generated as Generated
     from penstock.infer.generator import Generator as Generator
     from penstock.ladder import LadderConfig as LadderConfig
@@ -101,6 +104,7 @@ _NAMES = {
     "data": ("Batch", "Loader", "image_loader", "open_source"),
     "doctor": ("Finding", "examine"),
     "errors": ("ConfigError", "PenstockError"),
+    "infer.encode": ("Classified", "Classifier", "Embedder"),
     "infer.generator": ("Generated", "Generator"),
     "ladder": ("LadderConfig", "LadderReport"),
     "models": ("create",),

@@ -348,7 +348,7 @@ def test_real_models_are_served(family: str, tmp_path: Path) -> None:
     from penstock.infer.load import loaded
 
     where = tiny(family, tmp_path)
-    found = loaded(where, Plan(), weights="plan", tokenizer=None)
+    found = loaded(where, Plan(), weights="auto", tokenizer=None)
     prompts = [
         [draw.randrange(256) for _ in range(draw.randint(2, 40))] for draw in map(random.Random, range(12))
     ]

@@ -29,6 +29,8 @@ _VERBS = {
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, unchanged.",
     "generate": "Continue or translate texts with a trained model.",
+    "embed": "Turn texts into vectors with a trained encoder.",
+    "classify": "Tell the classes of texts or images with a trained model.",
     "ladder": "Measure what each optimisation gains here.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
@@ -45,7 +47,9 @@ _CHECKPOINT_VERBS = {
     "convert": "Rewrite a checkpoint for another number of ranks.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
-_WITH_SETTINGS = ("train", "ladder", "plan", "deploy", "serve", "scale", "generate")
+_WITH_SETTINGS = (
+    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "embed", "classify",
+)  # fmt: skip
 """They have an option for each setting. Their usage is given, because making it out of the options takes a while."""
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None

@@ -120,7 +120,7 @@ class Decoding(Checked, where="decoding"):
         )
 
 
-Weights = Literal["plan"]
+Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,9 @@ class InferConfig(Checked, where=""):
     """A run's export, a folder of transformers, or a name on the Hugging Face hub."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type that it computes in."""
-    weights: Weights = "plan"
-    """How the weights of linear layers are kept."""
+    weights: Weights = "auto"
+    """How the weights of linear layers are kept: `packed` in the processor's own layout, which `auto` takes on a CPU;
+    `int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller. Only the last three change results."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     batch: Count = 32
@@ -159,3 +160,8 @@ class GenerateConfig(InferConfig, where=""):
     decoding: Decoding = field(default_factory=Decoding)
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeConfig(InferConfig, where=""):
+    """What `penstock embed` and `penstock classify` do."""

@@ -53,7 +53,7 @@ class Generator:
 
     `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Qwen 2 or
     3, T5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and `weights` how they
-    are kept: see `penstock.infer.load`. `draft` is a smaller model with the same vocabulary, for `speculate`.
+    are kept: see `penstock.infer.weights`. `draft` is a smaller model with the same vocabulary, for `speculate`.
 
     Raises ConfigError for a model that does not generate, and what opening a folder raises.
     """
@@ -63,7 +63,7 @@ class Generator:
         model: str | Path | Decoder | Seq2Seq,
         plan: Plan | None = None,
         *,
-        weights: Weights = "plan",
+        weights: Weights = "auto",
         tokenizer: Tokenizer | None = None,
         start: int | None = None,
         ends: Sequence[int] | None = None,

@@ -13,7 +13,7 @@ from penstock.config.decoding import Weights
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.infer.weights import pack
+from penstock.infer.weights import pack, suited
 from penstock.models.anatomy import set_attention
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_json
@@ -39,6 +39,8 @@ class Loaded:
     """Biases of tokens that must not be generated, as of `Decoding`."""
     classes: tuple[str, ...] = ()
     """Names of a classifier's classes."""
+    pooled_first: bool = False
+    """Whether an embedding is the first token's features."""
 
 
 def loaded(
@@ -59,13 +61,16 @@ def loaded(
         raise ConfigError(
             f"Inference runs on one device here, but the plan asks for {plan.gpus}; leave dp, tp, pp and cp out."
         )
-    said: dict[str, Any] = {}
+    said: dict[str, Any] | None = None
+    first = False
     if isinstance(model, nn.Module):
         module = model
     else:
         folder = local_weights(model)
+        if not (folder / "config.json").is_file() and (folder / "export" / "config.json").is_file():
+            folder = folder / "export"  # the folder of a run
         module = from_pretrained(folder)
-        said = _said(folder)
+        said, first = _said(folder), _pooled_first(folder)
         if tokenizer is None:
             tokenizer = _tokenizer_in(folder)
     module = module.eval().to(device)
@@ -74,7 +79,8 @@ def loaded(
         module = module.to(wanted)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
-    module = pack(module, weights)
+    module = pack(module, suited(module, weights, own=said is not None))
+    said = said or {}
     start = said.get("decoder_start_token_id")
     ends = said.get("eos_token_id")
     if tokenizer is not None:
@@ -84,6 +90,7 @@ def loaded(
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}
     return Loaded(
+        pooled_first=first,
         model=module,
         tokenizer=tokenizer,
         start=start if isinstance(start, int) else None,
@@ -100,6 +107,20 @@ def _said(folder: Path) -> dict[str, Any]:
         if (folder / name).is_file():
             said |= {key: value for key, value in read_json(folder / name).items() if value is not None}
     return said
+
+
+def _pooled_first(folder: Path) -> bool:
+    """What sentence-transformers says of a folder: whether a text's vector is that of its first token, or the mean."""
+    file = folder / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return False
+    said = read_json(file)
+    modes = {name for name, value in said.items() if name.startswith("pooling_mode_") and value is True}
+    if not modes <= {"pooling_mode_cls_token", "pooling_mode_mean_tokens"} or len(modes) > 1:
+        raise ConfigError(
+            f"{file} asks for {', '.join(sorted(modes))}; known are the mean of tokens and the first."
+        )
+    return "pooling_mode_cls_token" in modes
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:

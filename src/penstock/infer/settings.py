@@ -102,7 +102,7 @@ class ServeConfig(Checked):
     """File with the key that clients must send; by default $PENSTOCK_API_KEY, and without one there is no key."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type that it computes in."""
-    weights: Weights = "plan"
+    weights: Weights = "auto"
     """How the weights of linear layers are kept."""
     device: FilledText = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""

@@ -1,0 +1,39 @@
+"""`penstock classify`: classes of texts or images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli._app import configured
+from penstock.cli.generate import words
+from penstock.config.decoding import EncodeConfig
+
+
+@configured(EncodeConfig, positional="model")
+def classify(
+    config: EncodeConfig,
+    *inputs: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    file: Annotated[
+        Path | None, Parameter(help="Read texts, or paths of images, from this file, one a line.")
+    ] = None,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="Print one JSON object a line.")
+    ] = False,
+) -> None:
+    """Tell the classes of texts, or of images for a ViT: the likeliest and its probability, a line for each.
+
+    INPUTS come from the command line, from --file, or from what is piped in, one a line.
+    """
+    model, given = config.named("classify"), words(inputs, file)
+    from penstock.infer.encode import Classifier
+
+    found = Classifier(model, config.plan, weights=config.weights, batch=config.batch, device=config.device)
+    for one, told in zip(given, found.classify(given), strict=True):
+        if as_json:
+            print(json.dumps({"input": one, "label": told.label, "probabilities": told.probabilities}))
+        else:
+            print(f"{told.label}\t{told.probability:.4f}\t{one}")

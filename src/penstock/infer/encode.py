@@ -1,0 +1,212 @@
+"""`penstock.Embedder` and `penstock.Classifier`: vectors and classes of texts, and classes of images.
+
+Texts are taken by length, so that those of a batch are nearly as long, and what is padding still is left out of all but
+attention. Results come in the order of the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.boundary.files import Unreadable, read_bytes, shown
+from penstock.config.decoding import Weights
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError, DataError
+from penstock.infer.load import Loaded, loaded
+from penstock.models.anatomy import set_padding
+from penstock.models.encoder import Encoder
+from penstock.models.vit import ViT
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+_CROP = 0.875
+"""Share of an image's sides that is seen, as in evaluations."""
+_MOST_PIXELS = 178_956_970
+_MOST_BYTES = 256 << 20
+
+
+class _Texts:
+    """What both share: an encoder, its tokenizer, and batches by length."""
+
+    def __init__(self, found: Loaded, batch: int) -> None:
+        assert isinstance(found.model, Encoder)
+        self.model, self.tokenizer, self.batch = found.model, found.tokenizer, batch
+        set_padding(self.model, "remove")
+
+    def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
+        """Token numbers of texts or pairs, cut to what the model reads, and where the second of a pair begins."""
+        return [self._row(text) for text in texts]
+
+    def _row(self, text: Any) -> tuple[list[int], int]:
+        most = self.model.config.max_positions or self.model.config.sequence
+        if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
+            ids = list(text)[:most]
+            return ids, len(ids)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ConfigError(
+                "A text needs a tokenizer, and this model came without one; give token numbers."
+            )
+        begin = tokenizer.classify if tokenizer.classify is not None else tokenizer.begin
+        between = tokenizer.separator if tokenizer.separator is not None else tokenizer.end
+        first, last = [] if begin is None else [begin], [] if between is None else [between]
+        parts = [part.tolist() for part in tokenizer.encode([text] if isinstance(text, str) else list(text))]
+        room = most - len(first) - len(last) * len(parts)
+        while sum(map(len, parts)) > room:
+            longest = max(parts, key=len)
+            del longest[max(room // len(parts), len(longest) - (sum(map(len, parts)) - room)) :]
+        ids = [*first, *parts[0], *last]
+        return [*ids, *(parts[1] + last if len(parts) > 1 else [])], len(ids)
+
+    def compute(
+        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """`finish` of the model's outputs and the lengths, for all rows in their order."""
+        if not rows:
+            raise ConfigError("There are no texts; give at least one.")
+        if any(not ids for ids, _ in rows):
+            raise ConfigError("A text has no tokens; write something.")
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
+        device = next(self.model.parameters()).device
+        found: Tensor | None = None
+        for begin in range(0, len(order), self.batch):
+            some = order[begin : begin + self.batch]
+            lengths = torch.tensor([len(rows[number][0]) for number in some])
+            tokens = torch.zeros(len(some), int(lengths.max()), dtype=torch.int64)
+            segments = torch.zeros_like(tokens)
+            for place, number in enumerate(some):
+                ids, second = rows[number]
+                tokens[place, : len(ids)] = torch.tensor(ids)
+                segments[place, second : len(ids)] = 1
+            with torch.inference_mode():
+                kinds = segments.to(device) if self.model.config.token_types > 1 else None
+                outputs = self.model(tokens.to(device), lengths.to(device), kinds)
+                part = finish(outputs, lengths.to(device))
+            found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found
+            found[torch.tensor(some, device=device)] = part
+        assert found is not None
+        return found
+
+
+class Embedder:
+    """Vectors of texts, by an encoder: one of ours, or a folder of transformers with BERT.
+
+    A text's vector is the mean of its tokens' features, or its first token's where the folder's `1_Pooling` says so.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Encoder,
+        plan: Plan | None = None,
+        *,
+        weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None,
+        batch: int = 32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        found = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        if not isinstance(found.model, Encoder):
+            raise ConfigError(f"A {type(found.model).__name__} gives no vectors of texts; give an encoder.")
+        if found.model.config.head != "none":
+            if isinstance(model, nn.Module):
+                raise ConfigError("The encoder has a head, which gives no vectors; make it with head=none.")
+            found.model.transform = found.model.pooler = found.model.head = None
+        self._texts = _Texts(found, batch)
+        self.first = found.pooled_first
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True) -> Tensor:
+        """Vectors (texts, D) in fp32 on the model's device; of length 1 unless `normalize` is false."""
+
+        def finish(features: Tensor, lengths: Tensor) -> Tensor:
+            if self.first:
+                vectors = features[:, 0].float()
+            else:
+                real = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
+                vectors = (features.float() * real[:, :, None]).sum(1) / lengths[:, None]
+            return F.normalize(vectors, dim=1) if normalize else vectors
+
+        return self._texts.compute(self._texts.rows(texts), finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """What a classifier tells of one input."""
+
+    label: str
+    """Name of the likeliest class, or its number."""
+    probability: float
+    probabilities: tuple[float, ...]
+
+
+class Classifier:
+    """Classes of texts or of pairs of them, by an encoder with a head for classes; or of images, by a ViT."""
+
+    def __init__(
+        self,
+        model: str | Path | Encoder | ViT,
+        plan: Plan | None = None,
+        *,
+        weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None,
+        classes: Sequence[str] = (),
+        batch: int = 32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        found = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        self.model, self.batch = found.model, batch
+        self.classes = tuple(classes) or found.classes
+        self._texts: _Texts | None = None
+        if isinstance(found.model, Encoder) and found.model.config.head == "classes":
+            self._texts = _Texts(found, batch)
+        elif not isinstance(found.model, ViT):
+            raise ConfigError(
+                "The model tells no classes; give a ViT, or an encoder with a head for classes."
+            )
+
+    def classify(self, inputs: Sequence[Any]) -> list[Classified]:
+        """Texts, pairs of texts, or token numbers for an encoder; paths of images for a ViT."""
+        if self._texts is not None:
+            told = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
+        else:
+            told = self._images([Path(each) for each in inputs])
+        shares = torch.softmax(told, dim=-1).tolist()
+        return [self._told(row) for row in shares]
+
+    def _told(self, shares: list[float]) -> Classified:
+        best = int(np.argmax(shares))
+        label = self.classes[best] if len(self.classes) == len(shares) else str(best)
+        return Classified(label, shares[best], tuple(shares))
+
+    def _images(self, paths: list[Path]) -> Tensor:
+        from penstock.data.augment import center_batch
+        from penstock.data.decode import decode
+
+        if not paths:
+            raise ConfigError("There are no images; give at least one.")
+        config = self.model.config
+        size = round(config.image_size / _CROP)
+        first = next(self.model.parameters())
+        found = []
+        for begin in range(0, len(paths), self.batch):
+            some = paths[begin : begin + self.batch]
+            pixels = np.empty((len(some), size, size, config.channels), np.uint8)
+            for place, path in enumerate(some):
+                raw = read_bytes(path, "The image", limit=_MOST_BYTES)
+                try:
+                    decode(raw, pixels[place], max_pixels=_MOST_PIXELS)
+                except Unreadable as error:
+                    raise DataError(f"The image {shown(path)} cannot be read: {error}") from error
+            with torch.inference_mode():
+                images = torch.from_numpy(pixels).to(first.device)
+                images = center_batch(images, image_size=config.image_size, crop_share=_CROP)
+                found.append(self.model(images.to(first.dtype)).float())
+        return torch.cat(found)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.cli.launch import python_arguments
 from penstock.cli.plan_scaling import overtrained
 from penstock.config.load import from_dict, read_file
 from penstock.config.model import PRESETS, stacks
@@ -59,14 +61,13 @@ def test_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("model", "machine", "gpus", "batch", "runner"),
     [
-        ("llama3-8b", "h100", 8, 512, "penstock.build runs on a model of your own"),
+        ("llama3-8b", "h100", 8, 512, "penstock train runs"),
         ("vit-h14", "a100-80g", 16, 16, "penstock train runs"),
     ],
 )
 def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
     capsys: pytest.CaptureFixture[str], model: str, machine: str, gpus: int, batch: int, runner: str
 ) -> None:
-    """`train` has no language models, so none of their layouts is said to be one that it runs."""
     words = ("plan", model, "--machine", machine, "--gpus", str(gpus), "--global-batch", str(batch))
     _, out, _ = run(capsys, *words)
     best, runs = (
@@ -113,12 +114,29 @@ def test_images_are_counted_as_images_and_hours_as_hours(capsys: pytest.CaptureF
 
 
 def test_where_nothing_trains_today_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", "gpt-175b", "--machine", "a100-80g", "--gpus", "1024", "--global-batch", "1536")
+    words = (*SMALL, "--base", "precision=O2 optimizer=fused attention=flash tp=2 cp=2")
     _, out, _ = run(capsys, *words)
-    assert "penstock.build runs none of them yet" in out
-    assert "penstock train" not in out
+    assert "penstock train runs none of them yet" in out
+    assert "penstock launch" not in out
     _, out, _ = run(capsys, *words, "--json", "--top", "1")
     assert json.loads(out)["best_runnable"] is None
+    code, out, error = run(capsys, *words, "--run")
+    assert (code, out) == (ExitCode.CONFIG, "")
+    assert "penstock train runs none of the" in error
+
+
+@pytest.mark.parametrize("model", ["gpt-7.5b", "vit-h14"])
+def test_run_prints_the_command_that_trains(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    code, out, _ = run(capsys, "plan", model, *SMALL[2:], "--run")
+    assert code == 0
+    words = shlex.split(out)
+    assert words[:7] == ["penstock", "launch", "--procs", "8", "--nnodes", "2", "--rdzv"]
+    assert words[8:-1] == ["--", "train", model, "--plan"]
+    require(Plan.parse(words[-1]), PRESETS[model], run=True)
+    assert python_arguments(words[9:])[:3] == ["-m", "penstock", "train"]
+    code, _, error = run(capsys, "plan", model, "--run", "--json")
+    assert code == ExitCode.CONFIG
+    assert "--run was given with --json" in error
 
 
 def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

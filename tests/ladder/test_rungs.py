@@ -60,7 +60,11 @@ def test_a_rung_changes_one_thing(rung: Rung) -> None:
     differing += [
         f.name for f in fields(FIRST.model) if getattr(changed.model, f.name) != getattr(FIRST.model, f.name)
     ]
-    pairs = ({"precision", "dtype", "master"}, {"dp", "sharding", "shard"})
+    pairs = (
+        {"precision", "dtype", "master"},
+        {"dp", "sharding", "shard"},
+        {"pp", "micro_batch", "accumulate"},
+    )
     assert any(set(differing) <= pair for pair in pairs) or len(differing) == 1
 
 
@@ -87,8 +91,8 @@ def test_the_order_is_that_of_the_ladder() -> None:
     told = [
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "masters-remainder", "classifier", "token-order",
-        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "parallel-ddp", "parallel-fsdp",
-        "parallel-hsdp", "image", "whole-half",
+        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "parallel-context", "parallel-ddp",
+        "parallel-fsdp", "parallel-hsdp", "image", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 
@@ -143,6 +147,8 @@ def test_processes_are_asked_for_and_groups_need_four() -> None:
     for rung in (ddp, fsdp, hsdp):
         assert "--procs 2" in str(rung.refusal(FIRST, _situation(CPU, procs=1)))
     two, six = _situation(CPU, procs=2), _situation(CPU, procs=6)
+    assert _named("parallel-context").apply(FIRST, two).plan.line() == "cp=2"
+    assert ddp.apply(_named("parallel-context").apply(FIRST, two), two).plan.line() == "dp=2"
     assert ddp.apply(FIRST, two).plan.line() == "dp=2"
     assert fsdp.refusal(FIRST, two) is None
     assert fsdp.apply(FIRST, two).plan.line() == "dp=2 sharding=fsdp"

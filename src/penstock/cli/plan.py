@@ -8,7 +8,7 @@ from penstock.config.machine import load_machine
 from penstock.errors import ExitCode
 
 
-@configured(PlanConfig, positional="model", flags=("sensitivity", "json"))
+@configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"))
 def plan(asked: PlanConfig) -> int:
     """Find the fastest parallel layout of MODEL on a cluster, with memory, time and why the others are slower.
 

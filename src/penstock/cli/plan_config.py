@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 _LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
 _RUN = frozenset({"tokens", "images", "epochs", "price"})
 _EXPLAIN = frozenset({"model", "machine", "gpus", "global_batch", "explain", "json"}) | _RUN
-_SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html"}
+_SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html", "run"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class PlanConfig(Checked):
     """Show what would help most."""
     top: Count | None = None
     """Number of layouts to show; 10 if omitted."""
+    run: bool = False
+    """Print nothing but the command that trains with the fastest layout that Penstock runs."""
     json: bool = False
     """Print everything as JSON."""
     toml: FilledText | None = None
@@ -83,6 +85,10 @@ class PlanConfig(Checked):
         yield from self._unused("A model", _EXPLAIN | _SEARCH)
         if self.explain is not None:
             yield from self._unused("--explain", _EXPLAIN)
+        if self.run:
+            yield from self._unused(
+                "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run"})
+            )
         if self.tokens is not None and self.images is not None:
             yield "--tokens and --images were both given; a model is trained on one of them."
         vision = isinstance(self.model, ViTConfig)

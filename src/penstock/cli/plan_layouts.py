@@ -11,13 +11,14 @@ from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import plan_page
 from penstock.cli.plan_table import best_runnable, layouts, totals, totals_line
-from penstock.cli.plan_tools import how_to_run, show
+from penstock.cli.plan_tools import how_to_run, penstock_train, show
 from penstock.config.convert import plain
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, sequences, title
 from penstock.config.plan import Plan
-from penstock.errors import OutOfMemory
+from penstock.config.trainable import model_problems
+from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
 from penstock.planner.prediction import Prediction, predict
 from penstock.planner.search import Found, explore, nothing_fits
@@ -52,6 +53,9 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
     found = explore(asked.model, machine, gpus, global_batch=batch, base=base, fixed=fixed, keep=None)
     if not found.predictions:
         raise OutOfMemory(nothing_fits(asked.model, machine, gpus, found))
+    if asked.run:
+        print(_command(asked.model, machine, found))
+        return
     levers: list[Lever] = []
     if asked.sensitivity or asked.html is not None:
         levers = sensitivity(asked.model, machine, gpus, found.predictions[0], base=base, fixed=fixed)
@@ -63,6 +67,18 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
         print(json.dumps(as_data(asked, machine, gpus, found, levers), indent=1))
     else:
         _show(asked, machine, gpus, found, levers if asked.sensitivity else [])
+
+
+def _command(model: ModelConfig, machine: Machine, found: Found) -> str:
+    """What to type to train with the fastest layout that can be. Raises ConfigError where none can."""
+    reasons = list(model_problems(model))
+    runs = None if reasons else best_runnable(found, model)
+    if runs is None:
+        raise ConfigError(
+            reasons
+            or f"penstock train runs none of the {len(found.predictions):,} layouts that fit; fix less with --base."
+        )
+    return penstock_train(model, machine, runs.plan).command
 
 
 def _question(asked: PlanConfig, machine: Machine, gpus: int) -> dict[str, Any]:
@@ -81,7 +97,7 @@ def as_data(
 ) -> dict[str, Any]:
     """The answer as plain data, with units in the names."""
     assert asked.model is not None
-    runs = best_runnable(found)
+    runs = best_runnable(found, asked.model)
     return {
         **_question(asked, machine, gpus),
         "layouts_tried": found.tried,
@@ -114,9 +130,9 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
     console.print(terminal_table(section, console.width))
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
-    runs = best_runnable(found)
-    # `train` has only vision models; a language model is passed to `build` as a module.
-    ours = isinstance(model, ViTConfig)
+    runs = best_runnable(found, model)
+    # What `train` does not make itself is passed to `build` as a module.
+    ours = not list(model_problems(model))
     runner = "penstock train runs" if ours else "penstock.build runs on a model of your own"
     if runs is None:
         console.print(f"{'penstock train' if ours else 'penstock.build'} runs none of them yet.")
@@ -130,7 +146,8 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
     if runs is not None and runs is not best and ours:
         ways[:0] = how_to_run(model, machine, runs.plan)[:1]
     if ways:
-        console.print("to run it, add your data and tokenizer to one of these:" if not ours else "to run it:")
+        vision = isinstance(model, ViTConfig)
+        console.print("to run it:" if vision else "to run it, add your data and tokenizer to one of these:")
         show(ways, lambda line: console.print(line, soft_wrap=True))
     console.print("why the others are slower:")
     for line in why_others_lose(model, machine, found, best):

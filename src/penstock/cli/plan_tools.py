@@ -44,7 +44,7 @@ class HowTo:
 def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     """The commands that run `plan`: Penstock's own where it can, and those of tools for GPUs."""
     found = []
-    if isinstance(model, ViTConfig) and not problems(plan, model, machine, run=True):
+    if not problems(plan, model, machine, run=True):
         found.append(penstock_train(model, machine, plan))
     if machine.device != "cuda":
         return found
@@ -58,7 +58,7 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     ]
 
 
-def penstock_train(model: ViTConfig, machine: Machine, plan: Plan) -> HowTo:
+def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """`penstock train`, under its own launcher where the Plan has several ranks."""
     words = [" ".join(option_words(model)), f'--plan "{plan.line()}"']
     if plan.gpus == 1:

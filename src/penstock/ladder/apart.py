@@ -98,8 +98,9 @@ class Apart:
         if rung.twin:
             plan, seed = setting.plan, arena.seed
             single = replace(
-                plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp
-            )
+                plan, dp=1, tp=1, sp=False, pp=1, schedule="1f1b", virtual=1, cp=1, cp_exchange="ring", sharding="ddp",
+                shard=1, offload="none", accumulate=plan.accumulate * plan.dp,
+            )  # fmt: skip
             ranks = arena.trained(setting, seed, EQUAL_STEPS)
             one = arena.trained(replace(setting, plan=single), seed, EQUAL_STEPS)
             equal = equality(plan, ranks.losses, one.losses, ranks.norms, one.norms)

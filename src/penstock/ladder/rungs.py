@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, HalfDtype, Sharding
@@ -126,10 +127,34 @@ def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
             )
         return None
 
-    apply = plan(dp=lambda situation: situation.procs, sharding=sharding, shard=shard)
+    apply = plan(**{**_ALONE, "dp": lambda situation: situation.procs, "sharding": sharding, "shard": shard})
     return Rung(
         name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle,
         results="other", twin=True,
+    )  # fmt: skip
+
+
+_ALONE: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1}
+
+
+def _split(what: str, place: int, title: str, why: str, **fields: Any) -> Rung:
+    """A rung of several processes that have one replica of the model together."""
+
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if situation.procs == 1:
+            return "it takes several processes: give their number, such as --procs 2"
+        if setting.model is None:
+            return "your model is not one of Penstock's own"
+        if "pp" in fields and situation.micro_batch % situation.procs:
+            return (
+                f"a micro-batch of {situation.micro_batch} samples cannot be cut into one for each of "
+                f"{situation.procs} stages: give --batch {situation.micro_batch * situation.procs}"
+            )
+        return None
+
+    return Rung(
+        name=f"parallel-{what}", place=place, title=title, why=why, apply=plan(**{**_ALONE, **fields}),
+        obstacle=obstacle, results="other", twin=True,
     )  # fmt: skip
 
 
@@ -285,6 +310,24 @@ for _rung in (
     ),
     _batch(2, 800),
     _batch(4, 810),
+    _split(
+        "pipeline",
+        840,
+        "stages (pipeline)",
+        "Each process holds some of the blocks, and a batch passes through them in pieces: memory per process shrinks, "
+        "and little is sent, but stages wait for the first piece and the last.",
+        pp=lambda situation: situation.procs,
+        accumulate=lambda situation: situation.procs,
+        micro_batch=lambda situation: situation.micro_batch // situation.procs,
+    ),
+    _split(
+        "context",
+        845,
+        "tokens split (context)",
+        "Each process computes some of the tokens of every sample, and keys and values are passed round: for samples "
+        "whose activations are too long for one.",
+        cp=lambda situation: situation.procs,
+    ),
     _parallel(
         "ddp",
         850,

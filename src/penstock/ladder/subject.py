@@ -122,7 +122,9 @@ class Subject(ABC):
 
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
-        return round(self.workload(setting).model_flops) * setting.plan.accumulate * setting.plan.dp
+        plan = setting.plan
+        # A workload is of one device, with the blocks of all stages.
+        return round(self.workload(setting).model_flops * plan.accumulate * plan.gpus / plan.pp)
 
 
 class Configured(Subject):

@@ -28,7 +28,7 @@ from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.context import split_tokens
 from penstock.parallel.dims import LOSS
-from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages
+from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.planner.stages import stage_counts
 from penstock.precision import (
@@ -133,6 +133,9 @@ def build(
     # A stage's rank lets go of what others hold before anything else is made of the model.
     stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
 
+    if stages is not None and rows is not None:
+        rows = {name: rows[name] for name, _ in module.named_parameters() if name in rows}
+
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.
     precision = precision_of(plan, recipe.lists, device)
@@ -148,6 +151,8 @@ def build(
         freeze(module, recipe.freeze)
     else:
         stages.attach()
+    if plan.schedule == "zero_bubble":
+        split_backwards(module)
 
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.

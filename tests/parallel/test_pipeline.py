@@ -10,21 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.doomed_runs import TWO, config_in, finished, launched, same_end
 from helpers.families import ENROLLED, Given, batches
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import Snapshot
+from penstock.config.machine import load_machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
+from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
-from penstock.planner.stages import balanced, stage_counts
-from penstock.schedules import generate
+from penstock.planner.stages import balanced, stage_costs, stage_counts
+from penstock.schedules import Measured, generate, schedule_of, simulate
 from penstock.step.pipeline import table
 
 RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
@@ -123,7 +126,12 @@ def test_every_family_trains_in_two_stages(name: str) -> None:
         ("t5", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
         ("marian", "micro_batch=2 accumulate=2 pp=4 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 padding=remove recompute=full"),
+        ("gpt", "micro_batch=2 accumulate=3 pp=2 schedule=zero_bubble"),
+        ("t5", "micro_batch=2 accumulate=2 pp=2 schedule=zero_bubble recompute=full"),
         ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
+        ("gpt", "micro_batch=1 accumulate=3 pp=2 dp=2 sharding=fsdp"),
+        ("t5", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=zero1"),
+        ("vit", "micro_batch=1 accumulate=4 pp=2 dp=2 sharding=zero2 schedule=interleaved virtual=2"),
     ],
 )
 def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
@@ -138,6 +146,7 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         "precision=O2 optimizer=fused dtype=fp16",
         "precision=O2 optimizer=fused master=remainder",
         "precision=O3 optimizer=contiguous",
+        "precision=O2 optimizer=fused schedule=zero_bubble",
     ],
 )
 def test_every_level_trains_in_stages(line: str) -> None:
@@ -225,12 +234,47 @@ def test_the_table_that_runs_is_the_one_that_is_simulated() -> None:
     assert table(plan, 8).computations() == generate("interleaved", 4, 8, 2)
 
 
+def test_a_split_backward_pass_is_torchs_own_in_two_halves() -> None:
+    module, later = nn.Linear(3, 4), list[Any]()
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    module(x).square().sum().backward()
+    wanted = [x.grad, module.weight.grad, module.bias.grad]
+    x.grad = None
+    module.zero_grad()
+    split_backward(module)
+    with put_off(later):
+        module(x).square().sum().backward()
+    assert module.weight.grad is None
+    for make in later:
+        make()
+    torch.testing.assert_close([x.grad, module.weight.grad, module.bias.grad], wanted)
+    module(x).square().sum().backward()  # whole: added to what is there
+    assert wanted[1] is not None
+    torch.testing.assert_close(module.weight.grad, 2 * wanted[1])
+
+
 def test_stages_are_balanced_with_embedding_and_output() -> None:
     assert balanced([1.0] * 12, 4) == (3, 3, 3, 3)
     assert balanced([1.0] * 14, 4, entrance=1.0, end=1.0) == (3, 4, 4, 3)
     assert balanced([1.0] * 8, 2, end=3.0) in ((5, 3), (6, 2))
     assert balanced([1.0] * 2, 2, end=9.0) == (1, 1)
     assert sum(stage_counts(_config("gpt"), 2)) == 4
+
+
+def test_what_ranks_did_is_told_as_a_simulation_is() -> None:
+    plan = Plan.parse("pp=2 accumulate=4 micro_batch=2")
+    costs = stage_costs(_config("gpt"), load_machine("h100"), plan)
+    run = simulate(schedule_of(plan), costs)
+    spans = [[span._replace(start=span.start + 5, end=span.end + 5) for span in run.timeline() if span.rank == r]
+             for r in range(2)]  # fmt: skip
+    measured = Measured.of(spans)
+    assert measured.schedule == run.schedule
+    assert float(measured.bubble_fraction) == pytest.approx(float(run.bubble_fraction))
+    assert measured.peak_memory == (2, 1)
+    first, last = (
+        sum(c[i] for c in (costs.forward, costs.backward_input, costs.backward_weight)) for i in (0, 1)
+    )  # type: ignore[index]
+    assert last > first  # the output
 
 
 def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
@@ -240,3 +284,18 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
         build(_config("gpt"), plan, dims=dims, loss=lambda model, batch: model(*batch))
     with pytest.raises(ConfigError, match="cannot be cut: its blocks must be known by role"):
         build(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), plan, dims=dims, loss=Given())
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_stage_that_is_killed_goes_on_without_changing_a_bit(tmp_path: Path) -> None:
+    """Under the supervisor, with dropout and averages."""
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "killed").mkdir()
+    plan = Plan(micro_batch=8, accumulate=2, pp=2, optimizer="fused")
+    calm, killed = (config_in(tmp_path / name, plan, steps=12) for name in ("calm", "killed"))
+    finished(calm)
+    with launched(killed, "kill:1:6", options=(*TWO, "--max-restarts", "1")) as agent:
+        assert agent.wait(240) == 0, agent.said
+    assert "was killed by SIGKILL" in agent.said
+    same_end(killed, calm)

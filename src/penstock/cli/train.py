@@ -17,6 +17,8 @@ from penstock.config.run import RunConfig
 _TRACK = "Pass the run's numbers on to tensorboard, wandb or mlflow, or to several with commas between them."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
 
+_TRACE = "Draw what the ranks of a pipeline did in one step beside what was predicted, in OUTPUT/trace/pipeline.html."
+
 
 def _model_in(weights: str) -> ModelConfig | None:
     from penstock.models.convert import model_in
@@ -35,6 +37,7 @@ def train(
     resume: Annotated[bool, Parameter(help="Resume from the newest checkpoint in the output folder.")] = True,
     track: Annotated[str, Parameter(help=_TRACK)] = "",
     profile: Annotated[bool, Parameter(negative="", help=_PROFILE)] = False,
+    trace: Annotated[bool, Parameter(negative="", help=_TRACE)] = False,
 ) -> None:
     """Train a model; resumes where it was stopped.
 
@@ -47,7 +50,12 @@ def train(
     from penstock.train.trackers import trackers
 
     result = run(
-        config, resume=resume, callbacks=trackers(track), profile=profile, display=display_for(sys.stdout)
+        config,
+        resume=resume,
+        callbacks=trackers(track),
+        profile=profile,
+        trace=trace,
+        display=display_for(sys.stdout),
     )
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result

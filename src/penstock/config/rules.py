@@ -407,17 +407,24 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages go with replicas, blocks that are compiled one by one, and whole backward passes."""
+    """A pipeline's stages take blocks that are compiled one by one, nothing offloaded, and for `zero_bubble` plain
+    linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
         return
-    if plan.schedule == "zero_bubble":
-        yield "plan.schedule=zero_bubble cannot be run yet; use schedule=1f1b or interleaved."
     if plan.compile == "whole":
         yield "plan.compile=whole compiles a whole model, and plan.pp cuts it into stages; use compile=blocks."
-    if plan.sharding != "ddp":
-        yield f"plan.sharding={plan.sharding} cannot be run with plan.pp={plan.pp} yet; use sharding=ddp."
+    if plan.offload != "none":
+        yield f"plan.offload={plan.offload} cannot be run with plan.pp={plan.pp} yet; use offload=none."
+    if plan.schedule == "zero_bubble":
+        whole = {"compile": "none", "fp8": False, "sharding": "ddp"}
+        for name, value in whole.items():
+            if getattr(plan, name) != value:
+                yield (
+                    "plan.schedule=zero_bubble takes the backward pass of linears apart, which cannot be done with "
+                    f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
+                )
 
 
 @_rule("run")

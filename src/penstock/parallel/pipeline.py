@@ -26,6 +26,7 @@ from torch import Tensor, distributed, nn
 
 from penstock.containers import tensors
 from penstock.errors import ConfigError
+from penstock.kernels.split_linear import split_backward
 from penstock.models.anatomy import ELSEWHERE, WHOLE, Anatomy, anatomy_of
 from penstock.models.roles import Embedding, Linear, Pooler, Stem, owned, walk
 from penstock.optim.clip import grad_norm
@@ -200,7 +201,9 @@ class Stages:
         self._active = stage, ()
         self._memory.clear()
         try:
-            with torch.no_grad(), self._changed(stage, probing=True):
+            # A dropout that its family does not tell of would draw numbers: asking must change nothing.
+            alone = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+            with alone, torch.no_grad(), self._changed(stage, probing=True):
                 self._forward(*args, **kwargs)
         except Left as left:
             shapes = [value.shape for value in left.values]
@@ -368,7 +371,7 @@ def cut_stages(
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if users[id(parameter)].isdisjoint(mine):
-                hidden.setdefault(module, {})[key] = parameter.detach().to("meta")
+                hidden.setdefault(module, {})[key] = torch.empty_like(parameter, device="meta")
                 setattr(module, key, None)
     for block, name in enumerate(anatomy.blocks):
         if cut.stage_of(block) not in mine:
@@ -404,6 +407,18 @@ def _take_back(owner: nn.Module, name: str, old: Any) -> None:
         del owner.__dict__[name]
     else:
         setattr(owner, name, old)
+
+
+def split_backwards(model: nn.Module) -> None:
+    """Let the linears of blocks make the gradients of their weights apart, as a zero-bubble schedule asks. Call it
+    after what changes their class.
+    """
+    modules = dict(model.named_modules())
+    for stack in anatomy_of(model).stacks:
+        for role in walk(stack.blocks):
+            module = modules.get(role.name)
+            if isinstance(role, Linear) and type(module) is nn.Linear:
+                split_backward(module)
 
 
 def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
-from penstock.planner.describe import totals
+from penstock.config.plan import Plan
+from penstock.planner.describe import describe, totals
+from penstock.planner.operators import Part
+from penstock.planner.rates import rates_of
+from penstock.planner.step import layout_of, part_time
+from penstock.planner.traffic import transfer_seconds
+from penstock.schedules import Costs
 
 
 @lru_cache(maxsize=256)
@@ -61,3 +68,46 @@ def _fits(costs: Sequence[float], ends: Sequence[float], most: float) -> bool:
             spent += costs[at]
             at += 1
     return at == len(costs)
+
+
+def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
+    """Seconds of each stage's passes of one micro-batch, and of what it sends, as `stage_counts` cuts the model: what a
+    schedule is simulated with.
+    """
+    work = describe(model, plan, machine.device)
+    rates, layout = rates_of(machine, plan), layout_of(plan)
+    host = (machine.operator_seconds or machine.launch_seconds) if rates.cpu else 0.0
+
+    def passes(part: Part) -> tuple[float, float, float]:
+        time = part_time(part, rates, layout)
+        launched = [host * sum(op.launches for op in side) for side in (part.forward, part.backward)]
+        later = time.weights
+        return time.forward.total + launched[0], time.back - later + launched[1], later
+
+    counts = stage_counts(model, plan.pp * plan.virtual)
+    blocks: list[tuple[float, float, float]] = []
+    for cross in (False, True):
+        kinds = [part for part in work.blocks if part.block is not None and (part.block.cross > 0) is cross]
+        count = sum(part.count for part in kinds)
+        if count:
+            each = [[part.count * one / count for one in passes(part)] for part in kinds]
+            blocks += [_sums(each)] * count
+    ends = [passes(part) for part in work.parts if part.block is None]
+    stages, at = [], 0
+    for number, count in enumerate(counts):
+        mine: list[Sequence[float]] = [*blocks[at : at + count]]
+        mine += [ends[0]] * (number == 0) + [ends[-1]] * (number == len(counts) - 1)
+        stages.append(_sums(mine))
+        at += count
+    forward, into, later = (list(column) for column in zip(*stages))
+    return Costs(
+        forward=forward,
+        backward_input=into,
+        backward_weight=later,
+        transfer=transfer_seconds(work, rates, plan),
+    )
+
+
+def _sums(rows: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    first, second, third = (sum(column) for column in zip(*rows))
+    return first, second, third

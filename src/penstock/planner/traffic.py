@@ -125,6 +125,16 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
     Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
     while the pipeline fills and drains.
     """
+    one = transfer_seconds(work, rates, plan)
+    # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
+    hides = plan.overlap and plan.virtual > 1
+    shown = rates.constants.node_step_seconds + exposed_seconds(rates, one, chunk) if hides else one
+    steady = 2.0 * plan.accumulate * plan.virtual * shown
+    return steady + 2.0 * (plan.pp - 1) * one
+
+
+def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
+    """Of one micro-batch: its activations from a stage to the next, or their gradients back."""
     block = work.blocks[-1].block
     assert block is not None
     moved = (
@@ -133,11 +143,7 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
     one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
     if not plan.sp and plan.tp > 1:
         one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)
-    # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
-    hides = plan.overlap and plan.virtual > 1
-    shown = rates.constants.node_step_seconds + exposed_seconds(rates, one, chunk) if hides else one
-    steady = 2.0 * plan.accumulate * plan.virtual * shown
-    return steady + 2.0 * (plan.pp - 1) * one
+    return one
 
 
 def update_seconds(

@@ -13,6 +13,7 @@ from penstock.schedules.generate import SCHEDULE_NAMES as SCHEDULE_NAMES
 from penstock.schedules.generate import ScheduleName as ScheduleName
 from penstock.schedules.generate import generate as generate
 from penstock.schedules.generate import schedule_of as schedule_of
+from penstock.schedules.measured import Measured as Measured
 from penstock.schedules.schedule import Schedule as Schedule
 from penstock.schedules.simulate import Simulation as Simulation
 from penstock.schedules.simulate import Span as Span

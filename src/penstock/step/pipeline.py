@@ -8,6 +8,7 @@ equal to torch's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from torch import Tensor, distributed
 
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, PenstockError
+from penstock.kernels.split_linear import Later, put_off
 from penstock.parallel import DataParallel
 from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values
@@ -73,6 +75,10 @@ class Pipeline:
         self.scaler = scaler
         self.masters = masters
         self.replicas = replicas
+        self.trace: list[tuple[Action, float, float]] | None = None
+        """Where it is a list, computations are added to it with the seconds of `time.perf_counter` between which they
+        ran; the host then waits for each.
+        """
         self._types: dict[tuple[int, bool], torch.dtype] = {}
         self._place = stages.dims.place()["pp"]
 
@@ -123,20 +129,38 @@ class _Step:
         """Of the outputs."""
         self._does: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
-            "SEND_B": self._send_back, "RECV_B": self._receive_back,
+            "SEND_B": self._send_back, "RECV_B": self._receive_back, "I": self._of_input, "W": self._of_weights,
         }  # fmt: skip
+        self._later: dict[tuple[int, int], Later] = {}
+        """What is left to do for the gradients of weights."""
+        self._began = 0.0
 
     def perform(self, action: Action) -> None:
         """Do what the schedule says. What goes wrong is told with stage and micro-batch."""
         try:
+            self._began = self._now()
             self._does[action.kind](action.stage, action.micro_batch)
+            if self.pipeline.trace is not None and not action.communicates:
+                self.pipeline.trace.append((action, self._began, self._now()))
         except (RuntimeError, MemoryError, PenstockError) as error:
             _raise_named(error, action, len(self.batches), self.stages.last)
+
+    def _now(self) -> float:
+        if self.pipeline.trace is None:
+            return 0.0
+        if self.stages.device.type == "cuda":
+            torch.cuda.synchronize(self.stages.device)
+        return time.perf_counter()
+
+    def _await(self, values: Values) -> None:
+        """Until what was received is there: the action begins then."""
+        self.links.wait(values)
+        self._began = self._now()
 
     def _forward(self, stage: int, i: int) -> None:
         stages, task, batch = self.stages, self.pipeline.task, self.batches[i]
         received = self._inputs.get((stage, i), ())
-        self.links.wait(received)
+        self._await(received)
         for value in received:
             value.requires_grad_()
         outputs = stages.run(stage, received, lambda: stages.model(*task.inputs(batch)))
@@ -152,14 +176,14 @@ class _Step:
 
     def _backward(self, stage: int, i: int) -> None:
         pipeline, stages = self.pipeline, self.stages
-        if pipeline.replicas is not None and i == len(self.batches) - 1:
+        if pipeline.replicas is not None and 0 < i == len(self.batches) - 1:
             pipeline.replicas.begin(i, len(self.batches))
         outputs = self._outputs.pop((stage, i))
         if stage == stages.last:
             outputs[0].backward()  # type: ignore[no-untyped-call]
         else:
             gradients = self._gradients.pop((stage, i))
-            self.links.wait(gradients)
+            self._await(gradients)
             learned = [(out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad]
             if learned:
                 torch.autograd.backward([out for out, _ in learned], [given for _, given in learned])
@@ -169,6 +193,18 @@ class _Step:
             received = self._inputs.pop((stage, i))
             found = tuple(torch.zeros_like(v) if v.grad is None else v.grad for v in received)
             self._gradients[stage - 1, i] = found
+
+    def _of_input(self, stage: int, i: int) -> None:
+        later: Later = []
+        with put_off(later):
+            self._backward(stage, i)
+        self._later[stage, i] = later
+
+    def _of_weights(self, stage: int, i: int) -> None:
+        for make in self._later.pop((stage, i)):
+            make()
+        if self.pipeline.masters is not None:
+            self.pipeline.masters.collect()
 
     def _send(self, stage: int, i: int) -> None:
         self.links.send(stage, self.stages.rank_of(stage + 1), self._outputs[stage, i])

@@ -173,6 +173,9 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "summary": _summary,
     "profile": _profile,
+    "trace": lambda record: (
+        f"the pipeline's bubble is {record['bubble']:.1%}, predicted {record['predicted']:.1%}; see {record['page']}"
+    ),
 }
 
 

@@ -48,6 +48,7 @@ from penstock.train.memory import memory_advice
 from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
+from penstock.train.pipeline_trace import PipelineTrace
 from penstock.train.prepare import as_many_ranks_as_there_are, machine_of, write_beside
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
@@ -82,13 +83,15 @@ def train(
     resume: bool = True,
     callbacks: Sequence[Callback] = (),
     profile: bool = False,
+    trace: bool = False,
     display: Display | None = None,
 ) -> TrainResult:
     """Train as `config` says, going on from the newest checkpoint in `config.output` that can be trusted.
 
     With `resume` false, what an earlier run left there is set aside under another name and the run starts anew.
     `callbacks` are told what happens (see `Callback`). With `profile`, a few of the first steps are profiled into
-    `config.output`/profile.
+    `config.output`/profile. With `trace`, one of the first steps of a pipeline is drawn into `config.output`/trace,
+    beside what was predicted.
 
     Under a launcher (`torchrun`) each of its processes calls this alike and is one rank of the Plan; rank 0 alone
     writes, and all return the same.
@@ -115,7 +118,7 @@ def train(
     ):
         require_wanted(stop, dims)
         records = Records(output, display, callbacks=callbacks, main=dims.main)
-        run = _Run(config, device, dims, records, resume=resume, profile=profile)
+        run = _Run(config, device, dims, records, resume=resume, profile=profile, trace=trace)
         try:
             require_wanted(stop, dims)
             return run.go(lock, stop)
@@ -135,6 +138,7 @@ class _Run:
         *,
         resume: bool,
         profile: bool,
+        trace: bool,
     ) -> None:
         self.output = Path(config.output)
         self.device = device
@@ -201,6 +205,9 @@ class _Run:
         )
         self.memory = MemoryMeter(device)
         self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
+        self.trace = PipelineTrace(
+            self.output, config.model, self.machine, config.plan, dims, self._record, wanted=trace
+        )
         records.rewind(self.step if stored else -1, again=self._recorded_again())
 
     @property
@@ -244,7 +251,8 @@ class _Run:
         recipe = self.config.recipe
         set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.calendar.total))
         self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
-        result = self.memory.step(self.built.step, self.batches)
+        last = self.step + 1 == self.calendar.total
+        result = self.trace.step(self.built.step, self.batches, self.memory.step, last=last)
         self.pending.add(result.loss, result.grad_norm)
         self.state.step += 1
         self.speedometer.lap(sum(self.task.tokens(batch) for batch in self.batches))

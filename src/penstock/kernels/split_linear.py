@@ -1,0 +1,78 @@
+"""A linear whose backward pass comes in two halves: the gradient of its input at once, that of its weight later.
+
+A zero-bubble schedule fills the end of a pipeline with gradients of weights, which nobody waits for (Qi et al., ICLR
+2024, section 2). Inside `put_off` a backward pass leaves them as calls to make; outside it is torch's own. Biases,
+norms and embeddings get their gradients at once: they are no products.
+
+Shapes: x (…, in), weight (out, in), bias (out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Later = list[Callable[[], None]]
+_present: list[Later | None] = [None]
+
+
+@contextmanager
+def put_off(later: Later) -> Iterator[None]:
+    """Inside, backward passes put the gradients of weights off, as calls in `later`."""
+    before, _present[0] = _present[0], later
+    try:
+        yield
+    finally:
+        _present[0] = before
+
+
+def split_backward(module: nn.Linear) -> None:
+    """Let a linear's backward pass come in two halves, in place. Results stay as they are."""
+    module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return _Split.apply(x, module.weight, module.bias, module.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Split(torch.autograd.Function):
+    """F.linear. Under autocast it computes in half precision, and so does its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor) -> Tensor:
+        out = F.linear(x, weight, bias)
+        ctx.save_for_backward(x.to(out.dtype), weight)
+        ctx.kind = x.dtype
+        ctx.owner = owner
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        into = grad.matmul(weight.to(grad.dtype)).to(ctx.kind) if ctx.needs_input_grad[0] else None
+        rows = grad.flatten(0, -2)
+        bias = rows.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[1]:
+            return into, None, bias, None
+        later, found = _present[0], partial(_of_weight, rows, x.flatten(0, -2), weight.dtype)
+        if later is None:
+            return into, found(), bias, None
+        later.append(partial(_add, ctx.owner, found))
+        return into, None, bias, None
+
+
+def _of_weight(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.t().mm(x).to(dtype)
+
+
+@torch.no_grad()
+def _add(weight: Tensor, found: Callable[[], Tensor]) -> None:
+    """Add to a parameter's gradient, as a backward pass does."""
+    gradient = found()
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient

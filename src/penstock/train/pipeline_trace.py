@@ -1,0 +1,135 @@
+"""`--trace`: what the ranks of a pipeline really did in one step, drawn beside what was predicted.
+
+The step is one of the first; on a GPU each of its actions is waited for, so that it takes longer than others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from penstock.boundary.files import write_text
+from penstock.checkpoint.coordinator import collect
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.parallel import ParallelDims
+from penstock.planner.stages import stage_costs
+from penstock.report.page import Section, Tile, page
+from penstock.report.schedule_figure import schedule_figure
+from penstock.schedules import Action, Measured, Simulation, Span, schedule_of, simulate
+from penstock.step import Pipeline, StepResult, TrainStep
+
+TRACED = 4
+"""The number of the step: the first ones compile, allocate, make the optimizer's state, and count memory."""
+
+
+class PipelineTrace:
+    """Records step `TRACED` of a run where that is wanted, or its last one. All ranks make one and call it alike.
+
+    Raises:
+        ConfigError: the Plan has no pipeline.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        model: ModelConfig,
+        machine: Machine,
+        plan: Plan,
+        dims: ParallelDims,
+        record: Callable[..., None],
+        *,
+        wanted: bool,
+    ) -> None:
+        if wanted and plan.pp == 1:
+            raise ConfigError(
+                "--trace draws what the ranks of a pipeline do, and plan.pp is 1; use --profile, or a plan with pp "
+                "of 2 or more."
+            )
+        self._folder, self._model, self._machine, self._plan = output / "trace", model, machine, plan
+        self._dims, self._record, self._wanted = dims, record, wanted
+        self._taken = 0
+
+    def step(
+        self, step: TrainStep, batches: Sequence[Any], take: Callable[..., StepResult], *, last: bool
+    ) -> StepResult:
+        """Take a step by `take`, and draw it if its turn has come."""
+        self._taken += 1
+        if not self._wanted or (self._taken < TRACED and not last):
+            return take(step, batches)
+        self._wanted = False
+        assert isinstance(step.runner, Pipeline)
+        distributed.barrier()  # from here on ranks count their time
+        begun = time.perf_counter()
+        mine: list[tuple[Action, float, float]] = []
+        step.runner.trace = mine
+        result = take(step, batches)
+        step.runner.trace = None
+        found = collect(lambda: [(str(action), start - begun, end - begun) for action, start, end in mine])
+        if self._dims.main:
+            self._write(found)
+        return result
+
+    def _write(self, found: Sequence[Sequence[tuple[str, float, float]]]) -> None:
+        """Of all ranks, those of the first pipeline: they differ from rank 0 in their stage alone."""
+        plan, each = self._plan, len(found) // self._plan.pp
+        measured = Measured.of(
+            [
+                [Span(place, Action.parse(word), start, end) for word, start, end in found[place * each]]
+                for place in range(plan.pp)
+            ]
+        )
+        predicted = simulate(schedule_of(plan), stage_costs(self._model, self._machine, plan))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        drawing, data = self._folder / "pipeline.html", self._folder / "pipeline.json"
+        write_text(drawing, _drawn(plan, measured, predicted))
+        write_text(
+            data,
+            json.dumps({"plan": plan.line(), "measured": _told(measured), "predicted": _told(predicted)}),
+        )
+        self._record(
+            "trace",
+            page=str(drawing),
+            bubble=float(measured.bubble_fraction),
+            predicted=float(predicted.bubble_fraction),
+            seconds=float(measured.makespan),
+            predicted_seconds=float(predicted.makespan),
+        )
+
+
+def _told(run: Simulation) -> dict[str, Any]:
+    """The numbers of a run, in seconds."""
+    return {
+        "bubble": float(run.bubble_fraction),
+        "seconds": float(run.makespan),
+        "busy": [float(busy) for busy in run.busy],
+        "actions": [
+            [span.rank, str(span.action), float(span.start), float(span.end)] for span in run.timeline()
+        ],
+    }
+
+
+def _drawn(plan: Plan, measured: Simulation, predicted: Simulation) -> str:
+    def section(title: str, run: Simulation) -> Section:
+        drawn = partial(schedule_figure, run, title=title, unit="s")
+        return Section(
+            title=title,
+            text=f"{float(run.makespan) * 1e3:.1f} ms, of which {float(run.bubble_fraction):.1%} idle.",
+            figures=[drawn],
+        )
+
+    tiles = [
+        Tile(value=f"{float(measured.bubble_fraction):.1%}", words="bubble, measured", lead=True),
+        Tile(value=f"{float(predicted.bubble_fraction):.1%}", words="bubble, predicted"),
+    ]
+    lead = f"{plan.schedule}, {plan.pp} stages, {plan.accumulate} micro-batches: the passes of one step."
+    sections = [section("What ran", measured), section("What was predicted", predicted)]
+    return page("A pipeline's step", lead, tiles, sections, plan.line())

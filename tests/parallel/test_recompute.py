@@ -22,7 +22,7 @@ from penstock.models.anatomy import anatomy_of
 from penstock.parallel.recompute import _apply, _Recomputed, recompute_blocks
 from penstock.planner.describe import describe
 from penstock.planner.memory import held
-from penstock.planner.prediction import predict
+from penstock.planner.prediction import predict, room
 from penstock.planner.recompute import (
     CHOICES,
     Recompute,
@@ -32,6 +32,7 @@ from penstock.planner.recompute import (
     computed_again,
     kept_by,
 )
+from penstock.planner.search import search
 
 WORDS = 64
 
@@ -213,3 +214,16 @@ def test_scores_of_a_foreign_model_are_computed_again(attention: str, dropout: f
         results.append([p.grad for p in model.parameters() if p.grad is not None])
     assert sizes[1] < 0.8 * sizes[0]
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_a_search_finds_the_budget_that_fills_the_memory() -> None:
+    machine, base = load_machine("a100-80g"), "precision=O2 optimizer=fused attention=flash compile=blocks"
+    found = {}
+    for kind in ("budget", "early"):
+        plan = Plan.parse(f"{base} dp=8 sharding=fsdp micro_batch=2 recompute={kind}")
+        fixed = frozenset({"dp", "sharding", "micro_batch", "recompute"})
+        found[kind] = search(preset("llama3-8b"), machine, 8, global_batch=512, base=plan, fixed=fixed)[0]
+    best = found["budget"]
+    assert best.plan.budget > 1
+    assert 0.95 < best.memory_bytes / room(machine) <= 1
+    assert best.iteration_seconds < 0.95 * found["early"].iteration_seconds

@@ -22,9 +22,11 @@ from penstock.config.model import ModelConfig, ViTConfig, sequences, stacks, tit
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import attention_form, describe, totals
-from penstock.planner.memory import memory
+from penstock.planner.memory import held, memory
+from penstock.planner.operators import Workload
 from penstock.planner.prediction import Prediction, predicted, room
 from penstock.planner.rates import rates_of
+from penstock.planner.recompute import allowed_bytes
 from penstock.planner.shapes import counted_tokens
 
 LEAST_TOKENS = 8192
@@ -32,6 +34,8 @@ CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 GIB = 2**30
 _FAR = 64
 """How far from the number of devices that was asked for another one is looked for."""
+_TRIES, _PARTS = 6, 64
+"""How often a budget is made smaller until it fits, and parts of a GiB that it is told in."""
 _AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
 _FIELDS = tuple(f.name for f in fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
@@ -160,6 +164,8 @@ def explore(
             found.too_large += 1
             continue
         work = describe(model, plan, machine.device)
+        if plan.recompute == "budget" and not plan.budget:
+            plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
         needed = sum(parts.values())
         if needed > limit:
@@ -182,6 +188,21 @@ def explore(
         )
     found.predictions = _even_first([one for _, _, one in sorted(ranked)[:keep]])
     return found
+
+
+def _budgeted(work: Workload, plan: Plan, limit: float, *, cpu: bool) -> Plan:
+    """With a budget of recomputation that fills the `limit`; 0, which is the least, where nothing does."""
+    if math.isinf(limit):
+        return vary(plan, recompute="none")
+    budget = limit
+    for _ in range(_TRIES):
+        plan = vary(plan, budget=max(0.0, math.floor(budget / GIB * _PARTS) / _PARTS))
+        over = sum(memory(work, plan, cpu=cpu).values()) - limit
+        if over <= 0 or not plan.budget:
+            break
+        kept = held(work, plan).blocks / allowed_bytes(work, plan) * plan.budget * GIB
+        budget = min(budget, kept) - over
+    return plan
 
 
 def _neighbours(

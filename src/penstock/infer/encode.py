@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
@@ -37,9 +37,10 @@ _MOST_BYTES = 256 << 20
 class _Texts:
     """What both share: an encoder, its tokenizer, and batches by length."""
 
-    def __init__(self, found: Loaded, batch: int) -> None:
+    def __init__(self, found: Loaded, batch: int, run: Callable[..., Tensor]) -> None:
+        """`run` is the model, or what of it is to be run."""
         assert isinstance(found.model, Encoder)
-        self.model, self.tokenizer, self.batch = found.model, found.tokenizer, batch
+        self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
         set_padding(self.model, "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
@@ -89,7 +90,7 @@ class _Texts:
                 segments[place, second : len(ids)] = 1
             with torch.inference_mode():
                 kinds = segments.to(device) if self.model.config.token_types > 1 else None
-                outputs = self.model(tokens.to(device), lengths.to(device), kinds)
+                outputs = self.run(tokens.to(device), lengths.to(device), kinds)
                 part = finish(outputs, lengths.to(device))
             found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found
             found[torch.tensor(some, device=device)] = part
@@ -116,11 +117,7 @@ class Embedder:
         found = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
         if not isinstance(found.model, Encoder):
             raise ConfigError(f"A {type(found.model).__name__} gives no vectors of texts; give an encoder.")
-        if found.model.config.head != "none":
-            if isinstance(model, nn.Module):
-                raise ConfigError("The encoder has a head, which gives no vectors; make it with head=none.")
-            found.model.transform = found.model.pooler = found.model.head = None
-        self._texts = _Texts(found, batch)
+        self._texts = _Texts(found, batch, found.model.features)
         self.first = found.pooled_first
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True) -> Tensor:
@@ -166,7 +163,7 @@ class Classifier:
         self.classes = tuple(classes) or found.classes
         self._texts: _Texts | None = None
         if isinstance(found.model, Encoder) and found.model.config.head == "classes":
-            self._texts = _Texts(found, batch)
+            self._texts = _Texts(found, batch, found.model)
         elif not isinstance(found.model, ViT):
             raise ConfigError(
                 "The model tells no classes; give a ViT, or an encoder with a head for classes."

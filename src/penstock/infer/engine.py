@@ -171,6 +171,8 @@ class Engine:
         size: int = self.model.config.vocabulary
         if request.ids and not (min(request.ids) >= 0 and max(request.ids) < size):
             problems.append(f"A token of the prompt lies outside of the vocabulary of {size:,}.")
+        if any(number >= size for number, _ in decoding.biases):
+            problems.append(f"decoding.bias names a token outside of the vocabulary of {size:,}.")
         if decoding.beams > 1 or decoding.contrastive or decoding.best > 1:
             problems.append(
                 "Slots generate one text each, greedily or drawn; leave beams, best and contrastive out."

@@ -65,7 +65,7 @@ class OneDnn(Packed):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
 
     def product(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x.contiguous(), self.weight, self.bias, "none", [], ""
         )
         return found
@@ -92,7 +92,7 @@ class Int8(Packed):
         # would leave the others few levels.
         sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
         found: Tensor = (
-            torch.ops.quantized.linear_dynamic(x.float() / sizes, self.weight, self.narrow) * sizes
+            torch.ops.quantized.linear_dynamic.default(x.float() / sizes, self.weight, self.narrow) * sizes
         )
         return (found if self.bias is None else found + self.bias).to(x.dtype)
 
@@ -132,7 +132,7 @@ class Int4(Packed):
         self.scales = told.transpose(0, 1).contiguous().to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
             x.contiguous(), self.weight, _GROUP, self.scales.to(x.dtype)
         )
         return found if self.bias is None else found + self.bias

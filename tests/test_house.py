@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "planner": BASE | {"report", "schedules"},
     "host_memory": BASE,
     "containers": set(),
+    "shards": set(),
     "matmul": BASE,
     "probe": BASE | ASKED | {"matmul"},
     "doctor": BASE | ASKED | {"probe"},
@@ -45,14 +46,14 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | ASKED | {"kernels", "leftovers"},
     "infer": BASE | ASKED | {"data", "kernels", "matmul", "models"},
     "tasks": BASE | {"data", "infer", "kernels", "models"},
-    "optim": BASE | ASKED | {"kernels", "models"},
+    "optim": BASE | ASKED | {"kernels", "models", "shards"},
     "precision": BASE | ASKED | {"containers", "kernels", "matmul", "models", "optim"},
-    "parallel": BASE | ASKED | {"containers", "kernels", "models", "optim", "precision"},
+    "parallel": BASE | ASKED | {"containers", "kernels", "models", "optim", "precision", "shards"},
     "step": BASE
     | ASKED
     | {"containers", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "step", "tasks"},
-    "checkpoint": BASE | ASKED | {"disk", "kernels", "models"},
+    "checkpoint": BASE | ASKED | {"disk", "kernels", "models", "shards"},
 }
 _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}

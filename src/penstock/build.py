@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
+from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
 from penstock.models.lora import add_adapters
@@ -27,9 +28,11 @@ from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.context import split_tokens
+from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import LOSS
 from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
+from penstock.parallel.tensor import partial_gradients, split_layers
 from penstock.planner.stages import stage_counts
 from penstock.precision import (
     LossScaler,
@@ -112,11 +115,13 @@ def build(
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.
-    sharded = plan.sharding != "ddp" and not dims.alone
+    # With split layers, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one rank.
+    masters_apart = plan.tp > 1 and plan.precision == "O2"
+    sharded = (plan.sharding != "ddp" or masters_apart) and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded and not recipe.lora.rank:
+    elif sharded and not recipe.lora.rank and plan.tp == 1:
         drawing = drawing_of(dims)
         module = _created(model, seed, drawing)
         rows = dict(shares(module, drawing))
@@ -124,6 +129,11 @@ def build(
         module = _created(model, seed)
 
     # Adapters are linears beside linears: whatever follows treats them as parts of the model.
+    if recipe.lora.rank and plan.tp > 1:
+        raise ConfigError(
+            f"recipe.lora.rank={recipe.lora.rank} puts adapters beside linears, and plan.tp={plan.tp} cannot split "
+            "these yet; use plan.tp=1."
+        )
     if recipe.lora.rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -143,6 +153,8 @@ def build(
         module = module.to(precision.dtype)
     if precision.fp8 != "none":
         convert_to_fp8(module, precision.fp8, device=device)
+    # On the host, so that of what is split each device gets its part alone.
+    split = None if plan.tp == 1 else split_layers(module, plan, dims, alike=config is not None)
     apply_precision(module, precision, device)
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
@@ -172,8 +184,9 @@ def build(
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None
+    partial_sums = None if split is None else lambda: list(partial_gradients(module, split))
     if sharded:
-        replicas = shard(module, plan, dims, device, shares=rows)
+        replicas = replace(shard(module, plan, dims, device, shares=rows), partial=partial_sums)
 
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
     groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
@@ -201,11 +214,16 @@ def build(
         )
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
-    if dims.degree(*LOSS) > 1 and not sharded:
+    if split is not None and not sharded:
+        # The passes of `replicate` know no DTensors, so that gradients are averaged after them.
+        late = partial(gradients_of, optimizer)
+        buffers = running_statistics(module)
+        replicas = DataParallel(model=module, dims=dims, buffers=buffers, late=late, partial=partial_sums)
+    elif dims.degree(*LOSS) > 1 and not sharded:
         # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
         # Passes of a pipeline's micro-batches take turns, so it is so there too.
-        late = stages is not None or (precision.master != "none" and plan.accumulate > 1)
-        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if late else None)
+        apart = stages is not None or (precision.master != "none" and plan.accumulate > 1)
+        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if apart else None)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema: EMA | None = None

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from penstock.checkpoint.index import Chunk, held, share_out
-from penstock.checkpoint.snapshot import Piece, piece_of
+from penstock.checkpoint.snapshot import Piece, pieces_of
 
 
-def rows(first: int, count: int, of: int) -> Piece:
-    return Piece(torch.zeros(count, 2), torch.Size([of, 2]), torch.Size([first, 0]))
+def rows(first: int, count: int, of: int) -> list[Piece]:
+    return [Piece(torch.zeros(count, 2), torch.Size([of, 2]), torch.Size([first, 0]))]
 
 
 def test_copies_are_written_once_and_by_turns() -> None:
-    ranks = [held({name: piece_of(torch.zeros(5)) for name in ("w/a", "w/b", "w/c")})] * 3
+    ranks = [held({name: pieces_of(torch.zeros(5)) for name in ("w/a", "w/b", "w/c")})] * 3
     index = share_out(ranks)
     assert sorted(entry.chunks[0].rank for entry in index.values()) == [0, 1, 2]
     assert all(entry.chunks[0].sizes == entry.shape == (5,) for entry in index.values())
@@ -26,12 +26,12 @@ def test_shards_are_written_by_who_has_them() -> None:
 
 
 def test_scalars_and_tensors_without_elements_are_kept() -> None:
-    index = share_out([held({"w/s": piece_of(torch.tensor(1.0)), "w/e": piece_of(torch.zeros(0, 4))})] * 2)
+    index = share_out([held({"w/s": pieces_of(torch.tensor(1.0)), "w/e": pieces_of(torch.zeros(0, 4))})] * 2)
     assert index["w/s"].chunks[0].sizes == ()
     assert index["w/e"].chunks[0].sizes == (0, 4)
 
 
 @pytest.mark.parametrize("second", [rows(1, 2, 3), rows(2, 2, 4)])
-def test_ranks_that_disagree_are_refused(second: Piece) -> None:
+def test_ranks_that_disagree_are_refused(second: list[Piece]) -> None:
     with pytest.raises(ValueError, match="'w/a' of shape \\(3, 2\\) exactly once"):
         share_out([held({"w/a": rows(0, 2, 3)}), held({"w/a": second})])

@@ -168,7 +168,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "tp=8 sp=true",
+        "ep=2 dp=2",
         "dp=2 sharding=fsdp offload=activations",
     ],
 )

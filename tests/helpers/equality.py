@@ -13,7 +13,9 @@ from penstock.build import Built, build
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
+from penstock.containers import replaced
 from penstock.parallel import ParallelDims, dims_of
+from penstock.shards import whole_of
 
 TINY = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=5, qkv_bias=False
@@ -73,7 +75,7 @@ def trained(
     fp16 begins with `loss_scale`: at the usual 65536 the first steps may overflow, and not the same ones, for ranks
     scale the loss of a micro-batch and one process its share of it.
     """
-    if dims is None and plan.dp > 1:
+    if dims is None and plan.gpus > 1:
         dims = dims_of(plan, "cpu")
     torch.manual_seed(0)
     built = build(model, plan, recipe=recipe or Recipe(lr=1e-3), dims=dims, **options)
@@ -83,8 +85,8 @@ def trained(
     for step in range(steps):
         batch = batches(step, plan.global_batch)
         if double:
-            batch = tuple(value.double() if value.is_floating_point() else value for value in batch)
-        out = built.step(micro_batches(batch, plan, dims.rank if dims else 0))
+            batch = replaced(batch, lambda value: value.double() if value.is_floating_point() else value)
+        out = built.step(micro_batches(batch, plan, dims.data_rank if dims else 0))
         loss = out.loss.detach().clone()
         if dims is not None and not dims.alone:
             torch.distributed.all_reduce(loss)
@@ -98,14 +100,20 @@ def trained(
 
 def whole_weights(built: Built) -> dict[str, Tensor]:
     """The state dict with every tensor whole, on all ranks."""
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in built.model.state_dict().items()
-    }
+    return {name: whole_of(value.detach()).clone() for name, value in built.model.state_dict().items()}
 
 
 def alone(plan: Plan) -> Plan:
     """The Plan of a single process that sees the same micro-batches in the same order."""
     from dataclasses import replace
 
-    return replace(plan, dp=1, sharding="ddp", shard=1, offload="none", accumulate=plan.accumulate * plan.dp)
+    return replace(
+        plan,
+        dp=1,
+        sharding="ddp",
+        shard=1,
+        offload="none",
+        accumulate=plan.accumulate * plan.dp,
+        tp=1,
+        sp=False,
+    )

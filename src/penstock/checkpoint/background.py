@@ -32,7 +32,7 @@ class BackgroundSaver:
         self.folder = folder
         self.keep = keep
         self._coordinator = current_coordinator(new_group())
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, torch.Size], Tensor] = {}
         # Not a daemon: a process that ends normally finishes its save first.
         self._thread = SecondThread("penstock-checkpoint", daemon=False)
         self._saved: Path | None = None
@@ -80,17 +80,20 @@ class BackgroundSaver:
     @torch.no_grad()
     def _copied(self, parts: Parts) -> Parts:
         """The same parts in host memory of their own."""
-        pieces, copies, devices = {}, {}, set()
-        for name, piece in parts.pieces.items():
-            values = piece.values
-            copy = self._copies.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
-                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            copy.copy_(values, non_blocking=values.is_cuda)
-            copies[name] = copy
-            pieces[name] = Piece(copy, piece.shape, piece.offsets)
-            if values.is_cuda:
-                devices.add(values.device)
+        pieces: dict[str, list[Piece]] = {}
+        copies, devices = {}, set()
+        for name, boxes in parts.pieces.items():
+            pieces[name] = []
+            for piece in boxes:
+                values, key = piece.values, (name, piece.offsets)
+                copy = self._copies.get(key)
+                if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
+                    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                copy.copy_(values, non_blocking=values.is_cuda)
+                copies[key] = copy
+                pieces[name].append(Piece(copy, piece.shape, piece.offsets))
+                if values.is_cuda:
+                    devices.add(values.device)
         self._copies = copies
         for device in devices:
             torch.cuda.synchronize(device)

@@ -22,9 +22,10 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.index import file_name, held, share_out, to_json
+from penstock.checkpoint.index import Chunk, file_name, held, share_out, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.stages import together
@@ -153,8 +154,11 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
     document = together(parts.document, coordinator)
     index = share_out(coordinator.all(lambda: held(parts.pieces)))
 
+    def fetch(name: str, chunk: Chunk) -> Tensor:
+        return next(piece.values for piece in parts.pieces[name] if tuple(piece.offsets) == chunk.offsets)
+
     def own_files() -> dict[str, Written]:
-        files = write_chunks(temporary, index, world, lambda name, _: parts.pieces[name].values, rank=rank)
+        files = write_chunks(temporary, index, world, fetch, rank=rank)
         documents: dict[str, object] = {}
         if parts.local:
             documents[file_name(LOCAL, rank, world, "json")] = parts.local

@@ -68,25 +68,28 @@ class Held(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def held(pieces: Mapping[str, Piece]) -> dict[str, Held]:
+def held(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
     """What this rank has of each tensor. A dimension of 3 over 4 ranks leaves one of them nothing.
 
     Raises:
         TypeError: a tensor is of a dtype that no checkpoint holds.
     """
     return {
-        name: Held(
-            dtype_name(name, piece.values.dtype),
-            tuple(piece.shape),
-            tuple(piece.offsets),
-            tuple(piece.values.shape),
-        )
-        for name, piece in pieces.items()
-        if piece.values.numel() > 0 or piece.shape.numel() == 0
+        name: [
+            Held(
+                dtype_name(name, piece.values.dtype),
+                tuple(piece.shape),
+                tuple(piece.offsets),
+                tuple(piece.values.shape),
+            )
+            for piece in boxes
+            if piece.values.numel() > 0 or piece.shape.numel() == 0
+        ]
+        for name, boxes in pieces.items()
     }
 
 
-def share_out(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Entry]:
+def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
     """Which rank writes what, if each holds what `ranks` says. What several hold is written once, by the one that has
     the fewest bytes to write so far.
 
@@ -95,8 +98,9 @@ def share_out(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Entry]:
     """
     holders: dict[str, dict[Held, list[int]]] = {}
     for rank, pieces in enumerate(ranks):
-        for name, piece in pieces.items():
-            holders.setdefault(name, {}).setdefault(piece, []).append(rank)
+        for name, mine in pieces.items():
+            for piece in mine:
+                holders.setdefault(name, {}).setdefault(piece, []).append(rank)
     load = [0] * len(ranks)
     index = {}
     for name, boxes in holders.items():

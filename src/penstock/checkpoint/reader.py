@@ -20,7 +20,7 @@ from penstock.checkpoint.commit import check, repair_latest, set_aside, steps
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
 from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, verify
-from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, piece_of
+from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, pieces_of
 from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
@@ -162,16 +162,16 @@ def trusted(path: Path) -> Iterator[None]:
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
 
 
-def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
-    """Memory for a tensor, or for this rank's part of it, and the piece through which it is filled."""
+def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, list[Piece]]:
+    """Memory for a tensor, or for this rank's part of it, and the pieces through which it is filled."""
     dtype = entry.torch_dtype
     if like is None or tuple(like.shape) != entry.shape:
         whole = torch.empty(entry.shape, dtype=dtype)
-        return whole, piece_of(whole)
+        return whole, pieces_of(whole)
     if not isinstance(like, DTensor):
         device = "cpu" if like.is_meta else like.device
         whole = torch.empty(entry.shape, dtype=dtype, device=device)
-        return whole, piece_of(whole)
+        return whole, pieces_of(whole)
     part = like.to_local().detach()
     device = torch.device(like.device_mesh.device_type) if part.is_meta else part.device
     local = torch.empty(part.shape, dtype=dtype, device=device)
@@ -183,7 +183,7 @@ def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, Piece]:
         shape=like.shape,
         stride=torch.empty(like.shape, device="meta").stride(),
     )
-    return tensor, Piece(local, like.shape, piece_of(like).offsets)
+    return tensor, pieces_of(like, local)
 
 
 def _with_parameters(

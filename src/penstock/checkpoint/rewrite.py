@@ -131,7 +131,7 @@ def _fetch(checkpoint: Checkpoint, name: str, chunk: Chunk) -> Tensor:
     entry = checkpoint.index[name]
     values = torch.empty(chunk.sizes, dtype=entry.torch_dtype)
     piece = Piece(values, torch.Size(entry.shape), torch.Size(chunk.offsets))
-    read_pieces(checkpoint.path, {name: entry}, checkpoint.world, {name: piece})
+    read_pieces(checkpoint.path, {name: entry}, checkpoint.world, {name: [piece]})
     return values
 
 

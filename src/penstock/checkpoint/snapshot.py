@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.tree import pack
+from penstock.shards import boxes
 
 LOCAL = "local"
 RESERVED = {LOCAL, "manifest", "tensors", "state", "config"}
@@ -52,22 +53,20 @@ class Piece:
     offsets: torch.Size
 
 
-def piece_of(tensor: Tensor) -> Piece:
-    """This rank's part of `tensor`, sharing its memory.
+def pieces_of(tensor: Tensor, local: Tensor | None = None) -> list[Piece]:
+    """This rank's parts of `tensor`, sharing its memory; or, of a DTensor, that of `local` in the place of its own.
 
     Raises:
         TypeError: it is a DTensor whose values are not settled yet (a Partial placement).
     """
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))
+        return [Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))]
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
             f"A DTensor of placements {tensor.placements} has no values to save; redistribute it."
         )
-    local = tensor.to_local().detach()
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    offsets = chunks[0].offsets if chunks else torch.Size([0] * tensor.ndim)
-    return Piece(local, tensor.shape, torch.Size(offsets))
+    here = tensor.to_local().detach() if local is None else local
+    return [Piece(box.within(here), tensor.shape, torch.Size(box.offsets)) for box in boxes(tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Parts:
 
     step: int
     plan: str
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, Sequence[Piece]]
     config: Mapping[str, Any]
     document: Mapping[str, Any]
     """State that all ranks share; rank 0 writes it."""
@@ -85,7 +84,8 @@ class Parts:
 
     def whole_bytes(self) -> int:
         """Bytes of all whole tensors."""
-        return sum(piece.shape.numel() * piece.values.element_size() for piece in self.pieces.values())
+        firsts = [pieces[0] for pieces in self.pieces.values() if pieces]
+        return sum(piece.shape.numel() * piece.values.element_size() for piece in firsts)
 
 
 def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
@@ -94,9 +94,9 @@ def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
     state: dict[str, Any] = {}
     for name, tree in snapshot.state.items():
         state[name], tensors = pack(tree, name)
-        pieces |= {f"{name}/{path}": piece_of(tensor) for path, tensor in tensors.items()}
+        pieces |= {f"{name}/{path}": pieces_of(tensor) for path, tensor in tensors.items()}
     local, tensors = pack(dict(snapshot.local), str(rank))
-    pieces |= {f"{LOCAL}/{path}": piece_of(tensor) for path, tensor in tensors.items()}
+    pieces |= {f"{LOCAL}/{path}": pieces_of(tensor) for path, tensor in tensors.items()}
     taken = RESERVED.intersection([*snapshot.weights, *snapshot.state]) | set(snapshot.weights).intersection(
         snapshot.state
     )
@@ -111,7 +111,7 @@ def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
     return Parts(snapshot.step, snapshot.plan, pieces, dict(snapshot.config), document, local)
 
 
-def _weights(snapshot: Snapshot) -> Iterator[tuple[str, Piece]]:
+def _weights(snapshot: Snapshot) -> Iterator[tuple[str, list[Piece]]]:
     for group, tensors in snapshot.weights.items():
         for name, tensor in tensors.items():
-            yield f"{group}/{name}", piece_of(tensor)
+            yield f"{group}/{name}", pieces_of(tensor)

@@ -7,8 +7,9 @@ Face storage holds a whole file in memory, takes no checksum, and took three tim
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def write_chunks(
     return {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
 
 
-def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Piece]) -> None:
+def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
     """Fill `pieces` with what the checkpoint directory `folder` holds of them.
 
     Each rank reads what it needs and nothing is agreed upon, so this is not collective.
@@ -61,9 +62,9 @@ def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Pie
         CheckpointError: a file cannot be read.
     """
     wanted: dict[Path, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
-    for name, piece in pieces.items():
+    for name, parts in pieces.items():
         entry = index[name]
-        for chunk in entry.chunks:
+        for piece, chunk in itertools.product(parts, entry.chunks):
             box = _overlap(chunk, piece)
             if box is not None:
                 file = folder / file_name(name.partition("/")[0], chunk.rank, world)

@@ -249,18 +249,13 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
 
 @_rule("degrees")
 def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """`cp` divides the tokens of a sample, and with `sp`, `tp` divides each part."""
-    if plan.cp == 1 and not plan.sp:
+    """`cp` divides the tokens of a sample."""
+    if plan.cp == 1:
         return
     for tokens in sequences(model):
         if tokens % plan.cp:
             yield (
                 f"plan.cp={plan.cp} cannot split the model's {tokens} tokens evenly; use a cp that divides them."
-            )
-        elif plan.sp and tokens // plan.cp % plan.tp:
-            yield (
-                f"plan.sp=true cannot split {tokens // plan.cp} tokens over plan.tp={plan.tp} devices evenly; "
-                "use sp=false, or a tp that divides them."
             )
 
 
@@ -425,6 +420,30 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
                     "plan.schedule=zero_bubble takes the backward pass of linears apart, which cannot be done with "
                     f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
                 )
+    if plan.tp > 1:
+        yield f"plan.tp={plan.tp} cannot be run with plan.pp={plan.pp} yet; use tp=1 or pp=1."
+
+
+@_rule("run")
+def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """In training, `tp` divides the heads of keys."""
+    for stack in stacks(model):
+        if plan.tp > 1 and stack.kv % plan.tp and not plan.tp % stack.kv:
+            yield (
+                f"plan.tp={plan.tp} would copy the model's {stack.kv} heads of keys, which can be predicted but not "
+                f"trained yet; use a tp of {_divisors(stack.kv)}."
+            )
+
+
+@_rule("run")
+def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
+    """In training, `tp` goes with neither `fp8` nor `master=remainder`."""
+    if plan.tp > 1 and plan.fp8:
+        yield f"plan.fp8={word(plan.fp8)} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
+    if plan.tp > 1 and plan.master == "remainder":
+        yield (
+            f"plan.master=remainder keeps whole weights, and plan.tp={plan.tp} splits them; use master=copy, or tp=1."
+        )
 
 
 @_rule("run")

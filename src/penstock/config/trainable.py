@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 M = TypeVar("M", bound=ModelConfig)
 
 _ONLY: dict[str, Any] = {
-    "tp": 1, "sp": False, "ep": 1,
+    "ep": 1,
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.plan import LOGIT_BYTES
+from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
 IGNORED = -100
 """A target that counts nothing, as torch's cross entropy has it."""
@@ -36,32 +37,42 @@ def linear_cross_entropy(
     *,
     smoothing: float = 0.0,
     budget: int | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
     x: (…, D), weight: (V, D), bias: (V), targets: (…) int64, of which −100 counts nothing. `budget` are the bytes that
     logits and what is made of them may take at one time, at least those of one row; None holds them all, in the plain
     form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
-    differentiated once.
+    differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
+    are numbers in all of it, and the gradient of x is what these entries add to it.
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
-        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing)
+        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
     wanted = torch.is_grad_enabled()
     asked = [wanted and t is not None and t.requires_grad for t in (x, weight, bias)]
-    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked)[0]
+    there = share or Share("", 0, len(weight))
+    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked, *there)[0]
     return loss
 
 
 def plain_linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float = 0.0,
+    share: Share | None = None,
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
     logits = F.linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    if share is not None:
+        return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
 
 
@@ -85,16 +96,20 @@ def _chunked(
     to_x: bool,
     to_weight: bool,
     to_bias: bool,
+    group: str,
+    start: int,
+    whole: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
     with torch.autocast(x.device.type, enabled=False):
         cast, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        share = Share(group, start, whole) if group else None
         step = rows_at_once(budget, len(x), len(weight), dtype)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
-        sums = _Sums.of(x, weight, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
-        for start in range(0, len(x), step):
-            here = slice(start, start + step)
+        sums = _Sums.of(x, weight, dtype, sum_type, smoothing, to_x, to_weight, to_bias)._replace(share=share)
+        for first in range(0, len(x), step):
+            here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
         kept = weight.dtype
         return (
@@ -108,7 +123,7 @@ def _chunked(
 @_chunked.register_fake
 def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
-    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool,
+    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (
@@ -132,6 +147,7 @@ class _Sums(NamedTuple):
     bias: Tensor
     smoothing: float
     scale: float
+    share: Share | None = None
 
     @classmethod
     def of(
@@ -151,21 +167,32 @@ class _Sums(NamedTuple):
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
         """Take some rows: x (r, D) and weight (V, D) in the type of products."""
         logits = F.linear(x, weight, bias)  # (r, V)
-        p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
         dtype = logits.dtype
-        del logits
         counted = targets != IGNORED
-        index = targets.where(counted, 0)[:, None]
-        loss = p.gather(1, index).squeeze(1) * (self.smoothing - 1.0)
-        if self.smoothing:
-            loss -= p.sum(1) * (self.smoothing / p.shape[1])
-        self.loss.add_(loss.where(counted, 0).sum())
-        if not (self.x.numel() or self.weight.numel() or self.bias.numel()):
-            return
-        p.exp_()
-        if self.smoothing:
-            p.sub_(self.smoothing / p.shape[1])
-        p.scatter_add_(1, index, p.new_full((1, 1), self.smoothing - 1.0).expand(len(p), 1))
+        targets = targets.where(counted, 0)
+        asked = self.x.numel() or self.weight.numel() or self.bias.numel()
+        if self.share is not None:
+            p = logits.to(self.loss.dtype, copy=True)
+            del logits
+            row = normalised_(p, targets, self.smoothing, self.share)
+            self.loss.add_(row.losses.where(counted, 0).sum())
+            if not asked:
+                return
+            to_gradient_(p, row, self.smoothing, self.share)
+        else:
+            p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
+            del logits
+            index = targets[:, None]
+            loss = p.gather(1, index).squeeze(1) * (self.smoothing - 1.0)
+            if self.smoothing:
+                loss -= p.sum(1) * (self.smoothing / p.shape[1])
+            self.loss.add_(loss.where(counted, 0).sum())
+            if not asked:
+                return
+            p.exp_()
+            if self.smoothing:
+                p.sub_(self.smoothing / p.shape[1])
+            p.scatter_add_(1, index, p.new_full((1, 1), self.smoothing - 1.0).expand(len(p), 1))
         if self.scale != 1.0:
             p.mul_(self.scale)
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
@@ -196,7 +223,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.scale = _FP16_SCALE if inputs[6] == torch.float16 else 1.0
-    ctx.asked, ctx.types = inputs[7:], [None if t is None else t.dtype for t in inputs[:3]]
+    ctx.asked, ctx.types = inputs[7:10], [None if t is None else t.dtype for t in inputs[:3]]
 
 
 def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -207,7 +234,7 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
         for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
             if asked:
                 found[i] = kept.mul_(factor).to(dtype)
-    return (*found, *[None] * 7)
+    return (*found, *[None] * 10)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

@@ -127,6 +127,9 @@ class Family:
     """Given a block."""
     share_tokens: Callable[[Any, Cut], None] | None = None
     """Compute this rank's tokens of samples that are cut over several."""
+    set_heads: Callable[[Any, int, int], None] | None = None
+    """Called where ranks share out the heads, with this rank's place and how many ranks there are: for what a model
+    makes for all heads without weights."""
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -203,6 +206,13 @@ def share_tokens(model: nn.Module, cut: Cut) -> bool:
         return False
     family.share_tokens(uncompiled(model), cut)
     return True
+
+
+def set_heads(model: nn.Module, index: int, count: int) -> None:
+    """Tell a model that share `index` of `count` of its heads is computed here."""
+    family = _family_of(uncompiled(model))
+    if family is not None and family.set_heads is not None:
+        family.set_heads(uncompiled(model), index, count)
 
 
 def set_loss(model: nn.Module, form: LossForm) -> None:

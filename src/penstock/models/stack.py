@@ -18,6 +18,7 @@ from penstock.kernels.attention import Sight
 from penstock.kernels.documents import Documents
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.padding import Real
+from penstock.kernels.vocabulary import Share
 from penstock.kernels.windows import Windows
 from penstock.models.base import Switched, Undrawn
 from penstock.models.block import Attention, Block, Context, CrossAttention, Past, make_norm
@@ -50,6 +51,8 @@ class TokenStack(nn.Module):
         self.sizes, self.causal = sizes, causal
         self.sequence_first = False
         self.padding: Padding = "keep"
+        self.heads = slice(None)
+        """Those of all heads that are computed here."""
         self.places: Learned | Sinusoidal | None = None
         if sizes.positions == "learned":
             self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
@@ -111,7 +114,7 @@ class TokenStack(nn.Module):
         if self.relative is not None:
             bias = self.relative(tokens, tokens)
         elif sizes.positions == "alibi":
-            bias = alibi(sizes.heads, tokens, tokens, x.device)
+            bias = alibi(sizes.heads, tokens, tokens, x.device)[:, self.heads]
 
         kinds = {sizes.windowed(i) for i in range(sizes.depth)}
         known: dict[str, Any] = {
@@ -170,12 +173,16 @@ class Vocabulary(nn.Linear):
 
     chunked = False
     """Whether logits of which only the loss is asked for are made for some rows at a time."""
+    share: Share | None = None
+    """The entries of the vocabulary whose weights lie here, where ranks share them out."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
         if targets is None:
             return super().forward(x)
         budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
-        return linear_cross_entropy(x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget)
+        return linear_cross_entropy(
+            x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share
+        )
 
 
 class TextModel(Switched):

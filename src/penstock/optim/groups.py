@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fnmatch import fnmatchcase
 from types import NoneType
 from typing import Any
@@ -16,6 +16,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
 from penstock.models.roles import Embedding, Role
+from penstock.optim.tensors import mesh_of
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -26,7 +27,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: at most two per depth, with and without decay.
+    """Parameter groups for an optimizer: with and without decay, for each depth and way of being shared out over ranks.
 
     Decayed are maps from features to features and tables of tokens. Not decayed are tensors of fewer than two
     dimensions (biases, norms, scales), all other embeddings (positions, segments, class tokens), and what
@@ -43,15 +44,19 @@ def parameter_groups(
     listed = getattr(model, "no_weight_decay", None)
     undecayed = set(listed()) if callable(listed) else set()
     last = len(anatomy.blocks) + 1 if anatomy else 0
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    kinds: list[Hashable] = []
     for name, parameter in uncompiled(model).named_parameters():
         if not parameter.requires_grad:
             continue
         role = anatomy.role_of(name) if anatomy else None
         decayed = name not in undecayed and _maps_features(parameter, role)
         depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
+        kind = mesh_of(parameter)  # one launch takes tensors of one mesh
+        if kind not in kinds:
+            kinds.append(kind)
         group = groups.setdefault(
-            (depth, decayed),
+            (depth, decayed, kinds.index(kind)),
             {
                 "params": [],
                 "param_names": [],
@@ -66,7 +71,7 @@ def parameter_groups(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
             f"call requires_grad_(True) on the parts that should learn."
         )
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1], key[2]))]
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

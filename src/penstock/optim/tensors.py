@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from penstock.shards import cut_like
+from penstock.shards import room as padded_room
+
 MOVED = "_penstock_moved"
 """Attribute of a sharded parameter: called with its new place, flat and padded, when its rows are moved elsewhere."""
 
@@ -47,7 +50,11 @@ def flat_like(tensor: Tensor, flat: Tensor) -> Tensor:
     sharded = _sharded(tensor)
     if sharded is None:
         return flat
-    made: Tensor = type(sharded).from_local(flat, sharded.device_mesh, sharded.placements, run_check=False)
+    from torch.distributed.tensor import Shard
+
+    # Whichever dimension of the tensors is shared out, a flat buffer has one.
+    placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
+    made: Tensor = type(sharded).from_local(flat, sharded.device_mesh, placements, run_check=False)
     return made
 
 
@@ -56,9 +63,7 @@ def alike(parameter: Tensor, value: Tensor) -> Tensor:
     sharded = _sharded(parameter.detach())
     if sharded is None or _sharded(value) is not None:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(local(parameter).device), sharded.device_mesh, sharded.placements)
+    return whole(parameter, cut_like(sharded, value.to(local(parameter).device)))
 
 
 def sharing(tensor: Tensor) -> Hashable:
@@ -67,18 +72,16 @@ def sharing(tensor: Tensor) -> Hashable:
     return None if sharded is None else (sharded.device_mesh, tuple(sharded.placements))
 
 
+def mesh_of(tensor: Tensor) -> Hashable:
+    """The mesh that a DTensor is shared out over; None for a plain tensor."""
+    sharded = _sharded(tensor)
+    return None if sharded is None else sharded.device_mesh
+
+
 def room(tensor: Tensor) -> int:
     """Elements that a rank needs for its rows: the same number on each rank, padded, as all-gather needs it."""
     sharded = _sharded(tensor)
-    if sharded is None:
-        return tensor.numel()
-    parts = 1
-    for size, placement in zip(sharded.device_mesh.shape, sharded.placements):
-        parts *= size if placement.is_shard() else 1
-    if any(placement.is_shard() and placement.dim != 0 for placement in sharded.placements):
-        return local(tensor).numel()
-    rows = int(sharded.shape[0]) if sharded.ndim else 1
-    return -(-rows // parts) * int(sharded.numel() // max(rows, 1))
+    return tensor.numel() if sharded is None else padded_room(sharded)
 
 
 def place(parameter: Tensor, view: Tensor, slot: Tensor) -> None:

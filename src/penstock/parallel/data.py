@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from penstock.optim.tensors import local
 from penstock.parallel.dims import LOSS, ParallelDims
 
 BUCKET_MB = 25
@@ -30,6 +31,8 @@ class DataParallel:
     """What each rank computes from its own samples besides gradients: the running statistics of batch norms."""
     late: Callable[[], Sequence[Tensor]] | None = None
     """Gradients to average after the last backward pass, where the backward pass does not average them itself."""
+    partial: Callable[[], Sequence[Tensor]] | None = None
+    """Gradients to add up over the ranks that split each layer, after the last backward pass."""
 
     def begin(self, micro_batch: int, count: int) -> None:
         """Micro-batch `micro_batch` (from 0) of `count` begins. Only the last one's backward pass reduces gradients;
@@ -44,6 +47,8 @@ class DataParallel:
     @torch.no_grad()
     def end(self) -> None:
         """After the last backward pass: average what it has not averaged, so that all ranks keep the same model."""
+        if self.partial is not None:
+            add_up_all(self.partial(), self.dims.group("tp"))
         if self.late is not None:
             average_all(self.late(), self.dims)
         average_all(self.buffers, self.dims)
@@ -90,19 +95,30 @@ def replicate(
 
 
 @torch.no_grad()
-def broadcast(model: nn.Module, dims: ParallelDims) -> None:
-    """Give all ranks that see other samples or tokens the parameters and buffers of the first of them."""
+def broadcast(model: nn.Module, dims: ParallelDims, names: tuple[str, ...] = LOSS) -> None:
+    """Give all ranks along some dimensions, those that see other samples or tokens, the parameters and buffers of the
+    first of them.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
-        distributed.broadcast(tensor.detach(), group=dims.group(*LOSS), group_src=0)
+        distributed.broadcast(tensor.detach(), group=dims.group(*names), group_src=0)
 
 
 @torch.no_grad()
 def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
-    """Average tensors over the ranks that see other samples or tokens, in place, some megabytes at a time. All of them
-    give tensors of the same shapes.
+    """Average tensors over the ranks that see other samples or tokens, in place. All of them give tensors of the same
+    shapes.
     """
+    if dims.degree(*LOSS) > 1:
+        add_up_all(tensors, dims.group(*LOSS), divisor=dims.degree(*LOSS))
+
+
+@torch.no_grad()
+def add_up_all(
+    tensors: Sequence[Tensor], group: distributed.ProcessGroup | None, *, divisor: int = 1
+) -> None:
+    """Add up tensors over a group and divide them, in place, some megabytes at a time."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(local, tensors):
         by_type.setdefault(tensor.dtype, []).append(tensor)
     for dtype, alike in by_type.items():
         while alike:
@@ -112,8 +128,9 @@ def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
             # A large dense tensor, such as a flat buffer, is reduced where it lies.
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
-            distributed.all_reduce(flat, group=dims.group(*LOSS))
-            flat /= dims.degree(*LOSS)
+            distributed.all_reduce(flat, group=group)
+            if divisor > 1:
+                flat /= divisor
             if not alone:
                 parts = torch.split(flat, [tensor.numel() for tensor in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(t) for t, p in zip(bucket, parts)])

@@ -90,6 +90,11 @@ class ParallelDims:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     @property
+    def random_rank(self) -> int:
+        """Which stream of random numbers this rank draws: those that split each layer draw the same."""
+        return self.rank - self.place()["tp"]
+
+    @property
     def data_world(self) -> int:
         """Number of shares that the samples are split into."""
         return self.degree(*DATA)
@@ -166,7 +171,7 @@ def require_size(plan: Plan, size: int) -> None:
     if size == 1:
         raise ConfigError(
             f"{_degrees(plan)} needs {plan.gpus} processes, and this is one by itself; start them with "
-            f"`torchrun --nproc-per-node {plan.gpus} -m penstock train …`, or use plan.dp=1."
+            f"`torchrun --nproc-per-node {plan.gpus} -m penstock train …`, or leave these out."
         )
     raise ConfigError(
         f"The launcher started {size} processes, but the plan is for {plan.gpus} ({_degrees(plan)}). "

@@ -34,7 +34,9 @@ from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.dims import DATA, ParallelDims
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.rebind import rebind
+from penstock.parallel.tensor import cut_to_fit
 from penstock.precision.master import compute_in_fp32
+from penstock.shards import whole_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Sharded(DataParallel):
             self.drop_copies()
         if self.plan.sharding == "zero1":
             self.model.set_requires_gradient_sync(last)
-        elif self.plan.sharding == "hsdp":
+        elif self.plan.sharding in ("hsdp", "ddp"):
             self.model.set_requires_all_reduce(last)
         if self.plan.sharding in ("zero1", "zero2"):
             self.model.set_reshard_after_backward(last)
@@ -97,7 +99,7 @@ def shard(
             f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
             "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
         )
-    if shares is None:
+    if shares is None and dims.tp == 1:  # else that was done before layers were split
         broadcast(model, dims)
     before = dict(model.named_parameters())
     options = _options(plan, dims, device)
@@ -122,7 +124,7 @@ def shard(
     _follow_moves(units)
     for module in model.modules():
         if _own(module):
-            module.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
         rebind(optimizer, before, model)
     return Sharded(model=model, dims=dims, plan=plan, units=units, buffers=running_statistics(model))
@@ -134,8 +136,8 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
     assert dims.mesh is not None
     offload = plan.offload == "optimizer"
     return {
-        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" else dims.shard_mesh(),
-        "reshard_after_forward": plan.sharding[:4] != "zero",
+        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" or dims.dp_replicate > 1 else dims.shard_mesh(),
+        "reshard_after_forward": plan.sharding in ("fsdp", "hsdp"),
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
@@ -202,21 +204,6 @@ def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:
         alive._sharded_param_data = slot
 
 
-def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading, take this rank's rows of tensors that come whole, the same on all ranks."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        value: Any = state.get(prefix + key)
-        sharded: Any = parameter
-        if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == sharded.shape:  # else torch reports it
-            state[prefix + key] = distribute_tensor(
-                value.to(local(sharded).device), sharded.device_mesh, sharded.placements, src_data_rank=None
-            )
-
-
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
     """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; the others get
     an empty dict. One tensor is gathered at a time; stages of a pipeline give theirs one after the other.
@@ -224,7 +211,7 @@ def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     first = all(at == 0 for name, at in dims.place().items() if name != "pp")
     for name, value in model.state_dict().items():
-        gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+        gathered = whole_of(value)
         if first:
             found[name] = gathered.detach().to("cpu", copy=True)
     return _of_all_stages(found, dims, first=first)

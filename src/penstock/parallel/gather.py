@@ -20,6 +20,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
+from penstock.parallel.tensor import split_from
 from penstock.precision.forward import precision_on
 from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.lists import fp32_modules_of
@@ -113,7 +114,7 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
     if not known:
         return linear and next(module.children(), None) is None
     # A class with a forward of its own may do more with its weight, such as standardise it.
-    return any(type(module).forward is base.forward for base in known)
+    return any(split_from(module).forward is base.forward for base in known)
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:

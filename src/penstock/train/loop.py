@@ -168,7 +168,7 @@ class _Run:
         self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.
-        seed_random(config.seed, dims.rank)
+        seed_random(config.seed, dims.random_rank)
         self.built = build(
             config.model,
             config.plan,

@@ -65,10 +65,10 @@ def restore_random(
     and step, and what is drawn differs from an undisturbed run as it does between seeds.
     """
     listed = [states] if isinstance(states, Mapping) else states  # earlier versions had one rank
-    if len(listed) == dims.size or dims.main:
-        set_random_state(listed[dims.rank], device)
+    if len(listed) == dims.size or dims.random_rank == 0:
+        set_random_state(listed[dims.random_rank], device)
     else:
-        seed_random(seed, dims.rank, step)
+        seed_random(seed, dims.random_rank, step)
 
 
 @contextmanager

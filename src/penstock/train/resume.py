@@ -56,6 +56,8 @@ _CHANGES_ROUNDING = (
     "plan.pp",
     "plan.schedule",
     "plan.virtual",
+    "plan.tp",
+    "plan.sp",
 )
 
 

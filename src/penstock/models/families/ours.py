@@ -23,6 +23,7 @@ from penstock.models.roles import (
     Scale,
     Stem,
 )
+from penstock.models.stack import TokenStack
 
 
 def vit_anatomy(config: ViTConfig) -> Anatomy:
@@ -147,6 +148,13 @@ def _set_padding(model: Any, padding: Padding) -> None:
     model.set_padding(padding)
 
 
+def _set_heads(model: Any, index: int, count: int) -> None:
+    for module in model.modules():
+        if isinstance(module, TokenStack):
+            share = module.sizes.heads // count
+            module.heads = slice(index * share, (index + 1) * share)
+
+
 for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
     enrol(
         f"penstock.models.{_path}",
@@ -157,6 +165,7 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             set_loss=None if _path == "vit.ViT" else _set_loss,
             recompute_scores=_recompute_scores,
             share_tokens=None if _path == "seq2seq.Seq2Seq" else share_tokens,
+            set_heads=None if _path == "vit.ViT" else _set_heads,
             set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
         ),
     )

@@ -1,0 +1,225 @@
+"""What the ranks that split each layer send one another, as functions that autograd knows.
+
+Without sequence parallelism every rank has all tokens (Shoeybi et al., "Megatron-LM", 2019, section 3, where the first
+two are called f and g). With it a rank has some of the tokens between the split layers (Korthikanti et al., MLSys 2023,
+section 4.2.2): an all-reduce becomes an all-gather and a reduce-scatter, which send the same bytes together.
+
+| function | forward | backward |
+|---|---|---|
+| `copy` | nothing | adds up gradients |
+| `reduce` | adds up | nothing |
+| `gather` | tokens of all ranks | adds up gradients, keeps own tokens' |
+| `scatter` | adds up, keeps own tokens | gradients of all ranks' tokens |
+| `divide` | keeps own tokens | gradients of all ranks' tokens |
+| `unite` | tokens of all ranks | keeps own tokens' |
+| `columns` | columns of all ranks | keeps own columns' |
+
+Where ranks cannot have equally many tokens, the last ones have rows of zeros in place of some. They are left out where
+tokens come together again, so nothing sees them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+_collectives: Any = torch.ops._c10d_functional
+
+
+class Line:
+    """The ranks that split each layer, and the sequence that they share out."""
+
+    def __init__(
+        self, group: distributed.ProcessGroup, index: int, count: int, *, sequence: bool, dim: int
+    ) -> None:
+        self.group, self.index, self.count = group.group_name, index, count
+        self.sequence = sequence
+        """Whether tokens are shared out between split layers."""
+        self.dim = dim
+        """The dimension of tokens."""
+        self.tokens = 0
+        """How many there are, as the first block of the stack was given them last."""
+
+    def sibling(self) -> Line:
+        """The same ranks, for another stack, whose sequence may be of another length."""
+        other: Line = object.__new__(Line)
+        other.__dict__.update(self.__dict__)
+        return other
+
+
+def added(x: Tensor, line: Line) -> Tensor:
+    """The sum over ranks."""
+    summed: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "sum", line.group))
+    return summed
+
+
+def together(x: Tensor, line: Line, dim: int) -> Tensor:
+    """The tensors of all ranks, one after the other along `dim`."""
+    rows = x if dim == 0 else x.transpose(0, dim)
+    found: Tensor = _collectives.wait_tensor(
+        _collectives.all_gather_into_tensor(rows.contiguous(), line.count, line.group)
+    )
+    return found if dim == 0 else found.transpose(0, dim).contiguous()
+
+
+def apart(x: Tensor, line: Line, dim: int) -> Tensor:
+    """This rank's part of the sum over ranks along `dim`, which they share out evenly."""
+    rows = x if dim == 0 else x.transpose(0, dim)
+    found: Tensor = _collectives.wait_tensor(
+        _collectives.reduce_scatter_tensor(rows.contiguous(), "sum", line.count, line.group)
+    )
+    return found if dim == 0 else found.transpose(0, dim).contiguous()
+
+
+def _padded(x: Tensor, line: Line) -> Tensor:
+    """With rows of zeros, so that all ranks have as many tokens."""
+    missing = -x.shape[line.dim] % line.count
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[line.dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], line.dim)
+
+
+def _own(x: Tensor, line: Line) -> Tensor:
+    x = _padded(x, line)
+    size = x.shape[line.dim] // line.count
+    return x.narrow(line.dim, line.index * size, size).contiguous()
+
+
+def _all(x: Tensor, line: Line, tokens: int) -> Tensor:
+    found = together(x, line, line.dim)
+    return found if found.shape[line.dim] == tokens else found.narrow(line.dim, 0, tokens).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return added(grad, ctx.line), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        return added(x, line)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return _all(x, line, line.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return apart(_padded(grad, ctx.line), ctx.line, ctx.line.dim), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line, ctx.tokens = line, x.shape[line.dim]
+        return apart(_padded(x, line), line, line.dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _all(grad, ctx.line, ctx.tokens), None
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line, ctx.tokens = line, x.shape[line.dim]
+        return _own(x, line)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _all(grad, ctx.line, ctx.tokens), None
+
+
+class _Unite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return _all(x, line, line.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _own(grad, ctx.line), None
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, columns: int) -> Tensor:
+        ctx.line, ctx.here = line, x.shape[-1]
+        ctx.most = most = -(-columns // line.count)
+        wide = x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1]))
+        return together(wide, line, x.dim() - 1)[..., :columns].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.narrow(-1, ctx.line.index * ctx.most, ctx.here).contiguous(), None, None
+
+
+class _OncePerRank(torch.autograd.Function):
+    """What is added on every rank before a sum over ranks. All ranks get the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        return x / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def copy(x: Tensor, line: Line) -> Tensor:
+    """See the table above, as for the others."""
+    return _Copy.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce(x: Tensor, line: Line) -> Tensor:
+    """See the table above."""
+    return _Reduce.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: Tensor, line: Line) -> Tensor:
+    """See the table above."""
+    return _Gather.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter(x: Tensor, line: Line) -> Tensor:
+    """See the table above."""
+    return _Scatter.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def divide(x: Tensor, line: Line) -> Tensor:
+    """See the table above. Notes how many tokens there are."""
+    line.tokens = x.shape[line.dim]
+    return _Divide.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def unite(x: Tensor, line: Line) -> Tensor:
+    """See the table above."""
+    return _Unite.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def columns(x: Tensor, line: Line, whole: int) -> Tensor:
+    """See the table above; x: (…, c) of `whole` columns in all."""
+    return _Columns.apply(x, line, whole)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def once_per_rank(x: Tensor, line: Line) -> Tensor:
+    """A share of what all ranks add to their parts of a sum; gradients are those of the whole."""
+    return _OncePerRank.apply(x, line.count)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,472 @@
+"""Tensor parallelism: the ranks of a group split each layer (Shoeybi et al., "Megatron-LM", 2019, section 3), by role.
+
+| part | how it is split | what is sent |
+|---|---|---|
+| attention | linears before it by heads, the one after it by inputs | gradients of what comes in, sums at its end |
+| perceptron | the same, by hidden features | the same |
+| table of tokens | by entries of the vocabulary | sums of what is found |
+| output over the vocabulary | by entries | gradients of what comes in; three numbers a row for the loss |
+| relative positions | by heads | nothing |
+| all else | each rank has it whole | nothing |
+
+With sequence parallelism tokens are shared out between the first block and the end of a stack, and what is between the
+split parts works on a rank's own tokens: see `penstock.parallel.sequence`.
+
+Split weights become DTensors on the mesh dimension `tp`: so clipping, optimizers, checkpoints and `fully_shard` see how
+they lie. The classes of their modules are swapped for subclasses that compute with this rank's part: names stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError
+from penstock.kernels.vocabulary import Share
+from penstock.models.anatomy import Anatomy, Stack, anatomy_of, set_heads, uncompiled
+from penstock.models.roles import (
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    Linear,
+    Norm,
+    Perceptron,
+    Pooler,
+    Role,
+    owned,
+    walk,
+)
+from penstock.optim.tensors import local, whole
+from penstock.parallel import sequence
+from penstock.parallel.data import broadcast
+from penstock.parallel.dims import LOSS, ParallelDims
+from penstock.parallel.sequence import Line
+from penstock.shards import TENSOR, Cut, cut_like
+
+SPLIT_FROM = "penstock_split_from"
+"""Attribute of a swapped class: the class that it was."""
+
+
+@dataclass(slots=True)
+class Split:
+    """What a training step must know of a split model."""
+
+    partial: list[str] = field(default_factory=list)
+    """Names of weights that each rank has whole, and of whose gradients it sees a part only: the sum over ranks is the
+    gradient."""
+
+
+def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: bool = False) -> Split:
+    """Split the layers of `model` over the ranks of `dims`, in place: same object, same names, same results.
+
+    Weights may be on the host, of which a rank's parts go to its device, or on the meta device. All ranks get those of
+    rank 0 first, unless they are `alike` already. Raises ConfigError where a part cannot be split, with the degrees
+    that can.
+    """
+    assert dims.mesh is not None
+    anatomy = anatomy_of(model)
+    _require_roles(anatomy, type(uncompiled(model)).__name__)
+    _require_even(anatomy, model, plan.tp)
+    if not alike and not any(parameter.is_meta for parameter in model.parameters()):
+        for names in ("tp",), LOSS:
+            if dims.degree(*names) > 1:
+                broadcast(model, dims, names)
+    dim = 0 if plan.token_order == "batch_second" else 1
+    place = dims.place()["tp"]
+    line = Line(dims.mesh.get_group("tp"), place, plan.tp, sequence=plan.sp, dim=dim)
+    splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line)
+    splitter.run()
+    set_heads(model, place, plan.tp)
+    return Split(sorted(set(splitter.partial)))
+
+
+def _require_roles(anatomy: Anatomy, name: str) -> None:
+    parts = list(anatomy.parts(Attention))  # raises where no parts are known
+    if any(True for _ in anatomy.parts(Experts)):
+        raise ConfigError(f"plan.tp cannot split the experts of {name} yet; use plan.tp=1.")
+    whole_heads = [part.name for part in parts if part.out.split == "none"]
+    if whole_heads:
+        raise ConfigError(
+            f"plan.tp cannot split {whole_heads[0]} of {name}, which has a norm over the features of all heads; use "
+            "plan.tp=1."
+        )
+    if len(anatomy.stacks) == 1 and any(part.cross for part in parts):
+        raise ConfigError(
+            f"plan.tp cannot split the cross attention of {name}, whose memory is made outside of it; use plan.tp=1."
+        )
+
+
+def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
+    sizes: dict[str, int] = {}
+    for part in anatomy.parts(Attention):
+        sizes |= {
+            f"{part.heads} attention heads": part.heads,
+            f"{part.kv_heads} heads of keys": part.kv_heads,
+        }
+    for perceptron in anatomy.parts(Perceptron):
+        weight = model.get_submodule(perceptron.down.name).get_parameter("weight")
+        hidden = int(weight.shape[0 if perceptron.down.transposed else 1])
+        sizes[f"MLP's hidden width {hidden}"] = hidden
+    for what, size in sizes.items():
+        if size % degree:
+            fits = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
+            raise ConfigError(
+                f"plan.tp={degree} cannot split the model's {what} evenly; use a tp of {', '.join(map(str, fits))}."
+            )
+
+
+class _Splitter:
+    """Goes through a model's roles once."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Any, line: Line) -> None:
+        self.model, self.anatomy, self.mesh, self.line = model, anatomy, mesh, line
+        self.partial: list[str] = []
+        self.made: dict[int, nn.Parameter] = {}
+        """DTensors by the parameters that they take the place of: tied weights stay tied."""
+        self.learned: dict[int, str] = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+
+    def run(self) -> None:
+        for role in walk(self.anatomy.stacks):
+            if isinstance(role, Embedding) and role.kind == "relative":
+                self._split(role, {"weight": 1})
+        tokens = self._vocabulary()
+        for stack in self.anatomy.stacks:
+            line = self.line.sibling()
+            for role in walk(tuple(part for block in stack.blocks for part in block.parts)):
+                if isinstance(role, Attention):
+                    self._attention(role, line)
+                elif isinstance(role, Perceptron):
+                    self._perceptron(role, line)
+            self._ends(stack, line, tokens)
+
+    # -- parts
+
+    def _attention(self, role: Attention, line: Line) -> None:
+        for linear in role.projections:
+            self._column(linear)
+        self._row(role.out, line)
+        first = role.projections[0].name
+        # Several linears read the same tokens, which are taken in once, where the module gets them: its first argument.
+        # Memory is taken in where its stack ends.
+        self._enters(role.name if len(role.projections) > 1 else first, line)
+        _divide(self._module(role.name), role.counts, line.count)
+        # A rank's heads are all that its copy of these sees.
+        self._sees_a_part(*role.norms)
+
+    def _perceptron(self, role: Perceptron, line: Line) -> None:
+        for linear in (role.up, role.gate):
+            if linear is not None:
+                self._column(linear)
+        self._row(role.down, line)
+        self._enters(role.up.name if role.gate is None else role.name, line)
+
+    def _column(self, linear: Linear) -> None:
+        outputs = 1 if linear.transposed else 0
+        self._split(linear, {"weight": outputs, "bias": 0}, pieces=len(linear.fused), kind=_Part)
+        _divide(self._module(linear.name), linear.counts, self.line.count)
+
+    def _row(self, linear: Linear, line: Line) -> None:
+        self._split(linear, {"weight": 0 if linear.transposed else 1}, kind=_Row, line=line, spread=("bias",))
+
+    def _enters(self, name: str, line: Line) -> None:
+        module = self._module(name)
+        _swap(module, _Enter).__dict__["penstock_enters"] = line
+
+    def _vocabulary(self) -> bool:
+        """Split the tables of tokens, and the outputs that have as many rows; whether there are such outputs."""
+        tables = [r for r in self.anatomy.parts(Embedding) if r.kind == "token"]
+        if not tables:
+            return False
+        rows = {self._module(role.name).get_parameter("weight").shape[0] for role in tables}
+        heads = [r for r in self.anatomy.parts(Head) if self._output(r) in rows]
+        step = -(-max(rows) // self.line.count)
+        users = {f"{role.name}.weight" for role in (*tables, *heads)}
+        held = {id(self._module(role.name).get_parameter("weight")) for role in tables}
+        known = all(
+            name in users for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in held
+        )
+        plain = all(_plain_table(self._module(role.name)) for role in tables)
+        if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not known or not plain:
+            return False
+        for role in tables:
+            self._split(role, {"weight": 0}, kind=_Table, line=self.line)
+        for head in heads:
+            self._split(head, {"weight": 0, "bias": 0}, kind=_Words, line=self.line)
+        return bool(heads)
+
+    def _output(self, head: Head) -> int:
+        weight = getattr(self._module(head.name), "weight", None)
+        return -1 if weight is None or head.transposed or head.bias is not None else int(weight.shape[0])
+
+    # -- where tokens are shared out and come together
+
+    def _ends(self, stack: Stack, line: Line, words: bool) -> None:
+        """Hooks at both ends of a stack, and which weights see a part of the gradients because of them."""
+        last = stack is self.anatomy.stacks[-1]
+        tail = list(walk(stack.after))
+        heads = [role for role in tail if isinstance(role, Head)]
+        others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
+        into_words = last and words and len(heads) == 1 and not others
+        # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
+        # Vision Transformer, which picks a token before its norm.
+        read = into_words or not last
+        norm = next((role.name for role in tail if isinstance(role, Norm)), "") if read else ""
+        end = self._module(norm or stack.blocks[-1].name)
+        for head in heads:
+            if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
+                _swap(self._module(head.name), _Enter).__dict__["penstock_enters"] = self._outside(line)
+        if not line.sequence:
+            if not last:
+                end.register_forward_hook(functools.partial(_after, lambda x: sequence.copy(x, line)))
+            return
+        first = self._module(stack.blocks[0].name)
+        first.register_forward_pre_hook(functools.partial(_before, line), with_kwargs=True)
+        come = sequence.gather if read else sequence.unite
+        end.register_forward_hook(functools.partial(_after, lambda x: come(x, line)))
+        self._sees_a_part(*(role for block in stack.blocks for role in walk(block.parts)))
+        if read:
+            self._sees_a_part(*tail)
+
+    def _outside(self, line: Line) -> Line:
+        """The same ranks, where all of them have all tokens."""
+        plain = line.sibling()
+        plain.sequence = False
+        return plain
+
+    # -- weights
+
+    def _module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)
+
+    def _sees_a_part(self, *roles: Role) -> None:
+        """Note what each rank has whole of these roles, and sees a part of the gradients of."""
+        for role in roles:
+            for owner in owned(role):
+                for name, parameter in self.model.named_parameters():
+                    inside = name == owner or name.startswith(f"{owner}.")
+                    if inside and not hasattr(parameter, "placements") and not self._spread(name):
+                        self.partial.append(name)
+
+    def _spread(self, name: str) -> bool:
+        """Whether it is the bias of a linear whose sum all ranks make: its gradient is whole."""
+        module, _, key = name.rpartition(".")
+        return key in getattr(self._module(module), "penstock_spread", ())
+
+    def _split(
+        self,
+        role: Role,
+        where: dict[str, int],
+        *,
+        kind: type = object,
+        pieces: int = 1,
+        line: Line | None = None,
+        spread: tuple[str, ...] = (),
+    ) -> None:
+        """Split parameters of a role's module along the dimensions that `where` gives by their names."""
+        module = self._module(role.name)
+        if isinstance(role, Linear) and role.bias is not None:
+            raise ConfigError(
+                f"plan.tp cannot split {role.name}, whose bias another module holds; use plan.tp=1."
+            )
+        _swap(module, _Part if kind is object else kind)
+        if line is not None:
+            module.__dict__["penstock_line"] = line
+        module.__dict__["penstock_spread"] = tuple(n for n in spread if module._parameters.get(n) is not None)
+        for name, dim in where.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and not hasattr(parameter, "placements"):
+                module._parameters[name] = self._shared(parameter, dim, pieces)
+        if kind in (_Table, _Words):
+            weight: Any = module._parameters["weight"]
+            rows = int(weight.shape[0])
+            share = Share(self.line.group, self.line.index * -(-rows // self.line.count), rows)
+            module.__dict__["penstock_words"] = share
+            if hasattr(module, "share"):  # it makes the loss itself
+                setattr(module, "share", share)  # noqa: B010 (for mypy)
+        module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _shared(self, parameter: nn.Parameter, dim: int, pieces: int) -> nn.Parameter:
+        made = self.made.get(id(parameter))
+        if made is None:
+            part = _distributed(parameter.detach(), dim, pieces, self.mesh)
+            made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            self.made[id(parameter)] = made
+        return made
+
+
+def _distributed(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
+    """This rank's part of a tensor that lies whole on each rank, as a DTensor over `mesh`."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement: Any = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+    cut = Cut(0, dim, mesh.size(), mesh.get_local_rank(), pieces)
+    part = cut.of(tensor).clone(memory_format=torch.contiguous_format)
+    part = part if part.is_meta else part.to(mesh.device_type)
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
+    )
+
+
+def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading, take this rank's part of tensors that come whole, the same on all ranks."""
+    for key, parameter in module._parameters.items():
+        value: Any = state.get(prefix + key)
+        sharded: Any = parameter
+        if (
+            not hasattr(sharded, "placements")
+            or not isinstance(value, Tensor)
+            or hasattr(value, "placements")
+        ):
+            continue
+        if value.shape == sharded.shape:  # else torch reports it
+            part = cut_like(sharded, value.to(local(sharded.detach()).device))
+            state[prefix + key] = whole(sharded, part)
+
+
+def _divide(module: nn.Module, names: tuple[str, ...], count: int) -> None:
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name) // count)
+
+
+def _plain_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
+
+
+# -- modules that compute with a part
+
+
+class _Part:
+    """A module whose parameters read as this rank's parts."""
+
+    _parameters: dict[str, Any]
+    penstock_line: Line
+    penstock_spread: tuple[str, ...] = ()
+    forward: Callable[..., Any]
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    def read(self: Any) -> Any:
+        parameter = self._parameters[name]
+        if not hasattr(parameter, "placements"):
+            spread = parameter is not None and name in self.penstock_spread
+            return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
+        # While `fully_shard` has it shared out further, nobody computes with it.
+        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
+
+    return read
+
+
+def _split(parameter: Any) -> bool:
+    """Whether a DTensor of one mesh dimension is shared out by the ranks that split each layer."""
+    return bool(parameter.device_mesh.mesh_dim_names == (TENSOR,))
+
+
+class _Row(_Part):
+    """A linear whose outputs are parts of a sum over ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        line = self.penstock_line
+        out = super().forward(*args, **kwargs)
+        return sequence.scatter(out, line) if line.sequence else sequence.reduce(out, line)
+
+
+class _Table(_Part):
+    """A table of which some rows lie here."""
+
+    penstock_words: Share
+
+    def forward(self, ids: Tensor) -> Tensor:
+        here = ids - self.penstock_words.start
+        elsewhere = (here < 0) | (here >= self._parameters["weight"].to_local().shape[0])
+        found: Tensor = super().forward(here.masked_fill(elsewhere, 0))
+        return sequence.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
+
+
+class _Words(_Part):
+    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
+
+    penstock_words: Share
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(x, *args, **kwargs)
+        made = out.dim() == x.dim()
+        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
+
+
+class _Enter:
+    """A module whose first argument all ranks need, and to whose gradient each of them adds."""
+
+    penstock_enters: Line
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        line = self.penstock_enters
+        take = sequence.gather if line.sequence else sequence.copy
+        if args:
+            return super().forward(take(_multiplied(args[0]), line), *args[1:], **kwargs)  # type: ignore[misc]
+        name = next(iter(kwargs))
+        kwargs = {**kwargs, name: take(_multiplied(kwargs[name]), line)}
+        return super().forward(**kwargs)  # type: ignore[misc]
+
+
+def _multiplied(x: Tensor) -> Tensor:
+    """In the type in which a linear will take it: ranks then send no more than that."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    with torch.no_grad():
+        dtype = nn.functional.linear(x.new_empty(0, 1), x.new_empty(1, 1)).dtype
+    return x.to(dtype)
+
+
+def _before(line: Line, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (sequence.divide(args[0], line), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: sequence.divide(kwargs[name], line)}
+
+
+def _after(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))
+
+
+_READ = ("weight", "bias")
+
+
+@functools.cache
+def _class(kind: type, base: type) -> type:
+    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
+    if issubclass(kind, _Part):
+        members |= {name: property(_reader(name)) for name in _READ}
+    return type(base.__name__, (kind, base), members)
+
+
+def _swap(module: nn.Module, kind: type) -> nn.Module:
+    if not isinstance(module, kind):
+        base: Any = type(module)
+        module.__class__ = _class(kind, base)
+    return module
+
+
+def split_from(module: nn.Module) -> Any:
+    """The class of a module, as it was before its layer was split."""
+    return getattr(type(module), SPLIT_FROM, type(module))
+
+
+def partial_gradients(model: nn.Module, split: Split) -> Iterator[Tensor]:
+    """This rank's gradients that are parts of sums over the ranks that split each layer."""
+    wanted = set(split.partial)
+    for name, parameter in model.named_parameters():
+        if name in wanted and parameter.grad is not None:
+            yield local(parameter.grad)

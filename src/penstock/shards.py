@@ -1,0 +1,157 @@
+"""Which part of a whole tensor this rank has, where several ranks share it out as a DTensor.
+
+A dimension of the mesh cuts one dimension of the tensor, as `torch.chunk` does. Tensor parallelism cuts first, and what
+a rank then has is cut again by `fully_shard`. Where several matrices lie one after the other in a weight, such as a
+gate and the linear beside it, tensor parallelism cuts each of them, so that a rank's part is several boxes of the
+whole. In torch's words that is a `_StridedShard` on the mesh dimension `tp`, with as many pieces as there are matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+TENSOR = "tp"
+"""The mesh dimension that cuts first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh dimension's cut of a tensor's dimension `dim` into `count` parts, of which this rank has `index`."""
+
+    mesh_dim: int
+    dim: int
+    count: int
+    index: int
+    pieces: int = 1
+    """Equal matrices along `dim`, each of which is cut."""
+
+    def parts(self, size: int, index: int | None = None) -> list[tuple[int, int]]:
+        """Start and length of what place `index` (default: this rank's) has of `size` elements, piece by piece."""
+        index = self.index if index is None else index
+        whole = size // self.pieces
+        step = -(-whole // self.count)
+        start = min(index * step, whole)
+        return [(piece * whole + start, min(step, whole - start)) for piece in range(self.pieces)]
+
+    def length(self, size: int, index: int | None = None) -> int:
+        """How many of `size` elements place `index` has."""
+        return sum(length for _, length in self.parts(size, index))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor that has not been cut by this mesh dimension yet; it may share memory."""
+        found = [
+            tensor.narrow(self.dim, start, length) for start, length in self.parts(tensor.shape[self.dim])
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+class Box(NamedTuple):
+    """A part of the whole, and where it begins in what this rank has."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def within(self, local: Tensor) -> Tensor:
+        """The box out of this rank's part, sharing its memory."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes)):
+            local = local.narrow(dim, start, size)
+        return local
+
+
+def cuts(tensor: Any) -> list[Cut]:
+    """How a DTensor is cut, in the order in which it was done."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    place = mesh.get_coordinate() or (0,) * mesh.ndim
+    found = []
+    for number, (name, placement) in enumerate(zip(names, tensor.placements)):
+        if not (placement.is_replicate() or placement.is_partial()):
+            pieces = int(getattr(placement, "split_factor", 1)) if name == TENSOR else 1
+            found.append(Cut(number, placement.dim, mesh.size(number), place[number], pieces))
+    return sorted(found, key=lambda cut: names[cut.mesh_dim] != TENSOR)
+
+
+def cut_like(tensor: Any, whole: Tensor) -> Tensor:
+    """This rank's part of `whole`, cut as the DTensor is; a contiguous copy."""
+    for cut in cuts(tensor):
+        whole = cut.of(whole)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def boxes(tensor: Any) -> Iterator[Box]:
+    """The parts of the whole that a DTensor has here, of which none is empty."""
+    runs = [[(0, size)] for size in tensor.shape]
+    for cut in cuts(tensor):
+        runs[cut.dim] = _chosen(runs[cut.dim], cut)
+    for chosen in itertools.product(*(list(_placed(each)) for each in runs)):
+        yield Box(*(tuple(part[i] for part in chosen) for i in range(3)))
+
+
+def _chosen(runs: Sequence[tuple[int, int]], cut: Cut) -> list[tuple[int, int]]:
+    """What a cut leaves of runs of the whole that lie one after the other."""
+    found = []
+    for start, length in cut.parts(sum(size for _, size in runs)):
+        before = 0
+        for first, size in runs:
+            low, high = max(start, before), min(start + length, before + size)
+            if low < high:
+                found.append((first + low - before, high - low))
+            before += size
+    return found
+
+
+def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Offset in the whole, length, and start here of each run."""
+    here = 0
+    for offset, length in runs:
+        yield offset, length, here
+        here += length
+
+
+def room(tensor: Any) -> int:
+    """Elements that `fully_shard` gathers of a DTensor's part: those of the longest among the ranks that it is shared
+    out to, so that all give as many.
+    """
+    shape = list(tensor.shape)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    for cut in cuts(tensor):
+        split = TENSOR in names and names[cut.mesh_dim] == TENSOR
+        shape[cut.dim] = cut.length(shape[cut.dim], cut.index if split else 0)
+    return torch.Size(shape).numel()
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """A DTensor as a whole tensor; any other tensor itself. All its ranks must call this."""
+    sharded: Any = tensor
+    if not hasattr(sharded, "placements"):
+        return tensor
+    found: Tensor = sharded.to_local()
+    steps, shape = [], list(tensor.shape)
+    for cut in cuts(sharded):
+        steps.append((cut, shape[cut.dim]))
+        shape[cut.dim] = cut.length(shape[cut.dim])
+    for cut, size in reversed(steps):
+        found = _united(found, cut, size, sharded.device_mesh.get_group(cut.mesh_dim))
+    return found
+
+
+def _united(part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup) -> Tensor:
+    """All places' parts of a dimension of `size` elements, in the order of the whole."""
+    lengths = [cut.length(size, index) for index in range(cut.count)]
+    shape = list(part.shape)
+    shape[cut.dim] = max(lengths)
+    mine = part.new_zeros(shape)
+    mine.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
+    every = [torch.empty_like(mine) for _ in lengths]
+    distributed.all_gather(every, mine, group=group)
+    every = [each.narrow(cut.dim, 0, length) for each, length in zip(every, lengths)]
+    pieces = [each.chunk(cut.pieces, cut.dim) if cut.pieces > 1 else (each,) for each in every]
+    return torch.cat([parts[piece] for piece in range(cut.pieces) for parts in pieces], cut.dim)

@@ -1,0 +1,142 @@
+"""Small models of every family for the sweep over layouts: `LAYOUT_CASES` enrols each by one line.
+
+Sizes are such that 2 ranks can split every layer, and can share out neither tokens nor vocabulary evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from helpers.families import OTHERS, TOKENS, WORDS, batches, loss, small
+from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.models import create
+
+
+class Case(NamedTuple):
+    """A model, what it is trained on, and the loss."""
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[int, int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    config: ModelConfig | None = None
+
+
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    """Mean cross entropy, made inside the model."""
+    *arguments, targets = batch
+    total: Tensor = model(*arguments, targets=targets) / targets.numel()
+    return total
+
+
+def _own(config: ModelConfig, made: Callable[[nn.Module, Any], Tensor] = loss) -> Case:
+    return Case(partial(create, config), partial(batches, config), made, config)
+
+
+def _wider(name: str, **changes: Any) -> ModelConfig:
+    """Four heads, two of keys where they are shared."""
+    config: Any = small(name, **changes)
+    if isinstance(config, Seq2SeqConfig):
+        sides = {
+            side: replace(getattr(config, side), heads=4, head_features=4) for side in ("encoder", "decoder")
+        }
+        made: ModelConfig = replace(config, **sides)
+        return made
+    more = {"kv_heads": 2} if config.kv_heads else {}
+    found: ModelConfig = replace(config, heads=4, **more)
+    return found
+
+
+_VIT = ViTConfig(
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=4, mlp_width=32, classes=5, qkv_bias=False
+)  # fmt: skip
+
+
+def _foreign(name: str) -> Case:
+    return Case(partial(_made, name), partial(_words, name), _of_logits)
+
+
+def _made(name: str) -> nn.Module:
+    import transformers
+
+    hf: Any = transformers
+    made: nn.Module = _of(hf, name)
+    return made
+
+
+def _of(hf: Any, name: str) -> Any:
+    sizes = {"vocab_size": WORDS, "attention_dropout": 0.0}
+    plain = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if name == "llama":
+        config = hf.LlamaConfig(**sizes, **plain, num_key_value_heads=2, max_position_embeddings=16)
+        return hf.LlamaForCausalLM(config)
+    if name == "gpt2":
+        pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=4, **pdrop)
+        )
+    if name == "bert":
+        config = hf.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **plain, **no_dropout)
+        return hf.BertForMaskedLM(config)
+    if name == "t5":
+        config = hf.T5Config(
+            vocab_size=WORDS, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+            feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+        )  # fmt: skip
+        return hf.T5ForConditionalGeneration(config)
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **plain, **no_dropout)
+    )
+
+
+def _words(name: str, step: int, samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+
+    def numbers(count: int, *shape: int) -> Tensor:
+        return torch.randint(0, count, shape, generator=generator)
+
+    if name == "vit":
+        pixels = torch.randn(samples, 1, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": numbers(5, samples)}
+    if name == "t5":
+        tokens = numbers(WORDS, samples, TOKENS)
+        return {
+            "input_ids": tokens,
+            "decoder_input_ids": numbers(WORDS, samples, OTHERS),
+            "labels": numbers(WORDS, samples, OTHERS),
+        }
+    return {"input_ids": numbers(WORDS, samples, TOKENS), "labels": numbers(WORDS, samples, TOKENS)}
+
+
+def _of_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**given).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
+
+
+LAYOUT_CASES: dict[str, Case] = {
+    "vit of tokens": _own(replace(_VIT, classifier="token")),
+    "vit pooled": _own(replace(_VIT, classifier="pooled")),
+    "gpt": _own(_wider("gpt-tiny"), summed),
+    "gpt of logits": _own(_wider("gpt-tiny")),
+    "gpt with alibi": _own(_wider("gpt-tiny", positions="alibi"), summed),
+    "llama": _own(_wider("llama-tiny"), summed),
+    "bert": _own(_wider("bert-tiny"), summed),
+    "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
+    "modernbert": _own(_wider("modernbert-tiny"), summed),
+    "t5": _own(_wider("t5-tiny"), summed),
+    "marian": _own(_wider("marian-tiny"), summed),
+    "bart": _own(_wider("bart-tiny"), summed),
+    "transformers' llama": _foreign("llama"),
+    "transformers' gpt2": _foreign("gpt2"),
+    "transformers' bert": _foreign("bert"),
+    "transformers' t5": _foreign("t5"),
+    "transformers' vit": _foreign("vit"),
+}

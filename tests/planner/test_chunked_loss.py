@@ -27,8 +27,8 @@ def _measured(plan: Plan, model: DecoderConfig) -> int:
     tokens = torch.randint(0, model.vocabulary, (plan.micro_batch, model.sequence))
     inputs = (tokens, None, tokens)
     batch = TextBatch(inputs=inputs, ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0))
-    built.step([batch])
-    return step_with_memory(built.step, [batch])[1]
+    built.step([batch] * plan.accumulate)
+    return step_with_memory(built.step, [batch] * plan.accumulate)[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -45,6 +45,16 @@ def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytes
         described.cache_clear()
     assert predicted == pytest.approx(_measured(plan, model), rel=0.1)
     assert predicted < predict(model, CPU, whole).memory_bytes - (16 << 20)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_table_that_is_used_twice_has_two_gradients_and_their_sum(tied: bool, accumulate: int) -> None:
+    """A narrow model with many words, whose backward pass is at its fullest where it ends."""
+    small = replace(MODEL, vocabulary=20_000, width=32, mlp_width=64, sequence=16, tied=tied)
+    plan = Plan(micro_batch=1, accumulate=accumulate, optimizer="fused")
+    expected = predict(small, CPU, plan).memory_bytes
+    assert _measured(plan, small) == pytest.approx(expected, rel=0.02)
 
 
 def test_the_same_work_is_counted() -> None:

@@ -133,6 +133,7 @@ def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> N
     kernels = (
         KernelSample(name="gelu", per_second=1e9),
         KernelSample(name="gelu_backward", per_second=5e8),
+        KernelSample(name="dropout", per_second=2e8),
         KernelSample(name="attention", per_second=40e9, tokens=64, features=64),
         KernelSample(name="attention", per_second=20e9, tokens=16, features=32),
     )
@@ -143,6 +144,9 @@ def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> N
     assert price(gelu, rates) == pytest.approx(moved + 10_000 / 1e9)
     assert price(gelu._replace(forward=False), rates) == pytest.approx(moved + 10_000 / 5e8)
     assert price(gelu, rates_of(CPU, Plan())) == pytest.approx(moved)
+    drawn = gelu._replace(kind="dropout")
+    assert price(drawn, rates) == pytest.approx(moved + 10_000 / 2e8)
+    assert price(drawn._replace(forward=False), rates) == pytest.approx(moved)  # nothing is drawn
     fused = Op("attention", "attention", batch=4, m=16, n=16, k=32, read=1e6, written=1e6)
     assert price(fused, rates) == pytest.approx(fused.flops / 20e9)
     # In other types what was measured in fp32 says nothing, and what was measured in them says all.

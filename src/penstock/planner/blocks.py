@@ -191,7 +191,8 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
     if block.stack.weights_dropout:
         dropped = each + (each if t.host else 1.0)
         to.move(
-            f"{name}.dropout", scores, (each, dropped), (dropped, each), kept=scores * dropped, group=group
+            f"{name}.dropout", scores, (each, dropped), (dropped, each), kind="dropout", kept=scores * dropped,
+            group=group,
         )  # fmt: skip
     to.add(
         product("values", tokens, f, seen, scores + keys, queries),
@@ -251,7 +252,15 @@ def _mlp(
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
     if stack.hidden_dropout:
         mask = c if t.host else 1.0
-        to.move(f"{name}.dropout", size, (c, c + mask), (c + mask, c), kept=size * mask, group="masks")
+        to.move(
+            f"{name}.dropout",
+            size,
+            (c, c + mask),
+            (c + mask, c),
+            kind="dropout",
+            kept=size * mask,
+            group="masks",
+        )
     to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")
 
 
@@ -290,7 +299,9 @@ def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
     if block.stack.dropout:
         mask = c if t.host else 1.0
         ahead = c, mask if t.fused else c + mask
-        to.move(f"{name}.dropout", size, ahead, (c + mask, c), kept=size * mask, group="masks")
+        to.move(
+            f"{name}.dropout", size, ahead, (c + mask, c), kind="dropout", kept=size * mask, group="masks"
+        )
     if block.layer_scale:
         to.move(
             f"{name}.scale", size, (c, e), (c + 2 * e, 2 * e), kept=size * c, group="masks", weights=d, tensors=1

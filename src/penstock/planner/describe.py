@@ -22,7 +22,7 @@ from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, Plan
 from penstock.planner.blocks import before_split, list_block
 from penstock.planner.listing import Form, Lister, Terms
-from penstock.planner.operators import Op, Workload
+from penstock.planner.operators import SHARED_TABLE, Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
 
@@ -102,6 +102,10 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     t, e = to.terms, to.terms.stream
     d = stacks(model)[0].width
     table = model.vocabulary * d
+    shared = len(stacks(model)) - 1 + (model.tied and _gives_words(model))
+    if shared:
+        each = shared * -(-table // t.tp) * e
+        to.behind(Op(SHARED_TABLE, "pointwise", False, read=2 * each, written=each, launches=shared))
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
         tables = [table] if i == 0 else []
@@ -115,7 +119,8 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
         to.table(
             Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=learned,
                tensors=len(tables)),
-            3 * rows * d * e, rows * d * e,
+            # The gradient is as large as the table, and cleared before rows are added to it.
+            3 * rows * d * e, rows * d * e, cleared=-(-table // t.tp) * e,
         )  # fmt: skip
         if t.tp > 1:
             to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
@@ -135,6 +140,7 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
                 rows * d,
                 (e, e + mask),
                 (e + mask, e),
+                kind="dropout",
                 kept=rows * d * mask,
                 group="masks",
             )
@@ -173,7 +179,9 @@ def _stem(to: Lister, model: ViTConfig) -> None:
         to.move("class_token", tokens, (e, e), kind="copy", weights=-(-d // t.tp), tensors=1)
     if model.dropout:
         mask = e if t.host else 1.0
-        to.move("dropout", tokens, (e, e + mask), (e + mask, e), kept=tokens * mask, group="stem")
+        to.move(
+            "dropout", tokens, (e, e + mask), (e + mask, e), kind="dropout", kept=tokens * mask, group="stem"
+        )
 
 
 def _convolutions(to: Lister, model: ViTConfig, pixels: int) -> None:
@@ -287,7 +295,14 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
     )
     if model.dropout:
         mask = t.product if t.host else 1.0
-        to.move("pooler.dropout", size, (t.product, t.product + mask), kept=size * mask, group="output")
+        to.move(
+            "pooler.dropout",
+            size,
+            (t.product, t.product + mask),
+            kind="dropout",
+            kept=size * mask,
+            group="output",
+        )
     learned = -(-model.classes * (d + 1) // t.tp)
     to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
 

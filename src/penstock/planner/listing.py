@@ -223,12 +223,12 @@ class Lister:
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))
 
-    def table(self, ahead: Op, read: float, written: float) -> None:
-        """An operator that reads a table of learned vectors, and the one that adds up their gradients."""
-        behind = Op(ahead.name, ahead.kind, False, read=read, written=written)
-        self.add(
-            ahead, behind, Op(f"{ahead.name}.weight", "reduce", False, launches=0, weights=ahead.weights)
+    def table(self, ahead: Op, read: float, written: float, *, cleared: float = 0.0) -> None:
+        """An operator that reads a table of learned vectors, and those that clear and add up their gradients."""
+        learn = Op(
+            f"{ahead.name}.weight", "reduce", False, written=cleared, launches=0, weights=ahead.weights
         )
+        self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
 
     def norm(
         self, name: str, rows: float, width: int, *, rms: bool = False, shift: bool = True, cast: bool = True

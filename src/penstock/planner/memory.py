@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.operators import COLLECTIVE, Part, Workload
+from penstock.planner.operators import COLLECTIVE, SHARED_TABLE, Part, Workload
 from penstock.planner.pipeline import in_flight, stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, state_numbers
@@ -97,7 +97,7 @@ def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]
     stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
     alive, most, current = stream, stream, 0.0
     for op in part.backward:
-        if op.kind in COLLECTIVE:
+        if op.kind in COLLECTIVE or op.name == SHARED_TABLE:  # the latter has a moment of its own
             continue
         if op.weights:
             most = max(most, alive + op.weights * max(fresh, gradient))
@@ -179,9 +179,20 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    after = {"gradients": whole, "temporary": _temporary(work, plan, mine), "buckets": buckets}
+    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum.
+    added = shared_table(work) * made * (3 if standing else 2)
+    temporary = max(added, _temporary(work, plan, mine))
+    after = {"gradients": whole, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
     return max(begun, ended, key=lambda moment: sum(moment.values()))
+
+
+@lru_cache(maxsize=1024)
+def shared_table(work: Workload) -> int:
+    """Learned numbers of a table of embeddings that is used more than once, on one device; 0 where there is none."""
+    entrance = work.parts[0]
+    uses = any(op.name == SHARED_TABLE for op in entrance.backward)
+    return max(op.weights for op in entrance.backward) if uses else 0
 
 
 def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:

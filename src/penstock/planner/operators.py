@@ -11,11 +11,13 @@ from penstock.config.machine import ProductForm
 from penstock.planner.shapes import Block
 
 OpKind = Literal[
-    "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "pointwise", "copy", "reduce", "quantize",
-    "gather", "scatter", "allreduce", "exchange", "ring",
+    "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "dropout", "pointwise", "copy", "reduce",
+    "quantize", "gather", "scatter", "allreduce", "exchange", "ring",
 ]  # fmt: skip
 Axis = Literal["", "tensor", "expert", "context"]
 MATRIX = frozenset(("gemm", "conv", "bmm"))
+SHARED_TABLE = "embedding.shared"
+"""Adds up the gradients of a table that is used more than once: to read tokens, and for the outputs."""
 COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
 

@@ -79,6 +79,11 @@ class _Kernels:
         calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
             "gelu": (x, lambda: F.gelu(x)),
             "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
+            # As F.dropout does it, which would draw from the generator of the program.
+            "dropout": (
+                x,
+                lambda: x * torch.empty_like(x).bernoulli_(0.9, generator=self.generator).div_(0.9),
+            ),
             "norm": (x, lambda: F.layer_norm(x, [_WIDTH], weight, weight)),
             "norm_backward": (
                 x,

@@ -44,6 +44,7 @@ INPUTS = [
     "deploy gpt2 --machine it.toml",
     "deploy gpt2 --requests it.jsonl",
     "serve it --port 0",
+    "export it made",
 ]
 NO_INPUT = {"run", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""

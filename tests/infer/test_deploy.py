@@ -152,3 +152,39 @@ def test_an_encoder_decoder_reads_its_source_once() -> None:
     assert passes.decode(8, 512) < passes.prefill(512, 8)
     with pytest.raises(ConfigError, match="tp=7 cannot share out"):
         Passes(marian, A100, Serving(tp=7))
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_choice_is_started_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    import penstock
+
+    model = replace(
+        PRESETS["llama-tiny"], width=32, depth=2, heads=2, kv_heads=None, mlp_width=64, sequence=96
+    )
+    penstock.save_pretrained(penstock.create(model), tmp_path / "model")
+    words = ["deploy", str(tmp_path / "model"), "--machine", "here", "--gpus", "1", "--measure", "--json"]
+    requests = ["--requests", "rate=8 in=4..16 out=4..12", "--count", "40", "--output", str(tmp_path)]
+    assert main([*words, *requests]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["measured"]["requests"] == told["simulated"]["requests"] == 40
+    assert told["measured"]["refused"] == 0
+    # Loosely, because others share the machine;
+    assert 0.5 < told["measured"]["tokens_per_second"] / told["simulated"]["tokens_per_second"] < 1.5
+    assert "penstock serve" in (tmp_path / "penstock.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpt2", "--measure"], "machine must be here"),
+        (["gpt2", "--measure", "--machine", "here"], "needs weights"),
+    ],
+    ids=["elsewhere", "no weights"],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deploy", *words]) == ExitCode.CONFIG
+    assert said in capsys.readouterr().err

@@ -34,6 +34,7 @@ _VERBS = {
     "ladder": "Measure what each optimisation gains here.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
+    "export": "Write a model for other programs: ONNX, or torch's own form.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
     "pack": "Pack an image folder or tar shards for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",

@@ -31,7 +31,7 @@ def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str,
     return load(cls, file=file, overrides=given)
 
 
-@configured(DeployConfig, positional="model", flags=("json",), loader=load_or_folder)
+@configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_folder)
 def deploy(asked: DeployConfig) -> int:
     """Find how to serve MODEL in time on the fewest devices: type of weights, degrees, replicas, slots and cache.
 
@@ -57,12 +57,24 @@ def deploy(asked: DeployConfig) -> int:
         files = files_for(asked, machine, found.choice)
         for name, text in files.items():
             write_text(Path(asked.output) / name, text)
+    both = None
+    if found.choice is not None and asked.measure:
+        from penstock.cli.deploy_measure import measure
+
+        both = measure(asked, machine, found.choice, arrivals)
     if asked.json:
-        data = {"model": title(asked.model), "machine": machine.name, "requests": asked.requests}
+        data: dict[str, Any] = {
+            "model": title(asked.model),
+            "machine": machine.name,
+            "requests": asked.requests,
+        }
         layouts = [plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in found.layouts]
+        data |= {} if both is None else plain(both)
         print(json.dumps(data | {"found": found.choice is not None, "layouts": layouts}, indent=1))
     else:
         deploy_show.show(asked, machine, arrivals, found, list(files))
+        if both is not None and found.choice is not None and found.choice.served is not None:
+            deploy_show.show_measured(found.choice.served, both)
     return int(ExitCode.DONE if found.choice is not None else ExitCode.OUT_OF_MEMORY)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, title
 from penstock.infer.deploy import Layout
+from penstock.infer.scheduler import Limits
 from penstock.infer.settings import DeployConfig
 
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -20,6 +21,10 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     assert asked.model is not None
     model = asked.weights or title(asked.model)
     found: dict[str, str] = {}
+    if asked.weights is not None and layout.tp * layout.pp == 1 and layout.type in _TYPES:
+        found["penstock.sh"] = _script(
+            "Penstock, one server for each replica", penstock(model, machine, layout)
+        )
     decoder = isinstance(asked.model, DecoderConfig)
     if decoder and machine.device == "cuda" and layout.type in _TYPES:
         found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
@@ -27,6 +32,15 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
             "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
         )
     return found
+
+
+def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
+    """The command of our own server, for one replica."""
+    options = {
+        "device": machine.device, "dtype": layout.type, "slots": layout.slots, "context": layout.context,
+        "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
+    }  # fmt: skip
+    return ["penstock", "serve", model, *_words(options, "--{}")]
 
 
 def vllm(model: str, layout: Layout) -> list[str]:

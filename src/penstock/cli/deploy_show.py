@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.config.machine import Machine
 from penstock.config.model import title
 from penstock.infer.deploy import Found, Layout
+from penstock.infer.measure import Measured
 from penstock.infer.settings import DeployConfig
-from penstock.infer.traffic import Arrival
+from penstock.infer.traffic import Arrival, Served
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
 
@@ -49,6 +50,24 @@ def show(
     )
     for name in files:
         console.print(f"written: {asked.output}/{name}", soft_wrap=True)
+
+
+def show_measured(predicted: Served, both: Measured) -> None:
+    """What the machine's figures predict, what the server's own steps predict, and what came, beside each other."""
+    columns = (predicted, both.simulated, both.measured)
+    kinds: dict[str, Callable[[Served], str]] = {
+        "tokens a second": lambda one: f"{one.tokens_per_second:,.1f}",
+        "first token, half of all": lambda one: _time(one.first_token.p50),
+        "first token, 95 %": lambda one: _time(one.first_token.p95),
+        "a token, half of all": lambda one: _time(one.per_token.p50),
+        "request, half of all": lambda one: _time(one.latency.p50),
+        "request, 95 %": lambda one: _time(one.latency.p95),
+        "refused": lambda one: f"{one.refused:,}",
+    }
+    rows = [("", [Cell(name, words=True), *(Cell(of(one)) for one in columns)]) for name, of in kinds.items()]
+    heads = [Cell("", words=True), Cell("from the machine"), Cell("from its steps"), Cell("measured")]
+    console = plain_console()
+    console.print(terminal_table(Section(title="Measured", columns=heads, rows=rows), console.width))
 
 
 def table(asked: DeployConfig, found: Found) -> Section:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import EnvironmentProblem
+from penstock.infer.scheduler import Limits
+from penstock.infer.simulate import simulate
 from penstock.infer.traffic import Arrival, Outcome, Served
 from penstock.planner.serve import StepCosts
 
 REPEATS = 3
+MOST_TIMED = 64
+"""Texts at a time whose steps are timed. Beyond, steps are as much longer for each text."""
 DECODED = 24
 """Tokens of a request that times the steps."""
 
@@ -122,9 +126,25 @@ async def step_costs(client: Client, *, slots: int, longest: int) -> StepCosts:
     prefills = [(float(size), await prefill(size)) for size in sizes]
     decodes = []
     far = max(2, longest - made)
-    batches = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < slots] + [slots]
+    batches = [size for size in (1, 2, 4, 8, 16, 32) if size < slots] + [min(slots, MOST_TIMED)]
     for batch in batches:
         near, long = await step(batch, 1), await step(batch, far)
         each = max(0.0, (long - near) / (far - 1))
         decodes.append((float(batch), near - each * made / 2, each))
     return StepCosts(tuple(prefills), tuple(decodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One traffic, simulated from steps that were timed, and as it came."""
+
+    simulated: Served
+    measured: Served
+
+
+async def compare(client: Client, arrivals: Sequence[Arrival], limits: Limits) -> Measured:
+    """Time the steps of a server that has nothing else to do, simulate the traffic from them, and send it."""
+    costs = await step_costs(
+        client, slots=limits.slots, longest=max(one.prompt + one.made for one in arrivals)
+    )
+    return Measured(simulated=simulate(arrivals, limits, costs), measured=await replay(client, arrivals))

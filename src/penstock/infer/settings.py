@@ -13,6 +13,7 @@ from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
+ExportForm = Literal["torch", "onnx"]
 HERE = "here"
 """The machine on which the command runs."""
 _GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")
@@ -49,7 +50,11 @@ class DeployConfig(Checked):
     top: Count = 10
     """Number of layouts to show."""
     output: FilledText | None = None
-    """Folder for the files that start the choice in vLLM and TensorRT-LLM, as far as the model fits them."""
+    """Folder for the files that start the choice: in `penstock serve`, and in vLLM and TensorRT-LLM as far as the model
+    fits them."""
+    measure: bool = False
+    """Start the choice here, send it the requests, and set measured beside predicted; needs --machine here and weights.
+    """
     json: bool = False
     """Print everything as JSON."""
 
@@ -82,6 +87,10 @@ class DeployConfig(Checked):
             time = _TIME.fullmatch(self.p95_latency.strip())
             if time is None or float(time[1]) == 0:
                 yield f"p95_latency is {quoted(self.p95_latency)}, but must be a time such as 2s or 800ms."
+        if self.measure and self.machine != HERE:
+            yield f"measure starts the choice on this machine, so machine must be {HERE}, not {quoted(self.machine)}."
+        if self.measure and self.weights is None:
+            yield "measure starts a server, which needs weights; give a folder of them as the model."
         if not self.types:
             yield "types is empty; name a type of weights, or leave it out."
 
@@ -103,7 +112,7 @@ class ServeConfig(Checked):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type that it computes in."""
     weights: Weights = "auto"
-    """How the weights of linear layers are kept."""
+    """How the weights of linear layers are kept, as in `penstock generate`; int8 and int4 change results."""
     device: FilledText = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     slots: Annotated[int, Range(1, 4096)] = 16

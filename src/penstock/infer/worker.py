@@ -120,25 +120,38 @@ class Worker:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
+    from penstock.infer.encode import Embedder
     from penstock.infer.engine import Engine, Request
     from penstock.infer.load import loaded
-    from penstock.infer.vectors import Vectors
-    from penstock.models.encoder import Encoder
+    from penstock.models.convert import model_in
 
-    plan = InferConfig(dtype=settings["dtype"]).plan
-    found = loaded(
-        settings["model"], plan, weights=settings["weights"], tokenizer=None, device=settings["device"]
-    )
-    config = found.model.config
-    about = {"family": config.family, "vocabulary": getattr(config, "vocabulary", 0), "never": found.never}
-    if isinstance(found.model, Encoder):
-        return Opened(None, Vectors(found.model), Request, about | {"context": config.sequence, "source": 0})
+    where, plan = settings["model"], InferConfig(dtype=settings["dtype"]).plan
+    config = model_in(where)
+    about = {
+        "family": getattr(config, "family", ""),
+        "vocabulary": getattr(config, "vocabulary", 0),
+        "source": 0,
+    }
+    if config is not None and config.family == "encoder":
+        embedder = Embedder(where, plan, weights=settings["weights"], device=settings["device"])
+        return Opened(
+            None,
+            lambda rows: embedder.embed(rows).tolist(),
+            Request,
+            about | {"context": config.sequence, "never": []},
+        )
+    found = loaded(where, plan, weights=settings["weights"], tokenizer=None, device=settings["device"])
     engine = Engine(
         found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
         tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
     )  # fmt: skip
-    source = config.sequence if config.family == "seq2seq" else 0
-    return Opened(engine, None, Request, about | {"context": engine.context, "source": source})
+    source = found.model.config.sequence if about["family"] == "seq2seq" else 0
+    return Opened(
+        engine,
+        None,
+        Request,
+        about | {"context": engine.context, "source": source, "never": list(found.never)},
+    )
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:

@@ -1,0 +1,59 @@
+"""`penstock deploy --measure`: the choice, started here and asked as clients ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from penstock.cli.deploy_files import penstock
+from penstock.config.machine import Machine
+from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.infer.deploy import Layout
+from penstock.infer.measure import Client, Measured, compare
+from penstock.infer.scheduler import Limits
+from penstock.infer.settings import DeployConfig
+from penstock.infer.traffic import Arrival
+from penstock.planner.serve import generates
+
+WAITING = 10_000
+"""So that no request of a traffic is refused, and waiting shows as time."""
+_PORT = re.compile(r":(\d+)/v1")
+
+
+def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Sequence[Arrival]) -> Measured:
+    """Start the choice, time its steps, and send it the traffic.
+
+    Raises ConfigError for a choice that this machine's server does not run, and EnvironmentProblem where it does not
+    start.
+    """
+    assert asked.model is not None
+    assert asked.weights is not None
+    if layout.gpus > 1 or layout.type not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(
+            f"--measure starts one server on one device, but the choice is {layout.words()}; use --gpus 1."
+        )
+    if not generates(asked.model):
+        raise ConfigError(
+            "--measure sends prompts to be continued, and an encoder makes vectors; leave it out."
+        )
+    limits = Limits(slots=layout.slots, waiting=WAITING, context=layout.context, chunk=512, pieces=True)
+    words = [*penstock(asked.weights, machine, layout)[1:], "--port", "0", "--waiting", str(WAITING)]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = _PORT.search(process.stdout.readline())
+        if port is None:
+            raise EnvironmentProblem(
+                f"The server has not started; run it alone to see why: penstock {' '.join(words)}"
+            )
+        vocabulary: int = getattr(asked.model, "vocabulary", 2)
+        client = Client(host="127.0.0.1", port=int(port[1]), vocabulary=vocabulary)
+        return asyncio.run(compare(client, arrivals, limits))
+    finally:
+        process.terminate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,30 @@
+"""`penstock export`: a trained model in forms that other programs run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.infer.settings import ExportForm
+
+
+def export(model: str, target: Path, *, to: Annotated[ExportForm, Parameter(name="--to")] = "onnx") -> None:
+    """Write MODEL into the folder TARGET in a form that other programs run, and check what these make of it.
+
+    Parameters
+    ----------
+    model
+        A run's export, a folder that transformers wrote, or a name on the Hugging Face hub.
+    target
+        The folder to write to.
+    to
+        `onnx`: model.onnx, run in ONNX Runtime. `torch`: model.pt2, for torch.export.load.
+    """
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    from penstock.infer.export import export as write
+
+    path, difference = write(model, target, to)
+    print(f"written: {path}, outputs within {difference:.1e} of the model's")

@@ -437,7 +437,11 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @_rule("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with neither `fp8` nor `master=remainder`."""
+    """In training, `tp` goes with neither `fp8`, `master=remainder`, `compile` nor `recompute=selective`."""
+    for name, value in (("compile", "none"), ("recompute", "none")):
+        set_to = getattr(plan, name)
+        if plan.tp > 1 and set_to not in (value, "full", "operators", "early"):
+            yield f"plan.{name}={set_to} cannot be trained with plan.tp={plan.tp} yet; use {name}={value}, or tp=1."
     if plan.tp > 1 and plan.fp8:
         yield f"plan.fp8={word(plan.fp8)} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
     if plan.tp > 1 and plan.master == "remainder":

@@ -24,6 +24,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
+from penstock.models.convert import load_weights
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
 from penstock.planner.stages import balanced, stage_costs, stage_counts
@@ -32,6 +33,11 @@ from penstock.step.pipeline import table
 
 RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 STEPS = 3
+COMPILED = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # inductor imports torch.jit
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 class Exact(Given):
@@ -127,6 +133,7 @@ def test_every_family_trains_in_two_stages(name: str) -> None:
         ("marian", "micro_batch=2 accumulate=2 pp=4 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 padding=remove recompute=full"),
         ("gpt", "micro_batch=2 accumulate=3 pp=2 schedule=zero_bubble"),
+        pytest.param("gpt", "micro_batch=2 accumulate=2 pp=2 compile=blocks", marks=COMPILED),
         ("t5", "micro_batch=2 accumulate=2 pp=2 schedule=zero_bubble recompute=full"),
         ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
         ("gpt", "micro_batch=1 accumulate=3 pp=2 dp=2 sharding=fsdp"),
@@ -156,6 +163,76 @@ def test_every_level_trains_in_stages(line: str) -> None:
 @pytest.mark.alone
 def test_what_is_frozen_stays_on_every_stage() -> None:
     _compare("gpt", "micro_batch=2 accumulate=2 pp=2", freeze=("tokens", "decoder.blocks.0"))
+
+
+def _loaded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    plan = Plan.parse("micro_batch=2 accumulate=2 pp=2")
+    built = _built("gpt", plan, dims_of(plan, "cpu"), double=False)
+    load_weights(built.model, weights)
+    return whole_state(built.model, built.dims)
+
+
+@pytest.mark.alone
+def test_stages_start_from_the_weights_of_a_whole_model() -> None:
+    weights = create(_config("gpt")).state_dict()
+    found = pool(2).run(_loaded, weights)[0]
+    assert found.keys() == weights.keys()
+    assert all(found[name].equal(value) for name, value in weights.items())
+
+
+class OfLabels(Exact):
+    """The loss of what a model of transformers gives."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(outputs.logits, batch)
+
+
+def _theirs(name: str) -> nn.Module:
+    import transformers
+
+    wide = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    made: Any = {
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=13, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            )
+        ),
+        "llama": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**wide, intermediate_size=32, num_key_value_heads=1)
+        ),
+        "bert": lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                **wide, intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+            )
+        ),
+    }[name]()
+    return made.double()
+
+
+def _of_theirs(name: str, line: str) -> tuple[list[tuple[float, float]], Tensor]:
+    plan = Plan.parse(line)
+    dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
+    torch.manual_seed(0)
+    built = build(
+        lambda: _theirs(name), plan, recipe=replace(RECIPE, ema_decay=None), loss=OfLabels(), dims=dims
+    )
+    told = _steps(built, "gpt", range(2), double=True)
+    with built.inference():
+        outputs: Any = built.model(batches(_config("gpt"), 9, 2)[0])
+    return told, outputs.logits
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert"))]
+)
+def test_models_of_transformers_train_in_stages(name: str) -> None:
+    pytest.importorskip("transformers")
+    line = "micro_batch=2 accumulate=3 pp=2"
+    told, logits = _of_theirs(name, _alone(line))
+    for found, outputs in pool(2).run(_of_theirs, name, line):
+        torch.testing.assert_close(found, told, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(outputs, logits, rtol=1e-7, atol=1e-9)
 
 
 def _snapshot(built: Built, step: int) -> Snapshot:

@@ -33,11 +33,6 @@ from penstock.step.pipeline import table
 
 RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 STEPS = 3
-COMPILED = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # inductor imports torch.jit
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
 
 
 class Exact(Given):
@@ -133,7 +128,6 @@ def test_every_family_trains_in_two_stages(name: str) -> None:
         ("marian", "micro_batch=2 accumulate=2 pp=4 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 padding=remove recompute=full"),
         ("gpt", "micro_batch=2 accumulate=3 pp=2 schedule=zero_bubble"),
-        pytest.param("gpt", "micro_batch=2 accumulate=2 pp=2 compile=blocks", marks=COMPILED),
         ("t5", "micro_batch=2 accumulate=2 pp=2 schedule=zero_bubble recompute=full"),
         ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
         ("gpt", "micro_batch=1 accumulate=3 pp=2 dp=2 sharding=fsdp"),

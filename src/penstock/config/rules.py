@@ -402,18 +402,18 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages take blocks that are compiled one by one, nothing offloaded, and for `zero_bubble` plain
+    """A pipeline's stages take nothing compiled, nothing offloaded, and for `zero_bubble` plain
     linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
         return
-    if plan.compile == "whole":
-        yield "plan.compile=whole compiles a whole model, and plan.pp cuts it into stages; use compile=blocks."
+    if plan.compile != "none":
+        yield f"plan.compile={plan.compile} cannot be run with plan.pp={plan.pp} yet; use compile=none."
     if plan.offload != "none":
         yield f"plan.offload={plan.offload} cannot be run with plan.pp={plan.pp} yet; use offload=none."
     if plan.schedule == "zero_bubble":
-        whole = {"compile": "none", "fp8": False, "sharding": "ddp"}
+        whole = {"fp8": False, "sharding": "ddp"}
         for name, value in whole.items():
             if getattr(plan, name) != value:
                 yield (

@@ -56,7 +56,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     found = json.loads((out / "ladder.json").read_text(encoding="utf-8"))
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     assert found["procs"] == 2
-    for name in ("parallel-pipeline", "parallel-context", "parallel-ddp", "parallel-fsdp"):
+    for name in ("parallel-pipeline", "parallel-tensor", "parallel-context", "parallel-ddp", "parallel-fsdp"):
         rung = rungs[name]
         assert rung["status"] in ("offered", "not kept"), rung["reason"]
         assert rung["equality"]["steps"] == 6
@@ -78,7 +78,7 @@ def test_replicas_and_shards_really_run_and_equal_one_process(
     assert "one process computes with" in told
     html = (out / "ladder.html").read_text(encoding="utf-8")
     assert "Several processes" in html
-    assert html.count("equal to one process on the same samples") == 4
+    assert html.count("equal to one process on the same samples") == 5
     assert found["command"].endswith(f"--rungs parallel --procs 2 --quick --device cpu --machine {machine}")
 
 

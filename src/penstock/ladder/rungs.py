@@ -134,7 +134,7 @@ def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
     )  # fmt: skip
 
 
-_ALONE: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1}
+_ALONE: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
 
 
 def _split(what: str, place: int, title: str, why: str, **fields: Any) -> Rung:
@@ -319,6 +319,14 @@ for _rung in (
         pp=lambda situation: situation.procs,
         accumulate=lambda situation: situation.procs,
         micro_batch=lambda situation: situation.micro_batch // situation.procs,
+    ),
+    _split(
+        "tensor",
+        842,
+        "layers split (tensor)",
+        "Each process holds a part of every layer, and what they compute is added up twice a block: for blocks that "
+        "are too large for one, over links as quick as those within a node.",
+        tp=lambda situation: situation.procs,
     ),
     _split(
         "context",

@@ -73,11 +73,17 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
-def test_compiled_models_learn_the_same(enrolled: Enrolled, compiled: str) -> None:
-    _, losses = _stepped(enrolled, "baseline", 3)
-    _, got = _stepped(enrolled, f"compile={compiled}", 3)
-    assert got == pytest.approx(losses, rel=1e-4)
+@pytest.mark.parametrize(
+    ("line", "compiled", "tolerance"),
+    [("baseline", "blocks", 1e-4), ("precision=O1 attention=auto", "whole", 1e-2)],
+    ids=["blocks", "whole"],
+)
+def test_compiled_models_learn_the_same(
+    enrolled: Enrolled, line: str, compiled: str, tolerance: float
+) -> None:
+    _, losses = _stepped(enrolled, line, 3)
+    _, got = _stepped(enrolled, f"{line} compile={compiled}", 3)
+    assert got == pytest.approx(losses, rel=tolerance)
 
 
 def _ranks(names: list[str], lines: list[str]) -> list[tuple[str, Trained, Trained]]:

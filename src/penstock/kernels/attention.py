@@ -13,7 +13,6 @@ queries. The packed form takes the output of one fused qkv projection whose feat
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple, Protocol, get_args
 
@@ -33,6 +32,11 @@ PINNED = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+WIDE_VECTORS = bool(
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+)
+"""Whether oneDNN has batched products in bf16 for this CPU: it asks for AVX-512."""
 # How torch words it, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
 
@@ -51,14 +55,7 @@ def chosen_backend(
     if backend != "auto":
         return backend
     on_cpu = device.type == "cpu" and dtype == torch.bfloat16
-    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and _wide_vectors() else "sdpa"
-
-
-@functools.cache
-def _wide_vectors() -> bool:
-    """Whether oneDNN has batched products in bf16 for this CPU: it asks for AVX-512."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and WIDE_VECTORS else "sdpa"
 
 
 class Sight(Protocol):

@@ -78,7 +78,7 @@ class Encoder(TextModel):
         """
         x = self.features(tokens, lengths, segments, documents)
         if self.transform is not None:
-            return self.words(self.transform(self.chosen(x, rows)), targets)
+            return self.words(self.transform(self.chosen(x, rows)), targets, 0.0)
         if self.pooler is None or self.head is None:
             return x
         pooled = self.pooler(x)

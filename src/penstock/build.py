@@ -44,7 +44,7 @@ from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
 from penstock.step import Pipeline, Runner, TrainStep
-from penstock.tasks import Loss, classification_loss, task_of
+from penstock.tasks import Embedding, Loss, classification_loss, task_of
 
 __all__ = ["Built", "Loss", "build", "compile_model"]
 
@@ -113,6 +113,13 @@ def build(
     if dims is None:
         dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
 
+    loss = loss or (classification_loss if config is None else task_of(config))
+    if isinstance(loss, Embedding) and plan.dp != plan.gpus:
+        raise ConfigError(
+            "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "
+            "of their vectors; use plan.tp=1, plan.pp=1 and plan.cp=1."
+        )
+
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.
     # With split layers, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one rank.
@@ -129,11 +136,12 @@ def build(
         module = _created(model, seed)
 
     # Adapters are linears beside linears: whatever follows treats them as parts of the model.
-    if recipe.lora.rank and plan.tp > 1:
-        raise ConfigError(
-            f"recipe.lora.rank={recipe.lora.rank} puts adapters beside linears, and plan.tp={plan.tp} cannot split "
-            "these yet; use plan.tp=1."
-        )
+    for name in ("tp", "pp"):
+        if recipe.lora.rank and (degree := getattr(plan, name)) > 1:
+            raise ConfigError(
+                f"recipe.lora.rank={recipe.lora.rank} puts adapters beside linears, and plan.{name}={degree} cannot "
+                f"split these yet; use plan.{name}=1."
+            )
     if recipe.lora.rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -232,7 +240,6 @@ def build(
         publish = None if masters is None else masters.publish
         ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish)
     scaler = _scaler(recipe, device, dims) if precision.scales else None
-    loss = loss or (classification_loss if config is None else task_of(config))
     runner: Runner | None = None
     if stages is not None:
         runner = Pipeline(stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)

@@ -44,6 +44,9 @@ INPUTS = [
     "deploy gpt2 --machine it.toml",
     "deploy gpt2 --requests it.jsonl",
     "serve it --port 0",
+    "generate it once",
+    "embed it once",
+    "classify it once",
     "export it made",
 ]
 NO_INPUT = {"run", "probe", "doctor", "demo"}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from helpers.images import write_folder
+from helpers.images import encoded, photo, write_folder
 from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.data.text.tokenizers import Bytes
+from penstock.models import create
+from penstock.models.convert import save_pretrained
 
 _MODEL = {
     f"--model.{name}": value
@@ -35,10 +40,13 @@ _INSTEAD: dict[str, dict[str, str]] = {
     "scale": {**_MODEL, "--batches": "2", "--batch": "2"},
     "launch": {"--procs": "1"},
     "probe": {"--output": "machine.toml"},
+    "deploy": {"--machine": "h100"},
 }  # fmt: skip
 """By verb, the options that replace or complete those of a page."""
 _LEFT_OUT = ("--nnodes", "--rdzv", "--init_from", "--from")
 """Options with a value that need other machines or a network."""
+_TRAINED = {"generate": "gpt-tiny", "embed": "bert-tiny", "classify": "vit-digits", "export": "vit-digits"}
+"""By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
 
 _FILES = {
     "train.py": """
@@ -95,6 +103,17 @@ def lay_out(folder: Path) -> None:
     for name, (first, lines) in tables.items():
         for place in (folder, folder / "data"):
             (place / f"{name}.tsv").write_text("\n".join([first, *lines]), encoding="utf-8")
+    (folder / "sentences.txt").write_text("A river.\nA turbine.\n", encoding="utf-8")
+    for name in set(_TRAINED.values()):
+        sizes: dict[str, Any] = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32}
+        if name != "vit-digits":
+            sizes["vocabulary"] = Bytes.size
+        if name == "bert-tiny":
+            sizes["head"] = "none"
+        save_pretrained(create(replace(PRESETS[name], **sizes)), folder / name)
+        if name != "vit-digits":
+            Bytes().save(folder / name)
+    (folder / "photo.png").write_bytes(encoded(photo(8, 8), "PNG"))
     write_folder(folder / "photos", per_class=12)
     write_folder(folder / "data" / "flowers", per_class=12)
 
@@ -125,7 +144,12 @@ def small_form(words: list[str], folder: Path) -> list[str]:
             instead |= _of_text(PRESETS[name]) if verb in ("train", "ladder") else {}
     kept = []
     passed = iter(words[1:end])
+    if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
+        kept.append(str(folder / _TRAINED.get(verb, "gpt-tiny")))
+        next(passed)
     for word in passed:
+        if word == "--measure":  # is tested with the server
+            continue
         if word in instead or word in _LEFT_OUT:
             next(passed)
         else:

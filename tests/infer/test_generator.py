@@ -265,3 +265,12 @@ def test_settings_are_those_of_a_record_with_changes() -> None:
     short = Decoding(max_tokens=3)
     assert len(made.generate([1], short)[0].ids) == 3
     assert len(made.generate([1], short, max_tokens=4)[0].ids) == 4
+
+
+def test_where_nobody_says_texts_are_as_long_as_positions_allow() -> None:
+    model = tiny("gpt")
+    room = model.config.sequence
+    (short,) = Generator(model).generate([1, 2, 3])
+    assert len(short.ids) == min(128, room - 3)
+    with pytest.raises(ConfigError, match="lower max_tokens"):
+        Generator(model).generate([1, 2, 3], max_tokens=room)

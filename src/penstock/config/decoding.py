@@ -23,8 +23,8 @@ class Decoding(Checked, where="decoding"):
     `top_p` and `min_p` where tokens are drawn.
     """
 
-    max_tokens: Count = 128
-    """New tokens at the most."""
+    max_tokens: Natural = 0
+    """New tokens at the most; 0: 128, or fewer where the model's positions end before."""
     min_tokens: Natural = 0
     """New tokens before which the text may not end."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
@@ -91,7 +91,7 @@ class Decoding(Checked, where="decoding"):
             yield "decoding.best above 1 needs decoding.beams, or decoding.temperature above 0: else all are the same."
         if self.beams > 1 and self.best > self.beams:
             yield f"decoding.best is {self.best}, but only decoding.beams {self.beams} are kept."
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens and self.min_tokens > self.max_tokens:
             yield f"decoding.min_tokens is {self.min_tokens}, above decoding.max_tokens {self.max_tokens}."
         if self.speculate and (self.beams > 1 or self.contrastive):
             yield "decoding.speculate is for greedy or drawn texts; leave decoding.beams and decoding.contrastive out."

@@ -402,7 +402,7 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages take nothing compiled, nothing offloaded, and for `zero_bubble` plain
+    """A pipeline's stages take nothing compiled, nothing offloaded, no `hsdp`, and for `zero_bubble` plain
     linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
@@ -422,6 +422,8 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
                 )
     if plan.tp > 1:
         yield f"plan.tp={plan.tp} cannot be run with plan.pp={plan.pp} yet; use tp=1 or pp=1."
+    if plan.sharding == "hsdp":
+        yield f"plan.sharding=hsdp cannot be run with plan.pp={plan.pp} yet; use sharding=fsdp, or pp=1."
 
 
 @_rule("run")

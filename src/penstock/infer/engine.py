@@ -161,6 +161,8 @@ class Engine:
             problems.append(
                 f"The source has {len(request.ids):,} tokens, but the model reads {self._source:,}."
             )
+        if not request.max_tokens:
+            problems.append("Say with max_tokens how many tokens are to be generated at the most.")
         if prompt + request.max_tokens > self.context:
             problems.append(
                 f"The prompt has {prompt:,} tokens and {request.max_tokens:,} are to be generated, but a text may have "

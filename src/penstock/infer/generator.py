@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
+USUAL_TOKENS = 128
+"""New tokens at the most, where nobody says."""
 _SPREAD = 0x9E3779B9
 """Parts the seeds of a call's texts."""
 
@@ -107,7 +109,7 @@ class Generator:
         """
         decoding = self._settings(decoding, settings)
         rows = [self.encode(prompt) for prompt in _several(prompts)]
-        self._require(rows, decoding)
+        decoding = self._bounded(rows, decoding)
         stops = bool(decoding.stop)
         scores: list[float] | None = None
         if decoding.beams > 1:
@@ -139,7 +141,7 @@ class Generator:
         if self.tokenizer is None:
             raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
         ids = self.encode(prompt)
-        self._require([ids], decoding)
+        decoding = self._bounded([ids], decoding)
         engine = self._engine([ids], decoding)
         slot = engine.admit(Request(ids=tuple(ids), decoding=decoding))
         assert slot is not None
@@ -178,13 +180,18 @@ class Generator:
         start = self.start if isinstance(self.model, Seq2Seq) else None
         return Prompts.of(rows, start=start, device=self.device)
 
-    def _require(self, rows: list[list[int]], decoding: Decoding) -> None:
-        """Raise ConfigError for prompts that the model cannot take."""
+    def _bounded(self, rows: list[list[int]], decoding: Decoding) -> Decoding:
+        """The settings with a number of tokens. Raises ConfigError for prompts that the model cannot take."""
         config = self.model.config
         size: int = config.vocabulary
         room = config.max_positions or (
             config.decoder_sequence if isinstance(config, Seq2SeqConfig) else config.sequence
         )
+        if not decoding.max_tokens:
+            longest = 1 if isinstance(config, Seq2SeqConfig) else max(map(len, rows), default=1)
+            decoding = replace(
+                decoding, max_tokens=max(1, min(max(USUAL_TOKENS, decoding.min_tokens), room - longest))
+            )
         for row in rows:
             own = 1 if isinstance(config, Seq2SeqConfig) else len(row)
             if not row:
@@ -206,6 +213,7 @@ class Generator:
             raise ConfigError(f"decoding.bias names a token outside of the model's vocabulary of {size:,}.")
         if decoding.stop and self.tokenizer is None:
             raise ConfigError("decoding.stop needs a tokenizer, and this model came without one.")
+        return decoding
 
     @staticmethod
     def _seeds(decoding: Decoding, count: int) -> list[int | None]:

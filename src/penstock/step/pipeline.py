@@ -24,7 +24,7 @@ from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values
 from penstock.precision import LossScaler, MasterWeights
 from penstock.schedules import Action, Schedule, schedule_of, with_communication
-from penstock.tasks import Embedding, Loss, Task
+from penstock.tasks import Loss, Task
 
 _WORDS = {
     "F": "the forward pass", "B": "the backward pass", "I": "the gradient of its input",
@@ -62,11 +62,6 @@ class Pipeline:
                 f"plan.pp={plan.pp} runs the model and its loss on different ranks, so the loss must be a "
                 "penstock.tasks.Task, with `inputs` of a batch and the `loss` of outputs; give build(…, loss=…) one, "
                 "or use plan.pp=1."
-            )
-        if isinstance(loss, Embedding):
-            raise ConfigError(
-                f"The task embedding compares the texts of all ranks, and with plan.pp={plan.pp} only the last stage "
-                "has their features; use plan.pp=1."
             )
         self.loss: Loss = loss
         self.task = loss

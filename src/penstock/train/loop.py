@@ -147,13 +147,14 @@ class _Run:
         self.ballot = Ballot(dims)
 
         # What is trained, on what, and how long that should take.
-        # Measured by one: ranks that measure at the same time disturb each other, and would predict differently.
-        self.machine = main_first(lambda: machine_of(config, device))
         self.task = task_of(config.model, config.task, init_from=config.init_from)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
         self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
+        # Measured by one: ranks that measure at the same time disturb each other, and would predict differently. And
+        # measured here: data that cannot be read are refused without waiting for it.
+        self.machine = main_first(lambda: machine_of(config, device))
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit

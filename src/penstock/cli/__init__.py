@@ -18,7 +18,7 @@ from penstock.launch.report import write_report
 
 app = App(
     name="penstock",
-    help="Predict, apply and measure every optimisation that makes Transformers train fast.",
+    help="Predict, apply and measure every optimisation that makes Transformers train and serve fast.",
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` returns its code
@@ -36,7 +36,7 @@ _VERBS = {
     "deploy": "Find how to serve a model in time on the fewest devices.",
     "export": "Write a model for other programs: ONNX, or torch's own form.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
-    "pack": "Pack an image folder or tar shards for fast reading.",
+    "pack": "Pack images or texts for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",
     "probe": "Measure this machine, and store the result.",
     "doctor": "Say what works here, and how to fix what does not.",
@@ -65,7 +65,7 @@ app.register_install_completion_command(help="Have the shell complete verbs and 
 
 
 GREETING = f"""\
-Penstock {__version__} makes Transformers train as fast as your hardware allows.
+Penstock {__version__} makes Transformers train and serve as fast as hardware allows.
 Three things to type:
 
   penstock demo            tunes a small model and trains it on real images

@@ -156,4 +156,12 @@ def small_form(words: list[str], folder: Path) -> list[str]:
             kept.append(
                 word.replace("/data/flowers.pack", "photos.pack").replace("/data", str(folder / "data"))
             )
-    return [verb, *kept, *(part for option in instead.items() for part in option), *words[end:]]
+    rest = words[end:]
+    if verb == "launch" and rest[1:] and rest[1] in PRESETS:
+        # What is trained keeps its Plan, which says how many ranks it takes.
+        kept, instead = words[1:end], {}
+        small = small_form(["train", *rest[1:]], folder)[1:]
+        at = small.index("--plan.micro_batch")
+        rest = ["--", *small[:at], *small[at + 2 :]]
+        rest[rest.index("--model.depth") + 1] = "2"  # two stages have a block each
+    return [verb, *kept, *(part for option in instead.items() for part in option), *rest]

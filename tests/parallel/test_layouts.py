@@ -139,7 +139,13 @@ def test_every_family_under_every_layout(name: str) -> None:
     _hold(2, [(name, line) for line in lines], steps=STEPS, double=True)
     _hold(2, [(name, line) for line in (*lines, *WITH) if "batch_second" not in line], steps=4)
     _hold(2, [(name, line) for line in LEVELS], steps=4)
-    _hold(4, [(name, line) for line in SHARED], steps=4)
+    if name in (
+        "vit of tokens",
+        "llama",
+        "t5",
+        "transformers' bert",
+    ):  # one of each kind: four ranks take longest
+        _hold(4, [(name, line) for line in SHARED], steps=4)
 
 
 MOVES = [

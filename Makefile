@@ -50,7 +50,7 @@ $(VENV)/.test: $(VENV)/.core
 
 $(VENV)/.check: $(VENV)/.core
 	@echo "installing the checkers ..."
-	@$(PIP) --editable '.[check]'
+	@$(PIP) --editable '.[serve,check]'
 	@touch $@
 
 install: $(VENV)/.core

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.data.source import Source
+from penstock.data.text.tokenizers import Tokenizer
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz0123456789.-:=+"
 SPECIALS = 20
 
 
-class Letters:
+class Letters(Tokenizer):
     """Numbers 0 … 19 are special, then one for each letter; a word begins after a space."""
 
     size = SPECIALS + len(LETTERS)
@@ -32,6 +34,9 @@ class Letters:
         starts = np.zeros(self.size, bool)
         starts[SPECIALS] = True
         return starts
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError("nothing in these tests writes a tokenizer")
 
 
 class Windows(Source):

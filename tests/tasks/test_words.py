@@ -67,7 +67,7 @@ def test_bits_per_byte_and_perplexity_of_a_loss_of_one_bit() -> None:
 def _hidden(seed: int, positions: list[int], length: int = 60) -> tuple[Any, Any, Any, Any]:
     source = Windows(TEXT, length, ends=47)
     tokens = first_samples(source, len(positions)).samples.numpy()
-    return tokens, *PrepareMasked(Letters(), seed).hide(tokens, np.array(positions))  # type: ignore[arg-type]
+    return tokens, *PrepareMasked(Letters(), seed).hide(tokens, np.array(positions))
 
 
 def test_whole_words_are_hidden_and_no_more_than_15_percent() -> None:
@@ -176,7 +176,7 @@ def test_spans_are_a_pure_function_of_seed_and_position() -> None:
 @pytest.mark.parametrize(("sequence", "target"), [(16, 16), (64, 64), (64, 8), (512, 114)])
 def test_texts_fill_the_model(sequence: int, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Letters, "sentinels", tuple(range(7, 60)))
-    found = sizes_of(Seq2SeqConfig(sequence=sequence, decoder_sequence=target), Letters())  # type: ignore[arg-type]
+    found = sizes_of(Seq2SeqConfig(sequence=sequence, decoder_sequence=target), Letters())
     source = found.text - found.noise + found.spans + 1
     assert source <= sequence
     assert found.noise + found.spans + 1 <= target
@@ -185,6 +185,6 @@ def test_texts_fill_the_model(sequence: int, target: int, monkeypatch: pytest.Mo
 
 def test_a_model_without_room_or_sentinels_is_refused() -> None:
     with pytest.raises(ConfigError, match="have no room for a text with a gap"):
-        sizes_of(Seq2SeqConfig(sequence=2, decoder_sequence=2), Letters())  # type: ignore[arg-type]
+        sizes_of(Seq2SeqConfig(sequence=2, decoder_sequence=2), Letters())
     with pytest.raises(ConfigError, match="have 28 gaps, but the tokenizer letters has 13 sentinels"):
-        sizes_of(Seq2SeqConfig(sequence=512), Letters())  # type: ignore[arg-type]
+        sizes_of(Seq2SeqConfig(sequence=512), Letters())

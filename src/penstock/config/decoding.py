@@ -15,6 +15,10 @@ Share = Annotated[float, Range(0, 1)]
 Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's number and an amount, as 42=-1.5")]
 
 
+USUAL_TOKENS = 128
+"""New tokens at the most where nobody says, if the model has positions for them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Checked, where="decoding"):
     """How a text is continued. The defaults take the likeliest token of each step (greedy).

@@ -221,6 +221,13 @@ def sequences(config: ModelConfig) -> tuple[int, ...]:
     )
 
 
+def positions(config: ModelConfig) -> tuple[int, ...]:
+    """Tokens that each stack can be given, in the order of `stacks`. A table of positions may have more rows than
+    samples have tokens."""
+    most = None if isinstance(config, ViTConfig) else config.max_positions
+    return tuple(most or tokens for tokens in sequences(config))
+
+
 def preset(name: str) -> ModelConfig:
     """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
     if name not in PRESETS:

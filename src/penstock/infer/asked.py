@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from penstock.boundary.files import quoted, read_text
 from penstock.boundary.trees import Bounds, parse_json
@@ -18,15 +18,10 @@ from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError
 
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
-
 MOST_CHOICES = 16
 """Texts for one prompt."""
 MOST_PROMPTS = 256
 """Prompts, or texts to embed or translate, of one request."""
-USUAL_TOKENS = 256
-"""New tokens where nobody says, if the context has room for them."""
 DECODING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "min_tokens": "min_tokens",
@@ -43,16 +38,6 @@ _KEYS = {
     "translate": frozenset({"model", "text", "max_tokens", *DECODING, *_CALLER}),
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
 }
-
-
-class Words(Protocol):
-    """What of a tokenizer is used here."""
-
-    end: int | None
-
-    def encode(self, texts: Sequence[str]) -> list[Any]: ...
-
-    def opening(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,19 +170,6 @@ def _field(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
         raise ConfigError(problem.sentence(name)) from None
 
 
-def numbers_of(prompt: str | tuple[int, ...], words: Words | None, *, source: bool) -> list[int]:
-    """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the token
-    that ends it. Raises ConfigError for a text where the model came without a tokenizer."""
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if words is None:
-        raise ConfigError("The model came without a tokenizer; give token numbers.")
-    ids: list[int] = words.encode([prompt])[0].tolist()
-    if source:
-        return [*ids, *(() if words.end is None else (words.end,))]
-    return [*words.opening(), *ids]
-
-
 class Template:
     """A model's chat template, which turns messages into a prompt. It comes from outside, so it runs in a sandbox."""
 
@@ -249,10 +221,3 @@ def template_in(folder: Path) -> Template | None:
         value = settings.get(key)
         specials[key] = str(value.get("content", "") if isinstance(value, dict) else value or "")
     return Template(text, specials)
-
-
-def tokenizer_in(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model's folder, None if it has none."""
-    from penstock.data.text.open import has_tokenizer, in_folder
-
-    return in_folder(folder) if has_tokenizer(folder) else None

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.decoding import Weights
+from penstock.config.model import positions
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
+from penstock.infer.text import around, needed
 from penstock.models.anatomy import set_padding
 from penstock.models.encoder import Encoder
 from penstock.models.vit import ViT
@@ -48,18 +50,12 @@ class _Texts:
         return [self._row(text) for text in texts]
 
     def _row(self, text: Any) -> tuple[list[int], int]:
-        most = self.model.config.max_positions or self.model.config.sequence
+        most = positions(self.model.config)[0]
         if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
             ids = list(text)[:most]
             return ids, len(ids)
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise ConfigError(
-                "A text needs a tokenizer, and this model came without one; give token numbers."
-            )
-        begin = tokenizer.classify if tokenizer.classify is not None else tokenizer.begin
-        between = tokenizer.separator if tokenizer.separator is not None else tokenizer.end
-        first, last = [] if begin is None else [begin], [] if between is None else [between]
+        tokenizer = needed(self.tokenizer)
+        first, last = around(tokenizer)
         parts = [part.tolist() for part in tokenizer.encode([text] if isinstance(text, str) else list(text))]
         room = most - len(first) - len(last) * len(parts)
         while sum(map(len, parts)) > room:

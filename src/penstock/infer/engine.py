@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
+from penstock.config.model import positions
 from penstock.errors import ConfigError
 from penstock.infer.blocks import Blocks, Table
 from penstock.infer.choose import NOTHING, adjusted, chosen
@@ -103,11 +104,11 @@ class Engine:
             )
         self.model = model.eval()
         config = model.config
-        most: int = getattr(config, "decoder_sequence", None) or getattr(config, "sequence")  # noqa: B009 (a union)
+        source, most = positions(config)[0], positions(config)[-1]
         self.context: int = min(context or most, most)
         self.slots, self.chunk, self.start, self.ends = slots, chunk, start, tuple(ends)
         self.device = next(model.parameters()).device
-        self._source = config.sequence if isinstance(model, Seq2Seq) else 0
+        self._source = source if isinstance(model, Seq2Seq) else 0
         if self._source and start is None:
             raise ConfigError(
                 "An encoder–decoder needs the number of the token that its decoder begins with: start."

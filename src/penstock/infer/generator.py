@@ -11,7 +11,7 @@ import torch
 
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
-from penstock.config.model import Seq2SeqConfig
+from penstock.config.model import Seq2SeqConfig, positions
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.infer.beam import search
@@ -21,7 +21,7 @@ from penstock.infer.engine import Engine, Finished, Request
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.sample import sample
 from penstock.infer.speculate import Draft, Guessing, LookUp, speculate
-from penstock.infer.text import Stream, until_stop
+from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
 from penstock.infer.texts import Generating, Prompts
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
-USUAL_TOKENS = 128
-"""New tokens at the most, where nobody says."""
 _SPREAD = 0x9E3779B9
 """Parts the seeds of a call's texts."""
 
@@ -159,16 +157,7 @@ class Generator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
         token that ends it."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError(
-                "A text needs a tokenizer, and this model came without one; give token numbers."
-            )
-        ids = self.tokenizer.encode([prompt])[0].tolist()
-        if isinstance(self.model, Seq2Seq):
-            return [*ids, *(() if self.tokenizer.end is None else (self.tokenizer.end,))]
-        return [*self.tokenizer.opening(), *ids]
+        return prompt_numbers(prompt, self.tokenizer, source=isinstance(self.model, Seq2Seq))
 
     def _settings(self, decoding: Decoding | None, settings: dict[str, Any]) -> Decoding:
         decoding = replace(decoding or Decoding(), **settings)
@@ -184,14 +173,11 @@ class Generator:
         """The settings with a number of tokens. Raises ConfigError for prompts that the model cannot take."""
         config = self.model.config
         size: int = config.vocabulary
-        room = config.max_positions or (
-            config.decoder_sequence if isinstance(config, Seq2SeqConfig) else config.sequence
-        )
+        source, room = positions(config)[0], positions(config)[-1]
         if not decoding.max_tokens:
             longest = 1 if isinstance(config, Seq2SeqConfig) else max(map(len, rows), default=1)
-            decoding = replace(
-                decoding, max_tokens=max(1, min(max(USUAL_TOKENS, decoding.min_tokens), room - longest))
-            )
+            usual = usual_tokens(longest, room, least=decoding.min_tokens)
+            decoding = replace(decoding, max_tokens=usual)
         for row in rows:
             own = 1 if isinstance(config, Seq2SeqConfig) else len(row)
             if not row:
@@ -203,10 +189,8 @@ class Generator:
                     f"A prompt has {own:,} tokens and {decoding.max_tokens:,} are to be generated, but the model has "
                     f"{room:,} positions; lower max_tokens, or shorten the prompt."
                 )
-            if isinstance(config, Seq2SeqConfig) and len(row) > (config.max_positions or config.sequence):
-                raise ConfigError(
-                    f"A source has {len(row):,} tokens, but the model reads {config.sequence:,}."
-                )
+            if isinstance(config, Seq2SeqConfig) and len(row) > source:
+                raise ConfigError(f"A source has {len(row):,} tokens, but the model reads {source:,}.")
             if not (min(row) >= 0 and max(row) < size):
                 raise ConfigError(f"A prompt has a token outside of the model's vocabulary of {size:,}.")
         if any(number >= size for number, _ in decoding.biases):

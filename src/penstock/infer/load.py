@@ -12,6 +12,7 @@ from torch import nn
 from penstock.config.decoding import Weights
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.data.text.open import found_in
 from penstock.errors import ConfigError
 from penstock.infer.weights import pack, suited
 from penstock.models.anatomy import set_attention
@@ -72,7 +73,7 @@ def loaded(
         module = from_pretrained(folder)
         said, first = _said(folder), _pooled_first(folder)
         if tokenizer is None:
-            tokenizer = _tokenizer_in(folder)
+            tokenizer = found_in(folder)
     module = module.eval().to(device)
     wanted = _TYPES[numerics_of(plan).compute]
     if plan.precision != "O0":
@@ -84,7 +85,7 @@ def loaded(
     start = said.get("decoder_start_token_id")
     ends = said.get("eos_token_id")
     if tokenizer is not None:
-        start = start if start is not None else tokenizer.pad if tokenizer.begin is None else tokenizer.begin
+        start = start if start is not None else tokenizer.start
         ends = ends if ends is not None else tokenizer.end
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
@@ -121,9 +122,3 @@ def _pooled_first(folder: Path) -> bool:
             f"{file} asks for {', '.join(sorted(modes))}; known are the mean of tokens and the first."
         )
     return "pooling_mode_cls_token" in modes
-
-
-def _tokenizer_in(folder: Path) -> Tokenizer | None:
-    from penstock.data.text.open import has_tokenizer, in_folder
-
-    return in_folder(folder) if has_tokenizer(folder) else None

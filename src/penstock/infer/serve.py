@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import read_text
+from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.infer.asked import template_in, tokenizer_in
+from penstock.infer.asked import template_in
 from penstock.infer.backend import Backend
 from penstock.infer.settings import ServeConfig
 
@@ -75,7 +76,7 @@ async def _serve(
     listener = _listen(config)
     backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)
     service = Service(
-        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=tokenizer_in(folder),
+        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=found_in(folder),
         template=template_in(folder), key=key,
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from penstock.boundary.files import quoted
+from penstock.config.decoding import USUAL_TOKENS
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer import asked
 from penstock.infer.asked import Asked, Template
@@ -29,7 +30,7 @@ from penstock.infer.backend import Backend, Lost, Refused, Ticket
 from penstock.infer.metrics import Metrics
 from penstock.infer.scheduler import QueueFull
 from penstock.infer.settings import ServeConfig
-from penstock.infer.text import Stream
+from penstock.infer.text import Stream, around, needed, prompt_numbers, usual_tokens
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -202,11 +203,9 @@ class Service:
         """Token numbers of a text to be embedded, with what an encoder has around it."""
         if not isinstance(text, str):
             return list(text)
-        if self.tokenizer is None:
-            raise ConfigError("The model came without a tokenizer; give token numbers.")
-        ids = self.tokenizer.encode([text])[0].tolist()
-        before, after = self.tokenizer.classify, self.tokenizer.separator
-        return [*([before] if before is not None else []), *ids, *([after] if after is not None else [])]
+        tokenizer = needed(self.tokenizer)
+        before, after = around(tokenizer)
+        return [*before, *tokenizer.encode([text])[0].tolist(), *after]
 
     async def health(self, request: Request) -> Response:
         """200 while the worker can take requests."""
@@ -249,7 +248,7 @@ class Service:
         long = sum(len(one) for one in wanted.prompts) > LONG_TEXT
 
         def work() -> list[list[int]]:
-            return [asked.numbers_of(one, self.tokenizer, source=self.source) for one in wanted.prompts]
+            return [prompt_numbers(one, self.tokenizer, source=self.source) for one in wanted.prompts]
 
         return await asyncio.to_thread(work) if long else work()
 
@@ -260,22 +259,19 @@ class Service:
             raise QueueFull(
                 f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
             )
+        room = self.backend.about.get("context", USUAL_TOKENS)
         for row in prompts:
             if not row:
                 raise Fault(400, "A prompt is empty.")
             for choice in range(wanted.choices):
                 decoding = dict(wanted.decoding)
-                decoding["max_tokens"] = wanted.most or self._usual(row)
+                decoding["max_tokens"] = wanted.most or usual_tokens(1 if self.source else len(row), room)
                 if decoding.get("seed") is not None:
                     decoding["seed"] += choice
                 never = self.backend.about.get("never", [])
                 decoding["bias"] = [*decoding.get("bias", []), *never]
                 found += self._send({"ids": row, "decoding": decoding})
         return found
-
-    def _usual(self, row: Sequence[int]) -> int:
-        context: int = self.backend.about.get("context", asked.USUAL_TOKENS)
-        return max(1, min(asked.USUAL_TOKENS, context - (1 if self.source else len(row))))
 
     def _send(self, message: dict[str, Any]) -> list[Ticket]:
         if self.stopping:

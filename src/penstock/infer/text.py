@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.config.decoding import USUAL_TOKENS
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"
 _CONTEXT = 16
 """Tokens that are decoded again with the next one, because what a token reads as may depend on those before it."""
+
+
+def needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of a model that is given a text. Raises ConfigError where it came without one."""
+    if tokenizer is None:
+        raise ConfigError("A text needs a tokenizer, and this model came without one; give token numbers.")
+    return tokenizer
+
+
+def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, source: bool) -> list[int]:
+    """Token numbers of a prompt: a decoder's with what the tokenizer puts before a text, a `source` with the token that
+    ends it. Raises ConfigError for a text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    words = needed(tokenizer)
+    ids = words.encode([prompt])[0].tolist()
+    return [*ids, *_some(words.end)] if source else [*words.opening(), *ids]
+
+
+def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What an encoder has before a text and behind it."""
+    begin = tokenizer.begin if tokenizer.classify is None else tokenizer.classify
+    end = tokenizer.end if tokenizer.separator is None else tokenizer.separator
+    return _some(begin), _some(end)
+
+
+def _some(number: int | None) -> list[int]:
+    return [] if number is None else [number]
+
+
+def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:
+    """New tokens at the most where nobody says, behind a prompt of so many where a text may have `room`."""
+    return max(1, min(max(USUAL_TOKENS, least), room - prompt))
 
 
 class Decoding(Protocol):

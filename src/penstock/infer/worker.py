@@ -120,6 +120,7 @@ class Worker:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
+    from penstock.config.model import positions
     from penstock.infer.encode import Embedder
     from penstock.infer.engine import Engine, Request
     from penstock.infer.load import loaded
@@ -138,14 +139,14 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             None,
             lambda rows: embedder.embed(rows).tolist(),
             Request,
-            about | {"context": config.sequence, "never": []},
+            about | {"context": positions(config)[0], "never": []},
         )
     found = loaded(where, plan, weights=settings["weights"], tokenizer=None, device=settings["device"])
     engine = Engine(
         found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
         tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
     )  # fmt: skip
-    source = found.model.config.sequence if about["family"] == "seq2seq" else 0
+    source = positions(found.model.config)[0] if about["family"] == "seq2seq" else 0
     return Opened(
         engine,
         None,

@@ -137,23 +137,14 @@ class _Scatter(torch.autograd.Function):
         return _all(grad, ctx.line, ctx.tokens), None
 
 
-class _Divide(torch.autograd.Function):
+class _Divide(_Scatter):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line, ctx.tokens = line, x.shape[line.dim]
         return _own(x, line)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all(grad, ctx.line, ctx.tokens), None
 
-
-class _Unite(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return _all(x, line, line.tokens)
-
+class _Unite(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _own(grad, ctx.line), None

@@ -25,7 +25,6 @@ from penstock.tasks.text import (
     documents_of,
     first_samples,
     on_device,
-    special_tokens,
     tokenizer_of,
 )
 
@@ -95,9 +94,8 @@ class PrepareMasked:
         self.seed, self.mask, self.size = seed, tokenizer.mask, tokenizer.size
         self.end, self.classify, self.separator = tokenizer.end, tokenizer.classify, tokenizer.separator
         self._starts = np.asarray(tokenizer.word_starts(), bool)
-        special = special_tokens(tokenizer)
         self._special = np.zeros(tokenizer.size, bool)
-        self._special[special] = True
+        self._special[list(tokenizer.specials)] = True
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         tokens = host.samples.numpy()

@@ -27,7 +27,6 @@ from penstock.tasks.text import (
     first_samples,
     on_device,
     shifted,
-    start_of,
     tokenizer_of,
 )
 
@@ -123,7 +122,7 @@ class PrepareSpans:
     """Makes batches of texts (B, L)."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self.seed, self.start, self.end = seed, start_of(tokenizer), tokenizer.end
+        self.seed, self.start, self.end = seed, tokenizer.start, tokenizer.end
         self._sentinels = np.array(tokenizer.sentinels, np.int64)
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:

@@ -181,17 +181,6 @@ def tokenizer_of(source: Source) -> Tokenizer:
     return found
 
 
-def start_of(tokenizer: Tokenizer) -> int:
-    """What a decoder begins with: the tokenizer's `begin`, or as T5 and Marian have it the padding."""
-    return tokenizer.pad if tokenizer.begin is None else tokenizer.begin
-
-
-def special_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Numbers that stand for no text."""
-    names = ("pad", "unknown", "begin", "end", "separator", "classify", "mask")
-    return [*(n for name in names if (n := getattr(tokenizer, name)) is not None), *tokenizer.sentinels]
-
-
 def shifted(targets: Tokens, start: int) -> Tokens:
     """What a decoder is given to say targets (B, N): each one later, after `start`."""
     before = np.full((len(targets), 1), start, targets.dtype)

@@ -28,7 +28,6 @@ from penstock.tasks.text import (
     on_device,
     rounded,
     shifted,
-    start_of,
     tokenizer_of,
 )
 
@@ -98,7 +97,7 @@ class Translation(WordTask):
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
         steps = batch.most if sharded(model) else min(batch.most, int(limits.max()))
         end = self._tokenizer.end
-        prompts = Prompts.translating(source, lengths, start_of(self._tokenizer))
+        prompts = Prompts.translating(source, lengths, self._tokenizer.start)
         found = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
         within = torch.arange(steps, device=found.device) < limits[:, None]
         return found.where((found != NOTHING) & within, IGNORED)
@@ -146,7 +145,7 @@ class PrepareTranslation:
     """Makes batches of sources and targets, each cut to the longest of the batch."""
 
     def __init__(self, tokenizer: Tokenizer, smoothing: float) -> None:
-        self.start, self.smoothing = start_of(tokenizer), smoothing
+        self.start, self.smoothing = tokenizer.start, smoothing
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         fields = {name: value.numpy() for name, value in host.samples.items()}

@@ -21,7 +21,6 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.parallel import fit_to_ranks, launched
 from penstock.probe import machine_for
-from penstock.tasks.text import start_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         "pad_token_id": tokenizer.pad,
         "bos_token_id": tokenizer.begin,
         "eos_token_id": tokenizer.end,
-        "decoder_start_token_id": start_of(tokenizer) if isinstance(model, Seq2SeqConfig) else None,
+        "decoder_start_token_id": tokenizer.start if isinstance(model, Seq2SeqConfig) else None,
     }
     values: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
     classes = getattr(source, "classes", None)

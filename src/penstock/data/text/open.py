@@ -57,6 +57,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in (_FILES[0], *_MADE_OF))
 
 
+def found_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model's folder, None if it has none."""
+    return in_folder(folder) if has_tokenizer(folder) else None
+
+
 def named(name: str) -> Tokenizer:
     """A folder, a `tokenizer.json`, a sentencepiece `.model`, or a name on the hub."""
     path = Path(name)

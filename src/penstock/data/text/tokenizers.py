@@ -61,6 +61,11 @@ class Tokenizer(ABC):
         """What is put before a text that a decoder continues: the special tokens that transformers puts there."""
         return ()
 
+    @property
+    def start(self) -> int:
+        """What the decoder of an encoder–decoder begins with: `begin`, or as T5 and Marian have it the padding."""
+        return self.pad if self.begin is None else self.begin
+
     @abstractmethod
     def word_starts(self) -> NDArray[np.bool_]:
         """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""

@@ -9,7 +9,8 @@
 | `int4` | weights in 4 bits with a scale and an offset for each 32 inputs | results |
 
 Of 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed 6,
-packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one text has them.
+packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one
+text has them.
 
 A packed layer cannot be trained, saved or moved to another device.
 """

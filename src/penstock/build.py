@@ -148,12 +148,6 @@ def build(
             add_adapters(module, recipe.lora)
 
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    # A stage's rank lets go of what others hold before anything else is made of the model.
-    stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
-
-    if stages is not None and rows is not None:
-        rows = {name: rows[name] for name, _ in module.named_parameters() if name in rows}
-
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.
     precision = precision_of(plan, recipe.lists, device)
@@ -163,14 +157,16 @@ def build(
         convert_to_fp8(module, precision.fp8, device=device)
     # On the host, so that of what is split each device gets its part alone.
     split = None if plan.tp == 1 else split_layers(module, plan, dims, alike=config is not None)
+    # A stage's rank lets go of what others hold before anything else is made of the model.
+    stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
+    if stages is not None and rows is not None:
+        rows = {name: rows[name] for name, _ in module.named_parameters() if name in rows}
     apply_precision(module, precision, device)
     module = module.to(device) if rows is None else _what_is_there(module, device)
     module.train()
     # Before anything looks for what learns: recomputation, replicas, shards, the optimizer.
     if stages is None:
         freeze(module, recipe.freeze)
-    else:
-        stages.attach()
     if plan.schedule == "zero_bubble":
         split_backwards(module)
 
@@ -185,6 +181,8 @@ def build(
     if plan.padding != "keep":
         set_padding(module, plan.padding)
     split_tokens(module, plan, dims)
+    if stages is not None:
+        stages.attach()
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
     # for both.
     recompute_blocks(module, plan, config, device)

@@ -252,7 +252,7 @@ def test_a_model_that_cannot_split_its_tokens_is_refused() -> None:
     t5 = ENROLLED["t5"].config
     for config, line, words in (
         (t5, "cp=2", "cannot be trained with an encoder–decoder"),
-        (None, "cp=2 pp=2", "plan.cp=2 cannot be trained with plan.pp=2"),
+        (None, "cp=2 padding=remove", "plan.cp=2 cannot be trained with plan.padding=remove"),
     ):
         with pytest.raises(ConfigError, match=words):
             require(Plan.parse(line), config, run=True)

@@ -238,11 +238,6 @@ def test_checkpoints_go_on_under_another_layout_and_export_from_any(name: str, t
             "tp=2 master=remainder precision=O2 optimizer=fused",
             "and plan.tp=2 splits them; use master=copy, or tp=1",
         ),
-        (
-            "tp=2 compile=blocks",
-            "plan.compile=blocks cannot be trained with plan.tp=2 yet; use compile=none, or tp=1",
-        ),
-        ("tp=2 recompute=selective", "plan.recompute=selective cannot be trained with plan.tp=2 yet"),
         ("sp=true", "plan.tp=1; use sp=false, or a larger tp"),
     ],
 )

@@ -25,6 +25,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
 from penstock.models.convert import load_weights
+from penstock.optim.tensors import local
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
 from penstock.planner.stages import balanced, stage_costs, stage_counts
@@ -87,13 +88,13 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
     assert built.ema is not None
     with built.ema.swapped():
         found["ema"] = whole_state(built.model, dims)
-    found["held"] = sum(p.numel() for p in built.model.parameters())
+    found["held"] = sum(local(p.detach()).numel() for p in built.model.parameters())
     return found
 
 
 def _alone(line: str) -> str:
     plan = Plan.parse(line)
-    same = replace(plan, pp=1, schedule="1f1b", virtual=1, dp=1, sharding="ddp", shard=1)
+    same = replace(plan, pp=1, schedule="1f1b", virtual=1, tp=1, sp=False, cp=1, dp=1, sharding="ddp", shard=1)
     return replace(same, accumulate=plan.accumulate * plan.dp).line()
 
 
@@ -141,6 +142,43 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gpt", "micro_batch=2 accumulate=3 pp=2 tp=2"),
+        ("gpt", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true"),
+        ("t5", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=full"),
+        ("marian", "micro_batch=2 accumulate=2 pp=2 tp=2 token_order=batch_second"),
+        ("bert", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true padding=remove"),
+        ("vit", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true schedule=interleaved virtual=2"),
+        ("gpt", "micro_batch=1 accumulate=2 pp=2 tp=2 dp=2 sharding=fsdp"),
+        ("bart", "micro_batch=1 accumulate=2 pp=2 tp=2 sp=true dp=2"),
+        ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=4 sharding=hsdp shard=2"),
+        ("gpt", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=selective"),
+        ("bert", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        ("vit", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        ("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
+        ("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
+        ("gpt", "micro_batch=1 accumulate=2 cp=2 tp=2 pp=2"),
+        *((name, "micro_batch=2 accumulate=2 tp=2 sp=true padding=remove") for name in ("bert", "modernbert", "t5")),
+    ],
+)
+def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
+    _compare(name, line)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    "line", ["pp=2 compile=blocks", "pp=2 tp=2 compile=blocks", "tp=2 sp=true compile=blocks", "tp=2 compile=whole"]
+)
+def test_what_is_split_can_be_compiled(line: str) -> None:
+    _compare("gpt", f"micro_batch=1 accumulate=2 {line}")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
     "line",
     [
         "precision=O1",
@@ -148,6 +186,9 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         "precision=O2 optimizer=fused master=remainder",
         "precision=O3 optimizer=contiguous",
         "precision=O2 optimizer=fused schedule=zero_bubble",
+        "precision=O1 tp=2 sp=true",
+        "precision=O2 optimizer=fused dtype=fp16 tp=2",
+        "precision=O3 optimizer=contiguous tp=2 schedule=zero_bubble",
     ],
 )
 def test_every_level_trains_in_stages(line: str) -> None:
@@ -224,9 +265,13 @@ def test_models_of_transformers_train_in_stages(name: str) -> None:
     pytest.importorskip("transformers")
     line = "micro_batch=2 accumulate=3 pp=2"
     told, logits = _of_theirs(name, _alone(line))
-    for found, outputs in pool(2).run(_of_theirs, name, line):
+    for found, outputs in _on_ranks(name, line) + ([] if name == "llama" else _on_ranks(name, f"{line} tp=2")):
         torch.testing.assert_close(found, told, rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(outputs, logits, rtol=1e-7, atol=1e-9)
+
+
+def _on_ranks(name: str, line: str) -> list[Any]:
+    return list(pool(Plan.parse(line).gpus).run(_of_theirs, name, line))
 
 
 def _snapshot(built: Built, step: int) -> Snapshot:
@@ -264,6 +309,9 @@ def _went_on(name: str, line: str, folder: str, save: bool) -> list[tuple[float,
         ("pp=2 accumulate=2", "accumulate=2"),
         ("accumulate=2", "pp=2 accumulate=2 schedule=interleaved virtual=2"),
         ("pp=2 accumulate=2", "pp=4 accumulate=2"),
+        ("pp=2 tp=2 accumulate=2", "accumulate=2"),
+        ("accumulate=2", "pp=2 tp=2 sp=true accumulate=2"),
+        ("pp=2 tp=2 accumulate=2", "tp=2 dp=2 sharding=fsdp"),
     ],
 )
 def test_a_checkpoint_of_stages_goes_on_in_any_other_layout(before: str, after: str, tmp_path: Path) -> None:

@@ -402,14 +402,14 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages take nothing compiled, nothing offloaded, no `hsdp`, and for `zero_bubble` plain
-    linears and whole weights."""
+    """A pipeline's stages take no `compile=whole`, nothing offloaded, and for `zero_bubble` plain linears and whole
+    weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
         return
-    if plan.compile != "none":
-        yield f"plan.compile={plan.compile} cannot be run with plan.pp={plan.pp} yet; use compile=none."
+    if plan.compile == "whole":
+        yield f"plan.compile=whole cannot be run with plan.pp={plan.pp}, which cuts the model; use compile=blocks."
     if plan.offload != "none":
         yield f"plan.offload={plan.offload} cannot be run with plan.pp={plan.pp} yet; use offload=none."
     if plan.schedule == "zero_bubble":
@@ -420,10 +420,6 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
                     "plan.schedule=zero_bubble takes the backward pass of linears apart, which cannot be done with "
                     f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
                 )
-    if plan.tp > 1:
-        yield f"plan.tp={plan.tp} cannot be run with plan.pp={plan.pp} yet; use tp=1 or pp=1."
-    if plan.sharding == "hsdp":
-        yield f"plan.sharding=hsdp cannot be run with plan.pp={plan.pp} yet; use sharding=fsdp, or pp=1."
 
 
 @_rule("run")
@@ -439,11 +435,7 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @_rule("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with neither `fp8`, `master=remainder`, `compile` nor `recompute=selective`."""
-    for name, value in (("compile", "none"), ("recompute", "none")):
-        set_to = getattr(plan, name)
-        if plan.tp > 1 and set_to not in (value, "full", "operators", "early"):
-            yield f"plan.{name}={set_to} cannot be trained with plan.tp={plan.tp} yet; use {name}={value}, or tp=1."
+    """In training, `tp` goes with neither `fp8` nor `master=remainder`."""
     if plan.tp > 1 and plan.fp8:
         yield f"plan.fp8={word(plan.fp8)} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
     if plan.tp > 1 and plan.master == "remainder":
@@ -453,14 +445,12 @@ def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
 
 
 @_rule("run")
-def _tokens_are_split_alone(plan: Plan) -> Iterator[str]:
-    """In training, `cp` goes with data parallelism, but not with `tp`, `pp`, `sharding=hsdp` or `padding=remove`."""
-    others = (("tp", 1), ("pp", 1), ("padding", "keep"))
-    for name, alone in (*others, *((("sharding", "fsdp"),) if plan.sharding == "hsdp" else ())):
-        if plan.cp > 1 and getattr(plan, name) != alone:
+def _split_tokens_have_whole_shards(plan: Plan) -> Iterator[str]:
+    """In training, `cp` goes with neither `sharding=hsdp` nor `padding=remove`."""
+    for name, refused, other in (("padding", "remove", "keep"), ("sharding", "hsdp", "fsdp")):
+        if plan.cp > 1 and getattr(plan, name) == refused:
             yield (
-                f"plan.cp={plan.cp} cannot be trained with plan.{name}={getattr(plan, name)} yet; use "
-                f"{name}={alone}, or cp=1."
+                f"plan.cp={plan.cp} cannot be trained with plan.{name}={refused} yet; use {name}={other}, or cp=1."
             )
 
 

@@ -32,7 +32,9 @@ from penstock.models.roles import Embedding, Linear, Pooler, Stem, owned, walk
 from penstock.optim.clip import grad_norm
 from penstock.optim.tensors import local
 from penstock.parallel.dims import ParallelDims
+from penstock.parallel.sequence import Line
 from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
+from penstock.parallel.tensor import lines_of
 from penstock.planner.stages import balanced
 
 Values = tuple[Tensor, ...]
@@ -118,6 +120,8 @@ class Stages:
     """Whether the shapes of what stages send follow from those of a batch."""
     dtype: torch.dtype = torch.float32
     """That of the model's weights."""
+    lines: Sequence[Line] = ()
+    """What shares out the tokens of each stack over the ranks that split its layers."""
     _forward: Callable[..., Any] | None = None
     _active: tuple[int, Values] | None = None
     _stand_ins: dict[int, list[tuple[Any, str, Any]]] = field(default_factory=dict)
@@ -298,6 +302,13 @@ class Stages:
 
     # -- what ranks share
 
+    def _parameter(self, name: str) -> Tensor:
+        """The parameter itself, where a split module's attribute gives this rank's part of it."""
+        owner, key = _owner(self.model, name)
+        found: Tensor | None = owner._parameters[key]
+        assert found is not None
+        return found
+
     @torch.no_grad()
     def add_shared(self, gradient_of: Callable[[Tensor], Tensor]) -> None:
         """Add up the gradients of parameters that several stages use, on each of them. `gradient_of` gives the
@@ -306,7 +317,7 @@ class Stages:
         group = self.dims.group("pp")
         place = self.dims.place()["pp"]
         for name, ranks in self.shared:
-            parameter = self.model.get_parameter(name)
+            parameter = self._parameter(name)
             if not parameter.requires_grad:
                 continue
             holder = gradient_of(parameter)
@@ -335,7 +346,7 @@ class Stages:
         place, dtype = self.dims.place()["pp"], norm.dtype
         square = norm.to(self.device, torch.float64).square()
         names = [name for name, ranks in self.shared if ranks[0] != place]
-        again = [gradient_of(self.model.get_parameter(name)).grad for name in names]
+        again = [gradient_of(self._parameter(name)).grad for name in names]
         counted = [gradient for gradient in again if gradient is not None]
         if counted:
             square = (square - grad_norm(counted).double().square()).clamp(min=0.0)
@@ -371,14 +382,15 @@ def cut_stages(
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if users[id(parameter)].isdisjoint(mine):
-                hidden.setdefault(module, {})[key] = torch.empty_like(parameter, device="meta")
+                unfilled = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                hidden.setdefault(module, {})[key] = unfilled
                 setattr(module, key, None)
     for block, name in enumerate(anatomy.blocks):
         if cut.stage_of(block) not in mine:
             model.get_submodule(name).__dict__[ELSEWHERE] = True
     model.__dict__[WHOLE] = anatomy
     dtype = next(model.parameters()).dtype
-    return Stages(model, cut, dims, device, mine, shared, places, hidden, fixed, dtype)
+    return Stages(model, cut, dims, device, mine, shared, places, hidden, fixed, dtype, lines_of(model))
 
 
 def _nearest(places: dict[str, frozenset[int]], name: str) -> frozenset[int] | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.sequence import divide
+from penstock.parallel.tensor import BEGINS, ENDS, split_from
 
 
 class Left(Exception):
@@ -57,9 +59,23 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
+def _shared_out(module: nn.Module, x: Tensor) -> Tensor:
+    """Tokens without values as `module` has them: with sequence parallelism the first block of a stack gets a rank's
+    own, and its end gives all of them.
+    """
+    begins, ends = module.__dict__.get(BEGINS), module.__dict__.get(ENDS)
+    if begins is not None:
+        x = divide(x, begins)
+    if ends is not None:
+        shape = list(x.shape)
+        shape[ends.dim] = ends.tokens
+        x = x.new_zeros(shape)
+    return x
+
+
 def passing(module: nn.Module) -> StandIn:
     """A block that gives its tokens as they are."""
-    return StandIn(module, lambda *args, **kwargs: _tokens(args, kwargs))
+    return StandIn(module, lambda *args, **kwargs: _shared_out(module, _tokens(args, kwargs)))
 
 
 def entry(
@@ -77,13 +93,13 @@ def entry(
     """
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
+        x = _shared_out(module, _tokens(args, kwargs))
         if not running._probing:
             received = running._active[1]
             found: Tensor = received[-1 if memory else 0]
             if memory:
                 running._memory[:] = [found]
             return found
-        x = _tokens(args, kwargs)
         if memory:
             running._memory[:] = [x]
         if ends or not memory:
@@ -158,6 +174,7 @@ class Blank:
             }
             self._copy = copy.deepcopy(self.module, dict(pairs))
             for mine, theirs in zip(self._copy.modules(), self.module.modules(), strict=True):
+                mine.__class__ = split_from(theirs)
                 for name, value in self.running.hidden.get(theirs, {}).items():
                     setattr(mine, name, nn.Parameter(value, requires_grad=False))
             self._copy.to("meta")

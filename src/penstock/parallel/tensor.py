@@ -52,6 +52,8 @@ from penstock.shards import TENSOR, Cut, cut_like
 
 SPLIT_FROM = "penstock_split_from"
 """Attribute of a swapped class: the class that it was."""
+BEGINS, ENDS = "penstock_begins", "penstock_ends"
+"""Attributes of the modules before which tokens are shared out, and behind which they come together: their `Line`."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
     dim = 0 if plan.token_order == "batch_second" else 1
     place = dims.place()["tp"]
     line = Line(dims.mesh.get_group("tp"), place, plan.tp, sequence=plan.sp, dim=dim)
-    splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line)
+    splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line, packed=plan.padding == "remove")
     splitter.run()
     set_heads(model, place, plan.tp)
     return Split(sorted(set(splitter.partial)))
@@ -125,8 +127,12 @@ def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
 class _Splitter:
     """Goes through a model's roles once."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Any, line: Line) -> None:
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, mesh: Any, line: Line, *, packed: bool = False
+    ) -> None:
         self.model, self.anatomy, self.mesh, self.line = model, anatomy, mesh, line
+        self.packed = packed
+        """Whether padding is put back behind the blocks and their norm, which takes all tokens."""
         self.partial: list[str] = []
         self.made: dict[int, nn.Parameter] = {}
         """DTensors by the parameters that they take the place of: tied weights stay tied."""
@@ -213,12 +219,14 @@ class _Splitter:
         tail = list(walk(stack.after))
         heads = [role for role in tail if isinstance(role, Head)]
         others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
-        into_words = last and words and len(heads) == 1 and not others
+        norms = stack.after[:1] if self.packed else tail
+        norm = next((role.name for role in norms if isinstance(role, Norm)), "")
+        whole = self.packed and not norm
+        into_words = last and words and len(heads) == 1 and not others and not whole
         # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
         # Vision Transformer, which picks a token before its norm.
         read = into_words or not last
-        norm = next((role.name for role in tail if isinstance(role, Norm)), "") if read else ""
-        end = self._module(norm or stack.blocks[-1].name)
+        end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
             if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
                 _swap(self._module(head.name), _Enter).__dict__["penstock_enters"] = self._outside(line)
@@ -230,6 +238,7 @@ class _Splitter:
         first.register_forward_pre_hook(functools.partial(_before, line), with_kwargs=True)
         come = sequence.gather if read else sequence.unite
         end.register_forward_hook(functools.partial(_after, lambda x: come(x, line)))
+        first.__dict__[BEGINS] = end.__dict__[ENDS] = line
         self._sees_a_part(*(role for block in stack.blocks for role in walk(block.parts)))
         if read:
             self._sees_a_part(*tail)
@@ -462,6 +471,11 @@ def _swap(module: nn.Module, kind: type) -> nn.Module:
 def split_from(module: nn.Module) -> Any:
     """The class of a module, as it was before its layer was split."""
     return getattr(type(module), SPLIT_FROM, type(module))
+
+
+def lines_of(model: nn.Module) -> list[Line]:
+    """What shares out the tokens of each stack."""
+    return [module.__dict__[BEGINS] for module in model.modules() if BEGINS in module.__dict__]
 
 
 def partial_gradients(model: nn.Module, split: Split) -> Iterator[Tensor]:

@@ -126,6 +126,8 @@ class _Step:
             "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
             "SEND_B": self._send_back, "RECV_B": self._receive_back, "I": self._of_input, "W": self._of_weights,
         }  # fmt: skip
+        self._lengths: dict[tuple[int, int], list[int]] = {}
+        """Tokens of each stack, which recomputation must know again where ranks share them out."""
         self._later: dict[tuple[int, int], Later] = {}
         """What is left to do for the gradients of weights."""
         self._began = 0.0
@@ -159,6 +161,7 @@ class _Step:
         for value in received:
             value.requires_grad_()
         outputs = stages.run(stage, received, lambda: stages.model(*task.inputs(batch)))
+        self._lengths[stage, i] = [line.tokens for line in stages.lines]
         if stage == stages.last:
             loss = task.loss(outputs, batch)
             self.losses.append(loss.detach())
@@ -174,6 +177,8 @@ class _Step:
         if pipeline.replicas is not None and 0 < i == len(self.batches) - 1:
             pipeline.replicas.begin(i, len(self.batches))
         outputs = self._outputs.pop((stage, i))
+        for line, tokens in zip(stages.lines, self._lengths.pop((stage, i))):
+            line.tokens = tokens
         if stage == stages.last:
             outputs[0].backward()  # type: ignore[no-untyped-call]
         else:

@@ -94,7 +94,9 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
 
 def _alone(line: str) -> str:
     plan = Plan.parse(line)
-    same = replace(plan, pp=1, schedule="1f1b", virtual=1, tp=1, sp=False, cp=1, dp=1, sharding="ddp", shard=1)
+    same = replace(
+        plan, pp=1, schedule="1f1b", virtual=1, tp=1, sp=False, cp=1, dp=1, sharding="ddp", shard=1
+    )
     return replace(same, accumulate=plan.accumulate * plan.dp).line()
 
 
@@ -159,7 +161,10 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         ("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
         ("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
         ("gpt", "micro_batch=1 accumulate=2 cp=2 tp=2 pp=2"),
-        *((name, "micro_batch=2 accumulate=2 tp=2 sp=true padding=remove") for name in ("bert", "modernbert", "t5")),
+        *(
+            (name, "micro_batch=2 accumulate=2 tp=2 sp=true padding=remove")
+            for name in ("bert", "modernbert", "t5")
+        ),
     ],
 )
 def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
@@ -171,7 +176,8 @@ def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    "line", ["pp=2 compile=blocks", "pp=2 tp=2 compile=blocks", "tp=2 sp=true compile=blocks", "tp=2 compile=whole"]
+    "line",
+    ["pp=2 compile=blocks", "pp=2 tp=2 compile=blocks", "tp=2 sp=true compile=blocks", "tp=2 compile=whole"],
 )
 def test_what_is_split_can_be_compiled(line: str) -> None:
     _compare("gpt", f"micro_batch=1 accumulate=2 {line}")
@@ -265,7 +271,9 @@ def test_models_of_transformers_train_in_stages(name: str) -> None:
     pytest.importorskip("transformers")
     line = "micro_batch=2 accumulate=3 pp=2"
     told, logits = _of_theirs(name, _alone(line))
-    for found, outputs in _on_ranks(name, line) + ([] if name == "llama" else _on_ranks(name, f"{line} tp=2")):
+    for found, outputs in _on_ranks(name, line) + (
+        [] if name == "llama" else _on_ranks(name, f"{line} tp=2")
+    ):
         torch.testing.assert_close(found, told, rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(outputs, logits, rtol=1e-7, atol=1e-9)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -131,9 +131,21 @@ class ParallelDims:
         return self.mesh[SHARD]._flatten("shard")
 
     def connect(self, device: torch.device) -> ParallelDims:
-        """The same with mesh and groups, out of the existing process group. All ranks must call this."""
+        """The same with mesh and groups, out of the existing process group. All ranks must call this. The same degrees
+        get the same groups again: each has threads of its own, and torch lets go of none.
+        """
         if self.alone:
             return self
+        world = distributed.group.WORLD
+        key = (device.type, *(self.degree(name) for name in DIMENSIONS))
+        known = _CONNECTED.get(key)
+        if known is None or known[0] is not world:
+            known = _CONNECTED[key] = (world, *self._connected(device))
+        return replace(self, mesh=known[1], groups=known[2])
+
+    def _connected(
+        self, device: torch.device
+    ) -> tuple[DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup]]:
         from torch.distributed.device_mesh import init_device_mesh
 
         # A dimension costs a process group even where its degree is 1; sharding asks for these two by name.
@@ -145,7 +157,7 @@ class ParallelDims:
         if len(wide) > 1 and self.degree(*wide) < self.size:
             mine, _ = distributed.new_subgroups_by_enumeration(self._ranks_by(wide))  # type: ignore[no-untyped-call]
             groups[wide] = mine
-        return replace(self, mesh=mesh, groups=groups)
+        return mesh, groups
 
     def _ranks_by(self, names: tuple[str, ...]) -> list[list[int]]:
         """All ranks, in the sets that differ in these dimensions alone."""
@@ -155,6 +167,11 @@ class ParallelDims:
             sets.setdefault(tuple(place[name] for name in DIMENSIONS if name not in names), []).append(rank)
         return list(sets.values())
 
+
+_CONNECTED: dict[
+    tuple[Any, ...], tuple[Any, DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup]]
+] = {}
+"""By device and degrees: the process group of all ranks, the mesh out of it, and its groups of several dimensions."""
 
 ALONE = ParallelDims()
 """A process that trains by itself."""

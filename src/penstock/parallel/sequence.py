@@ -20,6 +20,7 @@ tokens come together again, so nothing sees them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Line:
         """The dimension of tokens."""
         self.tokens = 0
         """How many there are, as the first block of the stack was given them last."""
+        self.again = False
+        """Whether the backward pass gathers tokens again instead of keeping those of all ranks."""
 
     def sibling(self) -> Line:
         """The same ranks, for another stack, whose sequence may be of another length."""
@@ -86,12 +89,42 @@ def _padded(x: Tensor, line: Line) -> Tensor:
 def _own(x: Tensor, line: Line) -> Tensor:
     x = _padded(x, line)
     size = x.shape[line.dim] // line.count
-    return x.narrow(line.dim, line.index * size, size).contiguous()
+    # A copy: what shares memory with all tokens keeps all of them.
+    return x.narrow(line.dim, line.index * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def _all(x: Tensor, line: Line, tokens: int) -> Tensor:
     found = together(x, line, line.dim)
     return found if found.shape[line.dim] == tokens else found.narrow(line.dim, 0, tokens).contiguous()
+
+
+class _Again:
+    """What autograd keeps of tokens that were gathered: this rank's own (Korthikanti et al., section 4.2.2). They are
+    gathered once more for all that asks for them in the backward pass.
+    """
+
+    def __init__(self, own: Tensor, whole: Tensor, line: Line) -> None:
+        self.own, self.line, self.tokens = own.detach(), line, line.tokens
+        self.storage = whole.untyped_storage()._cdata
+        self.asked = 0
+        self.whole: Tensor | None = None
+
+    def pack(self, kept: Tensor) -> Any:
+        if kept.untyped_storage()._cdata != self.storage:
+            return kept
+        self.asked += 1
+        return kept.shape, kept.stride(), kept.storage_offset()
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self.whole is None:
+            self.whole = _all(self.own, self.line, self.tokens)
+        found = self.whole.as_strided(*kept)
+        self.asked -= 1
+        if not self.asked:
+            self.whole = None
+        return found
 
 
 class _Copy(torch.autograd.Function):
@@ -188,6 +221,16 @@ def reduce(x: Tensor, line: Line) -> Tensor:
 def gather(x: Tensor, line: Line) -> Tensor:
     """See the table above."""
     return _Gather.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gathered(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
+    """`call` on the tokens of all ranks, of which its backward pass keeps as `line.again` says."""
+    whole = gather(x, line)
+    if not (line.again and torch.is_grad_enabled()):
+        return call(whole)
+    again = _Again(x, whole, line)
+    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        return call(whole)
 
 
 def scatter(x: Tensor, line: Line) -> Tensor:

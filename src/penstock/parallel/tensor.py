@@ -83,6 +83,8 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
     dim = 0 if plan.token_order == "batch_second" else 1
     place = dims.place()["tp"]
     line = Line(dims.mesh.get_group("tp"), place, plan.tp, sequence=plan.sp, dim=dim)
+    # Blocks that recompute keep nothing of it, and compiled code keeps what it likes.
+    line.again = plan.recompute in ("none", "selective") and plan.compile == "none"
     splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line, packed=plan.padding == "remove")
     splitter.run()
     set_heads(model, place, plan.tp)
@@ -418,13 +420,14 @@ class _Enter:
     penstock_enters: Line
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        line = self.penstock_enters
-        take = sequence.gather if line.sequence else sequence.copy
-        if args:
-            return super().forward(take(_multiplied(args[0]), line), *args[1:], **kwargs)  # type: ignore[misc]
-        name = next(iter(kwargs))
-        kwargs = {**kwargs, name: take(_multiplied(kwargs[name]), line)}
-        return super().forward(**kwargs)  # type: ignore[misc]
+        line, name = self.penstock_enters, "" if args else next(iter(kwargs))
+        forward: Any = super().forward  # type: ignore[misc]
+
+        def call(x: Tensor) -> Any:
+            return forward(x, *args[1:], **kwargs) if args else forward(**{**kwargs, name: x})
+
+        x = _multiplied(args[0] if args else kwargs[name])
+        return sequence.gathered(x, line, call) if line.sequence else call(sequence.copy(x, line))
 
 
 def _multiplied(x: Tensor) -> Tensor:

@@ -108,22 +108,23 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
         to.behind(Op(SHARED_TABLE, "pointwise", False, read=2 * each, written=each, launches=shared))
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
-        tables = [table] if i == 0 else []
+        # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.
+        tables = [-(-table // t.tp)] if i == 0 else []
         if isinstance(model, EncoderConfig) and model.token_types:
             tables.append(model.token_types * d)
         if stack.positions == "learned":
             tables.append((model.max_positions or model.sequence) * d)
         if stack.positions == "relative":
-            tables.append(stack.relative_buckets * stack.heads)
-        learned = -(-sum(tables) // t.tp)
+            tables.append(-(-stack.relative_buckets * stack.heads // t.tp))
         to.table(
-            Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=learned,
+            Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=sum(tables),
                tensors=len(tables)),
             # The gradient is as large as the table, and cleared before rows are added to it.
             3 * rows * d * e, rows * d * e, cleared=-(-table // t.tp) * e,
         )  # fmt: skip
         if t.tp > 1:
-            to.add(Op("sum", "scatter" if t.sp else "allreduce", read=rows * d * t.product, axis="tensor"))
+            to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
+        _shared_out(to, rows * d)
         if model.embedding_norm:
             to.norm(
                 "embedding_norm",
@@ -147,6 +148,14 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     return -(-table // t.tp) if model.tied and _gives_words(model) else 0
 
 
+def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
+    """Tokens that sequence parallelism shares out before the first block, of whose gradients all devices need all; or
+    that come together behind the `last` block, for what all devices compute alike."""
+    if to.terms.tp > 1 and to.terms.sp:
+        gather = Op("gather", "gather", last, read=numbers * to.terms.stream, axis="tensor")
+        to.add(gather) if last else to.behind(gather)
+
+
 def _gives_words(model: ModelConfig) -> bool:
     """Whether a text model's outputs are logits over the vocabulary."""
     return not isinstance(model, EncoderConfig) or model.head == "words"
@@ -167,16 +176,17 @@ def _stem(to: Lister, model: ViTConfig) -> None:
         to.move("stem.tokens", rows * features, (c, c), kind="copy")
     to.gemm(
         "stem.proj", rows, d, features, bias=True, first=model.stem == "patchify", group="stem", fp8=False,
-        learned=-(-(features * d + d) // t.tp), kept=rows * features * c,
+        kept=rows * features * c,
     )  # fmt: skip
-    learned = -(-model.tokens * d // t.tp)
+    learned = model.tokens * d
     to.table(
         Op("positions", "pointwise", n=d, read=rows * d * e, written=rows * d * e, weights=learned, tensors=1),
         rows * d * e, model.patches * d * e,
     )  # fmt: skip
     tokens = t.samples * model.tokens * d
+    _shared_out(to, tokens)
     if model.classifier == "token":
-        to.move("class_token", tokens, (e, e), kind="copy", weights=-(-d // t.tp), tensors=1)
+        to.move("class_token", tokens, (e, e), kind="copy", weights=d, tensors=1)
     if model.dropout:
         mask = e if t.host else 1.0
         to.move(
@@ -211,20 +221,24 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         _classifier(to, model)
         return
     last = stacks(model)[-1]
-    for stack, tokens in zip(stacks(model), sequences(model)):
+    for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
+        each = t.samples * tokens / t.cp
         if stack.norm_first:
-            each = t.samples * tokens / t.cp
-            to.norm("norm", each, stack.width, rms=stack.norm == "rms", shift=stack.norm_bias)
+            mine = each / (t.tp if t.sp else 1)
+            to.norm("norm", mine, stack.width, rms=stack.norm == "rms", shift=stack.norm_bias)
+        if i < len(stacks(model)) - 1:
+            # All blocks of the decoder read the memory, and each device's add a part to its gradient.
+            before_split(to, each, stack.width, hides=False)
     rows, d = t.samples * counted_tokens(model) / t.cp, last.width
     if isinstance(model, EncoderConfig) and model.head != "words":
+        _shared_out(to, rows * d, last=True)
         if model.head == "classes":
             _pooled(to, model)
         return
     rows *= t.words
     if isinstance(model, EncoderConfig):
         # The head of masked language models: a dense layer, its activation and a norm.
-        learned = -(-d * (d + last.bias) // t.tp)
-        to.gemm("head.dense", rows, d, d, bias=last.bias, learned=learned, fp8=False, group="output")
+        to.gemm("head.dense", rows, d, d, bias=last.bias, fp8=False, group="output")
         size = rows * d
         to.move("head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output")
         to.norm("head.norm", rows, d, rms=last.norm == "rms", shift=last.norm_bias)
@@ -280,9 +294,15 @@ def _chunked_loss(
         *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
         Op("loss.scale_", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c),
     )  # fmt: skip
-    if t.tp > 1:
-        for _ in range(3):
-            to.add(Op("loss.sum", "allreduce", read=rows * 4.0, axis="tensor"))
+    _of_all_words(to, rows)
+
+
+def _of_all_words(to: Lister, rows: float) -> None:
+    """What devices that share out the vocabulary send for the loss: each row's greatest logit, then its sum of
+    exponentials and the logit of its target."""
+    if to.terms.tp > 1:
+        to.add(Op("loss.greatest", "allreduce", read=rows * 4.0, axis="tensor"))
+        to.add(Op("loss.sums", "allreduce", read=rows * 8.0, axis="tensor"))
 
 
 def _pooled(to: Lister, model: EncoderConfig) -> None:
@@ -303,8 +323,7 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
             kept=size * mask,
             group="output",
         )
-    learned = -(-model.classes * (d + 1) // t.tp)
-    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
+    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)
 
 
 def _loss(to: Lister, rows: float, columns: int) -> None:
@@ -324,15 +343,14 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
         kept = size * (8 if t.tp > 1 else 4)
         to.move("loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns)
         to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
-    if t.tp > 1:
-        for _ in range(3):
-            to.add(Op("loss.sum", "allreduce", read=rows * 4.0, axis="tensor"))
+    _of_all_words(to, rows)
 
 
 def _classifier(to: Lister, model: ViTConfig) -> None:
     """The last norm and the head, of the class token or of the mean over tokens."""
     t, e, d = to.terms, to.terms.stream, model.width
     pooled, each = model.classifier == "pooled", model.tokens
+    _shared_out(to, t.samples * each * d, last=True)
     before = pooled and model.pool_norm == "before"
     if not pooled:
         # The class token is a view; its gradient is zero everywhere else.
@@ -342,5 +360,4 @@ def _classifier(to: Lister, model: ViTConfig) -> None:
     to.norm("norm", t.samples * (each if before else 1), d, cast=not before)
     if before:
         to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
-    learned = -(-(model.classes * d + model.classes) // t.tp)
-    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False, learned=learned)
+    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)

@@ -10,6 +10,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
 from penstock.planner.operators import Part
+from penstock.planner.pipeline import blocks_by_stage
 from penstock.planner.rates import rates_of
 from penstock.planner.step import layout_of, part_time
 from penstock.planner.traffic import transfer_seconds
@@ -19,7 +20,8 @@ from penstock.schedules import Costs
 @lru_cache(maxsize=256)
 def stage_counts(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Blocks of each stage, so that the stage with the most work has as little as can be. Work is counted in FLOPs of
-    forward and backward, those of the embedding and of the output among them.
+    forward and backward, those of the embedding and of the output among them. Of cuts that are as good, the one that
+    predictions assume (`stage_blocks`).
     """
     work = totals(model)
     ends = [part.model_flops for part in work.parts if part.block is None]
@@ -28,7 +30,23 @@ def stage_counts(model: ModelConfig, stages: int) -> tuple[int, ...]:
         kinds = [part for part in work.blocks if part.block is not None and (part.block.cross > 0) is cross]
         count = sum(part.count for part in kinds)
         costs += [sum(part.count * part.model_flops for part in kinds) / max(1, count)] * count
-    return balanced(costs, stages, entrance=ends[0], end=ends[-1])
+    best = balanced(costs, stages, entrance=ends[0], end=ends[-1])
+    if not 1 < stages <= len(costs):
+        return best
+    usual = tuple(blocks for count, blocks in blocks_by_stage(len(costs), stages) for _ in range(count))
+    known = min(usual) > 0 and sum(usual) == len(costs)
+    return usual if known and _most(usual, costs, ends) <= _most(best, costs, ends) * (1 + 1e-9) else best
+
+
+def _most(counts: Sequence[int], costs: Sequence[float], ends: Sequence[float]) -> float:
+    """The cost of the costliest stage."""
+    found, at = [], 0
+    for count in counts:
+        found.append(sum(costs[at : at + count]))
+        at += count
+    found[0] += ends[0]
+    found[-1] += ends[-1]
+    return max(found)
 
 
 def balanced(

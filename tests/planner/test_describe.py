@@ -135,10 +135,11 @@ def test_devices_of_a_replica_share_out_flops_and_matrices(name: str, line: str)
         pytest.skip("257 tokens cannot be split evenly")
     whole, part = describe(model, Plan(micro_batch=2)), describe(model, plan)
     shared = plan.tp * plan.cp
-    # The router of a mixture and the embedding of patches are computed by all.
+    # The router of a mixture, the embedding of patches and an image's classes are computed by all.
     assert part.model_flops == pytest.approx(whole.model_flops / shared, rel=0.02)
-    held = sum(op.weights for _, op in whole.operators() if op.forward and op.kind == "gemm")
-    mine = sum(op.weights for _, op in part.operators() if op.forward and op.kind == "gemm")
+    held, mine = (
+        sum(op.weights for one in work.blocks for op in one.forward if op.kind == "gemm") for work in (whole, part)
+    )
     assert mine == pytest.approx(held / plan.tp, rel=0.01)
 
 

@@ -138,7 +138,8 @@ def test_devices_of_a_replica_share_out_flops_and_matrices(name: str, line: str)
     # The router of a mixture, the embedding of patches and an image's classes are computed by all.
     assert part.model_flops == pytest.approx(whole.model_flops / shared, rel=0.02)
     held, mine = (
-        sum(op.weights for one in work.blocks for op in one.forward if op.kind == "gemm") for work in (whole, part)
+        sum(op.weights for one in work.blocks for op in one.forward if op.kind == "gemm")
+        for work in (whole, part)
     )
     assert mine == pytest.approx(held / plan.tp, rel=0.01)
 

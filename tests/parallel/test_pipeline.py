@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.doomed_runs import TWO, config_in, finished, launched, same_end
+from helpers.doomed_runs import config_in, finished, launched, same_end
 from helpers.families import ENROLLED, Given, batches
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed
@@ -415,14 +415,16 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_a_stage_that_is_killed_goes_on_without_changing_a_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["pp=2", "tp=2 sp=true pp=2"])
+def test_a_stage_that_is_killed_goes_on_without_changing_a_bit(line: str, tmp_path: Path) -> None:
     """Under the supervisor, with dropout and averages."""
     (tmp_path / "calm").mkdir()
     (tmp_path / "killed").mkdir()
-    plan = Plan(micro_batch=8, accumulate=2, pp=2, optimizer="fused")
+    plan = Plan.parse(f"micro_batch=8 accumulate=2 optimizer=fused {line}")
     calm, killed = (config_in(tmp_path / name, plan, steps=12) for name in ("calm", "killed"))
-    finished(calm)
-    with launched(killed, "kill:1:6", options=(*TWO, "--max-restarts", "1")) as agent:
+    finished(calm, world=plan.gpus)
+    options = ("--procs", str(plan.gpus), "--max-restarts", "1")
+    with launched(killed, f"kill:{plan.gpus - 1}:6", options=options) as agent:
         assert agent.wait(240) == 0, agent.said
     assert "was killed by SIGKILL" in agent.said
     same_end(killed, calm)

@@ -270,10 +270,9 @@ OWN = """## Our own runs
 
 Training steps on a CPU ({processor}, {threads} thread for each process). Each was predicted by a {probe}
 `penstock probe` right before and one right after it. Times are {clock}; those of two processes
-(`dp=2`) are wall-clock time. Other programs ran beside some rounds; processor time leaves them out, but they take their
-share of caches and memory. Errors are medians over the rounds, with the least and the largest beside them. Memory is
-the most that the tensors of one process take within a step, without the batch. `penstock train` and `penstock ladder`
-set the same figures side by side in every run.
+(`dp=2`) are wall-clock time. Nothing else ran meanwhile. Errors are medians over the rounds, with the least and the
+largest beside them. Memory is the most that the tensors of one process take within a step, without the batch.
+`penstock train` and `penstock ladder` set the same figures side by side in every run.
 
 Made by `{command}` and stored in
 `benchmarks/results/predicted_own_runs_cpu.json`. GPT-2, BERT and T5 are those of transformers, traced as

@@ -93,7 +93,7 @@ def entry(
     """
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        x = _shared_out(module, _tokens(args, kwargs))
+        x = _shared_out(module, _tokens(args, kwargs))  # in every pass: it notes how many tokens there are
         if not running._probing:
             received = running._active[1]
             found: Tensor = received[-1 if memory else 0]

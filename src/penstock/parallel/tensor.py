@@ -223,8 +223,7 @@ class _Splitter:
         others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
         norms = stack.after[:1] if self.packed else tail
         norm = next((role.name for role in norms if isinstance(role, Norm)), "")
-        whole = self.packed and not norm
-        into_words = last and words and len(heads) == 1 and not others and not whole
+        into_words = last and words and len(heads) == 1 and not others and (bool(norm) or not self.packed)
         # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
         # Vision Transformer, which picks a token before its norm.
         read = into_words or not last

@@ -104,8 +104,9 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     table = model.vocabulary * d
     shared = len(stacks(model)) - 1 + (model.tied and _gives_words(model))
     if shared:
-        each = shared * -(-table // t.tp) * e
-        to.behind(Op(SHARED_TABLE, "pointwise", False, read=2 * each, written=each, launches=shared))
+        mine = -(-table // t.tp)
+        added = shared * mine * e
+        to.behind(Op(SHARED_TABLE, "pointwise", False, n=mine, read=2 * added, written=added, launches=shared))
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
         # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.

@@ -179,8 +179,9 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum.
-    added = shared_table(work) * made * (3 if standing else 2)
+    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum. torch
+    # adds in place where the output's gradient is laid out like the table, as that of a chunked loss is.
+    added = shared_table(work) * made * ((3 if standing else 2) - (plan.loss == "chunked"))
     temporary = max(added, _temporary(work, plan, mine))
     after = {"gradients": whole, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
@@ -190,9 +191,7 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
 @lru_cache(maxsize=1024)
 def shared_table(work: Workload) -> int:
     """Learned numbers of a table of embeddings that is used more than once, on one device; 0 where there is none."""
-    entrance = work.parts[0]
-    uses = any(op.name == SHARED_TABLE for op in entrance.backward)
-    return max(op.weights for op in entrance.backward) if uses else 0
+    return sum(op.n for op in work.parts[0].backward if op.name == SHARED_TABLE)
 
 
 def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.config.model import PRESETS, Seq2SeqConfig
+from penstock.data.text.tokenizers import Bytes, Numbers
 from penstock.models import create
 from penstock.models.stack import TextModel
 
@@ -45,3 +48,13 @@ def tiny(name: str, *, words: int = WORDS, seed: int = 0, dtype: torch.dtype = t
     model.eval()
     assert isinstance(model, TextModel)
     return model
+
+
+class Letters(Bytes):
+    """A letter for each number."""
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        return [np.array([ord(letter) - 65 for letter in text], np.int32) for text in texts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return "".join(chr(65 + number) for number in numbers)

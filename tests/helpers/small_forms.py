@@ -157,6 +157,8 @@ def small_form(words: list[str], folder: Path) -> list[str]:
                 word.replace("/data/flowers.pack", "photos.pack").replace("/data", str(folder / "data"))
             )
     rest = words[end:]
+    if verb == "launch" and rest[1:2] == ["generate"]:
+        return [*words[: end + 1], *small_form(rest[1:], folder)]
     if verb == "launch" and rest[1:] and rest[1] in PRESETS:
         # What is trained keeps its Plan, which says how many ranks it takes.
         kept, instead = words[1:end], {}

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from helpers.generation import BOTH, WORDS, tiny
+from helpers.generation import BOTH, WORDS, Letters, tiny
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
-from penstock.data.text.tokenizers import Bytes, Numbers
+from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.infer.speculate import Chooser, _drawn
@@ -203,16 +203,6 @@ def test_a_seed_draws_the_same_texts_and_texts_of_one_call_differ() -> None:
     assert made.generate([1, 2], **{**given, "seed": 6})[0].ids != one
 
 
-class Letters(Bytes):
-    """A letter for each number."""
-
-    def encode(self, texts: Sequence[str]) -> list[Numbers]:
-        return [np.array([ord(letter) - 65 for letter in text], np.int32) for text in texts]
-
-    def decode(self, numbers: Sequence[int]) -> str:
-        return "".join(chr(65 + number) for number in numbers)
-
-
 def test_stop_texts_end_a_text_and_are_left_out() -> None:
     made = Generator(tiny("gpt"), tokenizer=Letters(), ends=())
     whole = made.generate(["AB", "C"], max_tokens=24, temperature=3.0, seed=1)
@@ -255,7 +245,7 @@ def test_prompts_that_do_not_fit_are_refused_with_the_remedy() -> None:
             made.generate(prompts, **given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="decoder begins with"):
         Generator(tiny("t5-tiny"))
-    with pytest.raises(ConfigError, match="one device"):
+    with pytest.raises(ConfigError, match="this is one by itself"):
         Generator(tiny("gpt"), Plan(tp=2))
     assert math.isfinite(generator("t5-tiny").generate([1, 2], beams=2, max_tokens=3)[0].score or math.nan)
 

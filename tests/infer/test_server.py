@@ -28,6 +28,7 @@ from penstock.planner.serve import StepCosts
 pytest.importorskip("uvicorn")
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}a:"
+REAL = "penstock.infer.worker:opened"
 
 
 def folder(where: Path, milliseconds: int) -> Path:
@@ -246,9 +247,13 @@ def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path
 
 def worker_of(running: Running) -> int:
     """The process id of the server's one child."""
-    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-    (found,) = children
-    return int(found)
+    (found,) = children_of(running.process.pid)
+    return found
+
+
+def children_of(process: int) -> list[int]:
+    """Of its main thread."""
+    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def test_it_stops_when_the_requests_under_way_are_done(tmp_path: Path) -> None:
@@ -337,8 +342,10 @@ def tiny(family: str, where: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama-tiny", "marian-tiny", "bert-tiny"])
-def test_real_models_are_served(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp"), [("llama-tiny", 1), ("marian-tiny", 1), ("bert-tiny", 1), ("llama-tiny", 2)]
+)
+def test_real_models_are_served(family: str, tp: int, tmp_path: Path) -> None:
     """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""
     import torch
 
@@ -353,7 +360,7 @@ def test_real_models_are_served(family: str, tmp_path: Path) -> None:
     prompts = [
         [draw.randrange(256) for _ in range(draw.randint(2, 40))] for draw in map(random.Random, range(12))
     ]
-    with served(where, "slots=3", "waiting=64", opener="penstock.infer.worker:opened") as running:
+    with served(where, "slots=3", "waiting=64", f"tp={tp}", opener=REAL) as running:
         if family == "bert-tiny":
             answer = running.ask("/v1/embeddings", {"input": prompts})[1]
             for row, one in zip(prompts, answer["data"], strict=True):
@@ -378,5 +385,14 @@ def test_real_models_are_served(family: str, tmp_path: Path) -> None:
             answer = running.ask("/v1/translate", {"text": ["seven", "forty-two"], "max_tokens": 8})[1]
             assert len(answer["translations"]) == 2
         body = {"prompt": prompts, "max_tokens": 8, "temperature": 0}
+        expected = [alone(row) for row in prompts]
         choices = running.ask("/v1/completions", body)[1]["choices"]
-        assert [one["token_ids"] for one in choices] == [alone(row) for row in prompts]
+        assert [one["token_ids"] for one in choices] == expected
+        if tp > 1:
+            worker = worker_of(running)
+            (other,) = children_of(worker)
+            os.kill(other, signal.SIGKILL)
+            running.until("worker_restarts", 1, seconds=60)
+            again = running.ask("/v1/completions", body)[1]["choices"]
+            assert [one["token_ids"] for one in again] == expected
+            assert worker_of(running) != worker

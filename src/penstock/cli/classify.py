@@ -31,7 +31,9 @@ def classify(
     model, given = config.named("classify"), words(inputs, file)
     from penstock.infer.encode import Classifier
 
-    found = Classifier(model, config.plan, weights=config.weights, batch=config.batch, device=config.device)
+    found = Classifier(
+        model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
+    )
     for one, told in zip(given, found.classify(given), strict=True):
         if as_json:
             print(json.dumps({"input": one, "label": told.label, "probabilities": told.probabilities}))

@@ -26,6 +26,6 @@ def embed(
     model, given = config.named("embed"), words(texts, file)
     from penstock.infer.encode import Embedder
 
-    found = Embedder(model, config.plan, weights=config.weights, batch=config.batch, device=config.device)
+    found = Embedder(model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device)
     for vector in found.embed(given).tolist():
         print(json.dumps([round(number, 7) for number in vector]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,23 +36,32 @@ def generate(
     """Continue or translate texts.
 
     PROMPTS come from the command line, from --file, or from what is piped in, one a line. One prompt's text is printed
-    as it comes.
+    as it comes. With --plan, each of several processes does its part, and one prints.
     """
     from penstock.infer.generator import Generator
+    from penstock.infer.ranks import require_ranks, told
+    from penstock.parallel import launched
 
-    model, texts = config.named("generate"), words(prompts, file)
-    made = Generator(model, config.plan, weights=config.weights, draft=config.draft, device=config.device)
-    decoding = config.decoding
-    if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
-        for piece in made.stream(texts[0], decoding):
-            print(piece, end="", flush=True)
-        print()
-        return
-    for begin in range(0, len(texts), config.batch):
-        some = texts[begin : begin + config.batch]
-        found = made.generate(some, decoding)
-        for number, one in enumerate(found):
-            _show(some[number // decoding.best], one, as_json)
+    model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
+    require_ranks(plan, launched())
+    # One rank reads, for several cannot read one pipe, and shows what all have made.
+    main = launched() == 1 or os.environ["RANK"] == "0"
+    texts = words(prompts, file) if main else []
+    with Generator(model, plan, weights=config.weights, draft=config.draft, device=config.device) as made:
+        texts = told(texts, made.dims)
+        if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
+            for piece in made.stream(texts[0], decoding):
+                if main:
+                    print(piece, end="", flush=True)
+            if main:
+                print()
+            return
+        step = config.batch * plan.dp
+        for begin in range(0, len(texts), step):
+            some = texts[begin : begin + step]
+            for number, one in enumerate(made.generate(some, decoding)):
+                if main:
+                    _show(some[number // decoding.best], one, as_json)
 
 
 def _comes_in_pieces(decoding: Decoding) -> bool:

@@ -15,6 +15,8 @@ from penstock.errors import ConfigError
 from penstock.launch.settings import LaunchSettings
 
 _DEFAULTS = LaunchSettings()
+_VERBS = ("train", "generate")
+"""That run on several ranks."""
 
 
 def launch(
@@ -30,7 +32,7 @@ def launch(
     Parameters
     ----------
     program
-        After `--`: the arguments of `penstock train`, or `SCRIPT.py …`, or `-m MODULE …`.
+        After `--`: the arguments of `penstock train`, or `generate MODEL …`, `SCRIPT.py …` or `-m MODULE …`.
     """
     command = python_arguments(list(program))
     from penstock.launch.agent import launch as run
@@ -39,11 +41,11 @@ def launch(
 
 
 def python_arguments(program: list[str]) -> list[str]:
-    """The words after `python`. Raises ConfigError where nothing is named; unknown options of `train` end it too."""
+    """The words after `python`. Raises ConfigError where nothing is named; unknown options of our verbs end it too."""
     if not program:
         raise ConfigError(
             "There is nothing to launch. After --, give the arguments of `penstock train`, as in "
-            "`penstock launch --procs 2 -- vit-digits`, or SCRIPT.py …, or -m MODULE …."
+            "`penstock launch --procs 2 -- vit-digits`, or `generate MODEL …`, SCRIPT.py …, or -m MODULE …."
         )
     if program[0] == "-m":
         if len(program) == 1:
@@ -53,7 +55,7 @@ def python_arguments(program: list[str]) -> list[str]:
     if program[0].endswith(".py"):
         _require_script(Path(program[0]))
         return program
-    arguments = program if program[0] == "train" else ["train", *program]
+    arguments = program if program[0] in _VERBS else ["train", *program]
     from penstock.cli import app, check_words
 
     check_words(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from penstock.config.convert import Checked, Count, Natural, Positive, PositiveShare, Probability, Range, Text
@@ -144,8 +144,8 @@ class InferConfig(Checked, where=""):
     """Texts that are computed together."""
 
     @property
-    def plan(self) -> Plan:
-        """The Plan that computes in this type."""
+    def as_plan(self) -> Plan:
+        """The Plan that these settings say."""
         return Plan() if self.dtype == "fp32" else Plan(precision="O3", dtype=self.dtype)
 
     def named(self, verb: str) -> str:
@@ -164,6 +164,25 @@ class GenerateConfig(InferConfig, where=""):
     decoding: Decoding = field(default_factory=Decoding)
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
+    plan: str = ""
+    """What several devices do, each with a process of its own (`penstock launch --procs N -- generate …`): `tp=2`
+    splits each layer, `pp=2` gives each half of the blocks, `dp=2` shares out the texts."""
+
+    @property
+    def as_plan(self) -> Plan:
+        """The Plan that these settings say."""
+        plan = Plan.parse(self.plan)
+        return plan if self.dtype == "fp32" else replace(plan, precision="O3", dtype=self.dtype)
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            types = Plan.named(self.plan) & {"precision", "dtype"}
+            Plan.parse(self.plan)
+        except ConfigError as wrong:
+            yield from wrong.problems
+            return
+        if types and self.dtype != "fp32":
+            yield f"dtype={self.dtype} and the plan's {' and '.join(sorted(types))} both say the type; keep one."
 
 
 @dataclass(frozen=True, kw_only=True)

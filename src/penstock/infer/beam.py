@@ -19,8 +19,11 @@ from torch import Tensor
 from penstock.config.decoding import Decoding
 from penstock.infer.choose import NOTHING, adjusted
 from penstock.infer.sample import history_of
+from penstock.infer.stages import stages_of
 from penstock.infer.texts import Generating, Prompts, Texts, sharded
 from penstock.kernels.top import log_total, top
+from penstock.parallel.sequence import added
+from penstock.parallel.tensor import line_of
 
 _OUT = -1e9
 """Score of what must not be chosen; transformers' own, for sums of it are compared."""
@@ -277,13 +280,17 @@ class _Cover:
         assert source is not None
         assert lengths is not None
         self.texts, self.weight, self.beams = texts, decoding.coverage_penalty, decoding.beams
+        self.line, self.stages = line_of(texts.model), stages_of(texts.model)
         self.real = (torch.arange(source.shape[1], device=source.device) < lengths[:, None])[:, None]
         texts.past.watched = source.new_zeros(0)
         self.looked: Tensor | None = None
 
     def _told(self) -> Tensor:
         assert self.texts.past.watched is not None
-        return self.texts.past.watched.float()
+        told = self.texts.past.watched.float()
+        # The mean over heads; a rank that splits layers has that of its own.
+        told = told if self.line is None else added(told, self.line) / self.line.count
+        return told if self.stages is None else self.stages.lasts(told)
 
     def follow(self, parents: Tensor) -> None:
         """Add what the last pass looked at to what the parents had."""

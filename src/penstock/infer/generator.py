@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -19,12 +21,15 @@ from penstock.infer.choose import NOTHING
 from penstock.infer.contrastive import contrast
 from penstock.infer.engine import Engine, Finished, Request
 from penstock.infer.load import Loaded, loaded
+from penstock.infer.ranks import everyones, own, together, told
 from penstock.infer.sample import sample
 from penstock.infer.speculate import Draft, Guessing, LookUp, speculate
+from penstock.infer.stages import in_parts, stages_of
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
 from penstock.infer.texts import Generating, Prompts
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
+from penstock.parallel import ALONE, local_device
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -55,7 +60,12 @@ class Generator:
     3, T5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and `weights` how they
     are kept: see `penstock.infer.weights`. `draft` is a smaller model with the same vocabulary, for `speculate`.
 
-    Raises ConfigError for a model that does not generate, and what opening a folder raises.
+    With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
+    `penstock.infer.ranks`. They are those of the process group that is there, or those that `penstock launch` or
+    torchrun started, which meet once more when `with` ends.
+
+    Raises ConfigError for a model that does not generate or a Plan that ranks cannot generate by, and what opening a
+    folder raises.
     """
 
     def __init__(
@@ -71,31 +81,48 @@ class Generator:
         device: torch.device | str = "cpu",
     ) -> None:
         """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
-        as the folder of the model says, or its tokenizer."""
-        found: Loaded = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        as the folder of the model says, or its tokenizer. Of several ranks, `cuda` is the GPU of each."""
+        plan, self.device = plan or Plan(), torch.device(device)
+        self.dims = ALONE
+        with ExitStack() as joining:
+            if plan.gpus > 1:
+                self.device = local_device(self.device)
+                self.dims = joining.enter_context(together(plan, self.device))
+            found = self._open(model, plan, weights, tokenizer)
+            self.model: Generating = found.model
+            self.tokenizer = found.tokenizer
+            self.start = found.start if start is None else start
+            self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
+            self._never = found.never
+            if isinstance(self.model, Seq2Seq) and self.start is None:
+                raise ConfigError(
+                    "The model does not say which token its decoder begins with; give its number as start."
+                )
+            self._draft: Generating | None = None
+            if draft is not None:
+                small = self._open(draft, plan, weights, None).model
+                same = type(small) is type(self.model)
+                if not same or small.config.vocabulary != self.model.config.vocabulary:
+                    raise ConfigError(
+                        "A draft model must be of the same family and vocabulary as the model it drafts for."
+                    )
+                self._draft = small
+            self._joined = joining.pop_all()
+
+    def _open(self, model: Any, plan: Plan, weights: Weights, tokenizer: Tokenizer | None) -> Loaded:
+        found = loaded(model, plan, weights=weights, tokenizer=tokenizer, device=self.device, dims=self.dims)
         if not isinstance(found.model, Decoder | Seq2Seq):
             raise ConfigError(
                 f"A {type(found.model).__name__} does not generate text. Give a decoder or an encoder–decoder; for "
                 "others there are penstock.Embedder and penstock.Classifier."
             )
-        self.model: Generating = found.model
-        self.tokenizer = found.tokenizer
-        self.device = torch.device(device)
-        self.start = found.start if start is None else start
-        self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
-        self._never = found.never
-        if isinstance(self.model, Seq2Seq) and self.start is None:
-            raise ConfigError(
-                "The model does not say which token its decoder begins with; give its number as start."
-            )
-        self._draft: Generating | None = None
-        if draft is not None:
-            small = loaded(draft, plan or Plan(), weights=weights, tokenizer=None, device=device).model
-            if type(small) is not type(self.model) or small.config.vocabulary != self.model.config.vocabulary:
-                raise ConfigError(
-                    "A draft model must be of the same family and vocabulary as the model it drafts for."
-                )
-            self._draft = small
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._joined.__exit__(*problem)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], decoding: Decoding | None = None, **settings: Any
@@ -108,7 +135,20 @@ class Generator:
         decoding = self._settings(decoding, settings)
         rows = [self.encode(prompt) for prompt in _several(prompts)]
         decoding = self._bounded(rows, decoding)
-        stops = bool(decoding.stop)
+        mine, best = own(len(rows), self.dims), decoding.best
+        seeds = self._seeds(decoding, len(rows) * best)[mine.start * best : mine.stop * best]
+        rows = rows[mine]
+
+        def generated(some: slice) -> list[Generated]:
+            return self._generated(rows[some], seeds[some.start * best : some.stop * best], decoding)
+
+        found = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
+        return everyones(found, self.dims)
+
+    def _generated(
+        self, rows: list[list[int]], seeds: list[int | None], decoding: Decoding
+    ) -> list[Generated]:
+        """`decoding.best` texts for each of some prompts, each drawn by a seed of its own."""
         scores: list[float] | None = None
         if decoding.beams > 1:
             found = search(self.model, self._prompts(rows), decoding, ends=self.ends)
@@ -117,13 +157,12 @@ class Generator:
             tokens = contrast(self.model, self._prompts(rows), decoding, ends=self.ends)
         else:
             rows = [row for row in rows for _ in range(decoding.best)]
-            seeds = self._seeds(decoding, len(rows))
             if decoding.speculate:
                 return [
                     self._told(self._speculated(row, replace(decoding, seed=seed)), decoding)
                     for row, seed in zip(rows, seeds, strict=True)
                 ]
-            if stops and self.tokenizer is not None:
+            if decoding.stop and self.tokenizer is not None:
                 return self._by_slots(rows, seeds, decoding)
             tokens = sample(self.model, self._prompts(rows), decoding, ends=self.ends, seeds=seeds)
         made = [_until(row) for row in tokens.tolist()]
@@ -134,7 +173,7 @@ class Generator:
 
     def stream(self, prompt: Prompt, decoding: Decoding | None = None, **settings: Any) -> Iterator[str]:
         """Pieces of the text that continues or translates a prompt, as they come. Only greedy and drawn texts come
-        piece by piece."""
+        piece by piece. Of several ranks, all must read it to its end."""
         decoding = self._settings(decoding, settings)
         if self.tokenizer is None:
             raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
@@ -163,6 +202,9 @@ class Generator:
         decoding = replace(decoding or Decoding(), **settings)
         if self._never:
             decoding = replace(decoding, bias=(*decoding.bias, *self._never))
+        if decoding.draws and decoding.seed is None and not self.dims.alone:
+            seed = random.SystemRandom().randrange(1 << 31)
+            decoding = replace(decoding, seed=told(seed, self.dims))
         return decoding
 
     def _prompts(self, rows: list[list[int]]) -> Prompts:

@@ -14,11 +14,17 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError
-from penstock.infer.weights import pack, suited
+from penstock.infer.stages import cut, stages_of
+from penstock.infer.texts import sharded
+from penstock.infer.weights import ROUNDED, pack, suited
 from penstock.models.anatomy import set_attention
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_json
 from penstock.models.convert.hub import local_weights
+from penstock.parallel import ALONE, ParallelDims
+from penstock.parallel.data import broadcast
+from penstock.parallel.dims import LOSS
+from penstock.parallel.tensor import line_of, split_layers
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -51,16 +57,25 @@ def loaded(
     weights: Weights,
     tokenizer: Tokenizer | None,
     device: torch.device | str = "cpu",
+    dims: ParallelDims = ALONE,
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
-    changed in place.
+    changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
+    device gets this rank's part.
 
-    Raises ConfigError where the Plan asks for several devices, and what opening a folder raises.
+    Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
+    opening a folder raises.
     """
-    if plan.gpus > 1:
+    if plan.gpus != dims.size:
         raise ConfigError(
-            f"Inference runs on one device here, but the plan asks for {plan.gpus}; leave dp, tp, pp and cp out."
+            f"Only text is generated on several devices; this runs on one, but the plan asks for {plan.gpus}. Leave "
+            "dp, tp, pp and cp out."
+        )
+    if dims.tp > 1 and weights in ROUNDED:
+        raise ConfigError(
+            f"weights={weights} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
+            "texts would change with tp. Use weights=auto, or plan.dp in place of tp."
         )
     said: dict[str, Any] | None = None
     first = False
@@ -74,10 +89,13 @@ def loaded(
         said, first = _said(folder), _pooled_first(folder)
         if tokenizer is None:
             tokenizer = found_in(folder)
-    module = module.eval().to(device)
+    module = module.eval()
     wanted = _TYPES[numerics_of(plan).compute]
     if plan.precision != "O0":
         module = module.to(wanted)
+    if not dims.alone:
+        _share_out(module, dims, alike=said is not None)
+    module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
     module = pack(module, suited(module, weights, own=said is not None))
@@ -99,6 +117,26 @@ def loaded(
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
     )
+
+
+def _share_out(module: nn.Module, dims: ParallelDims, *, alike: bool) -> None:
+    """Leave this rank its part of the weights: those of rank 0, where ranks may have others (not `alike`). A model that
+    is shared out already stays as it is.
+    """
+    split, cut_up = line_of(module) is not None, stages_of(module) is not None
+    if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1):
+        raise ConfigError(
+            "Ranks share out the model's weights in another way than the plan asks for; give the folder of its export."
+        )
+    if split or cut_up:
+        return
+    for names in () if alike else (("pp",), LOSS):
+        if dims.degree(*names) > 1:
+            broadcast(module, dims, names)
+    if dims.tp > 1:
+        split_layers(module, Plan(tp=dims.tp), dims, alike=alike)
+    if dims.pp > 1:
+        cut(module, dims)
 
 
 def _said(folder: Path) -> dict[str, Any]:

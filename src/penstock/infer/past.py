@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
 from penstock.kernels.attention import Scores, attention
+from penstock.models.anatomy import ELSEWHERE
 from penstock.models.block import Context
 from penstock.models.positions import alibi, rotation
 
@@ -210,7 +211,9 @@ class Past:
         look = _Look(self)
         for windowed in kinds:
             look.masks[windowed] = self._mask(stack, sizes.window if windowed else None, dtype)
-        look.windowed = [sizes.windowed(block) for block in range(sizes.depth)]
+        # Of the blocks that lie here, which are all that look.
+        here = (number for number, block in enumerate(stack.blocks) if not block.__dict__.get(ELSEWHERE))
+        look.windowed = [sizes.windowed(number) for number in here]
         context = Context(mask=look, near=look, rotation=turn)
         if memory is None and not self.remembers:
             return context
@@ -260,7 +263,7 @@ class Past:
             if stack.relative is not None:
                 table = stack.relative(count, 1)
             else:
-                table = alibi(stack.sizes.heads, count, 1, device)
+                table = alibi(stack.sizes.heads, count, 1, device)[:, stack.heads]
             self._tables["bias"] = table[0, :, :, 0]
         found: Tensor = self._tables["bias"]
         return found

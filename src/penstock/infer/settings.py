@@ -119,6 +119,8 @@ class ServeConfig(Checked):
     """Texts that are generated together."""
     waiting: Natural = 64
     """Requests that may wait for a slot; more are refused with 429."""
+    tp: Annotated[int, Range(1, 64)] = 1
+    """Devices of this machine that split each layer among them, with a process each."""
     context: Count | None = None
     """Tokens of a text, prompt and new ones; by default as many as the model has positions."""
     cache: Literal["slots", "paged"] = "paged"
@@ -137,3 +139,7 @@ class ServeConfig(Checked):
     """For requests under way, when the server is told to stop."""
     stall_seconds: Positive = 300.0
     """A worker that makes no token for so long, while it has requests, is replaced."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.tp > 1 and self.device.startswith("cuda:"):
+            yield f"device is {quoted(self.device)}, but tp={self.tp} takes a GPU for each process; use device=cuda."

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.infer.past import NEVER, Columns, Past
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
+from penstock.shards import TENSOR
 
 Generating = Decoder | Seq2Seq
 
@@ -150,5 +151,8 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def sharded(model: torch.nn.Module) -> bool:
-    """Whether other ranks hold parts of the model's weights, so that all ranks must run it together."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    """Whether ranks with other texts hold parts of the model's weights, so that all must take as many steps. Ranks that
+    split each layer have the same texts, which end at the same step.
+    """
+    meshes = (each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh"))
+    return any(mesh.mesh_dim_names != (TENSOR,) for mesh in meshes)

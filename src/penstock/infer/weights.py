@@ -27,7 +27,10 @@ from penstock.config.decoding import Weights
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Linear
+from penstock.parallel.tensor import in_place_of
 
+ROUNDED: tuple[Weights, ...] = ("int8", "int8_weights", "int4")
+"""Forms that change results."""
 _GROUP = 32
 """Inputs that share a scale in `int4`."""
 _WIDTH = 16
@@ -43,7 +46,7 @@ class Packed(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.out_features, self.in_features = linear.weight.shape  # of a split layer, this rank's
         self.dtype = linear.weight.dtype
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -165,7 +168,10 @@ def pack(model: nn.Module, weights: Weights) -> nn.Module:
             "This torch was built without oneDNN, whose layout is asked for; use weights=plain."
         )
     tied: dict[int, Packed] = {}
+    here = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for role in list(anatomy_of(model).parts(Linear)):
+        if role.name not in here:  # in a block that another rank has
+            continue
         linear = model.get_submodule(role.name)
         if isinstance(linear, nn.Linear):
             found = tied.setdefault(id(linear), _packed(linear, weights))
@@ -177,7 +183,7 @@ def _packed(linear: nn.Linear, weights: Weights) -> Packed:
     form = _FORMS[weights]
     if form is Int4 and (linear.in_features % _GROUP or linear.out_features % _WIDTH):
         form = OneDnn
-    return form(linear)
+    return in_place_of(linear, form(linear))
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from penstock.config.decoding import Decoding
@@ -43,6 +44,8 @@ class Opened(NamedTuple):
     """Makes what the engine takes of `ids` and `decoding`."""
     about: dict[str, Any]
     """What the server must know: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
+    ranks: Any = None
+    """The engine, where several ranks split its layers: see `penstock.infer.led`."""
 
 
 class Worker:
@@ -123,10 +126,13 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     from penstock.config.model import positions
     from penstock.infer.encode import Embedder
     from penstock.infer.engine import Engine, Request
+    from penstock.infer.led import Led, join
     from penstock.infer.load import loaded
     from penstock.models.convert import model_in
+    from penstock.parallel import ALONE
 
-    where, plan = settings["model"], InferConfig(dtype=settings["dtype"]).plan
+    where, device = settings["model"], settings["device"]
+    plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=settings["tp"])
     config = model_in(where)
     about = {
         "family": getattr(config, "family", ""),
@@ -134,24 +140,29 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "source": 0,
     }
     if config is not None and config.family == "encoder":
-        embedder = Embedder(where, plan, weights=settings["weights"], device=settings["device"])
+        embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         return Opened(
             None,
             lambda rows: embedder.embed(rows).tolist(),
             Request,
             about | {"context": positions(config)[0], "never": []},
         )
-    found = loaded(where, plan, weights=settings["weights"], tokenizer=None, device=settings["device"])
+    dims = ALONE
+    if plan.tp > 1:
+        dims, device = join(settings)
+    found = loaded(where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims)
     engine = Engine(
         found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
         tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
     )  # fmt: skip
     source = positions(found.model.config)[0] if about["family"] == "seq2seq" else 0
+    led = None if dims.alone else Led(engine, dims)
     return Opened(
-        engine,
+        led or engine,
         None,
         Request,
         about | {"context": engine.context, "source": source, "never": list(found.never)},
+        led,
     )
 
 
@@ -184,11 +195,17 @@ def main(handle: int) -> None:
         except PenstockError as problem:
             link.send({"fatal": [str(problem), int(problem.exit_code)]})
             return
-        link.send({"ready": made.about | {"process": os.getpid()}})
-        worker = Worker(made, limits, link)
-        for message in more:
-            worker._take(message)
-        worker.run()
+        if made.ranks is not None and made.ranks.dims.rank:
+            made.ranks.follow()
+        else:
+            link.send({"ready": made.about | {"process": os.getpid()}})
+            worker = Worker(made, limits, link)
+            for message in more:
+                worker._take(message)
+            worker.run()
+        if made.ranks is not None:
+            made.ranks.dismiss()
+            os._exit(0)  # in an orderly end gloo may abort, after all is done
     except Closed:
         return
 

@@ -71,7 +71,8 @@ class Rank:
         self._process = subprocess.Popen(
             [sys.executable, *_flags(), "-m", "penstock.launch.worker", *program],
             env=environment,
-            stdin=None if shows_output and procs == 1 else subprocess.DEVNULL,
+            # Rank 0 reads what is piped in. A terminal would stop it, for it is in the background.
+            stdin=None if shows_output and (procs == 1 or not os.isatty(0)) else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT if out else None,
             process_group=0,  # so that its loader workers and all else that it starts end with it

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         stack = open(path, "a")  # noqa: SIM115  # written to until the process ends
         faulthandler.enable(stack, all_threads=True)
         faulthandler.register(DUMP_SIGNAL, stack, all_threads=True)
-    if arguments[:2] == ["-m", "penstock"]:
-        promise()  # its training loop beats; other programs may not
+    if arguments[:3] == ["-m", "penstock", "train"]:
+        promise()  # its loop beats; other programs may not
     try:
         _run(list(arguments))
     except SystemExit as left:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from penstock.parallel.dims import LOSS, ParallelDims
 from penstock.parallel.sequence import Line
 from penstock.shards import TENSOR, Cut, cut_like
 
+M = TypeVar("M", bound=nn.Module)
 SPLIT_FROM = "penstock_split_from"
 """Attribute of a swapped class: the class that it was."""
 BEGINS, ENDS = "penstock_begins", "penstock_ends"
@@ -455,10 +456,10 @@ _READ = ("weight", "bias")
 
 
 @functools.cache
-def _class(kind: type, base: type) -> type:
+def _class(kind: type, base: type, *, reads: bool = True) -> type:
     members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
-    if issubclass(kind, _Part):
+    if reads and issubclass(kind, _Part):
         members |= {name: property(_reader(name)) for name in _READ}
     return type(base.__name__, (kind, base), members)
 
@@ -470,9 +471,29 @@ def _swap(module: nn.Module, kind: type) -> nn.Module:
     return module
 
 
+def in_place_of(module: nn.Module, new: M) -> M:
+    """Let `new`, which keeps this rank's part of a split linear's weights in a form of its own, add up or gather over
+    ranks what it gives, as `module` does. Where `module` does neither, `new` stays as it is.
+    """
+    kinds: tuple[Any, ...] = (_Row, _Words)
+    for kind in kinds:
+        if isinstance(module, kind):
+            kept = ("penstock_line", "penstock_words")
+            new.__dict__.update({name: module.__dict__[name] for name in kept if name in module.__dict__})
+            base: Any = type(new)
+            new.__class__ = _class(kind, base, reads=False)
+    return new
+
+
 def split_from(module: nn.Module) -> Any:
     """The class of a module, as it was before its layer was split."""
     return getattr(type(module), SPLIT_FROM, type(module))
+
+
+def line_of(model: nn.Module) -> Line | None:
+    """The ranks that split each layer; None where layers are whole."""
+    lines = (module.__dict__.get("penstock_line") for module in model.modules())
+    return next((line for line in lines if line is not None), None)
 
 
 def lines_of(model: nn.Module) -> list[Line]:

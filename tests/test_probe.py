@@ -6,17 +6,21 @@ import ctypes
 import itertools
 import logging
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.rank_pool import pool
 from penstock import probe as probe_room
-from penstock.config.machine import Machine, cache_path, cached_machine, load_machine, save_machine
+from penstock.config.machine import Link, Machine, cache_path, cached_machine, load_machine, save_machine
+from penstock.config.plan import Plan
 from penstock.errors import EnvironmentProblem
 from penstock.matmul import matmul_precision
+from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds, send_seconds
+from penstock.planner.rates import rates_of
 from penstock.probe import (
     keep,
     load,
@@ -26,6 +30,7 @@ from penstock.probe import (
     products,
     resolve_device,
 )
+from penstock.probe.link import measure_link
 from penstock.probe.rates import page_seconds
 
 pytestmark = pytest.mark.alone
@@ -77,6 +82,35 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert all(1e8 < sample.per_second < measured.peak_flops["fp32"] * 1.5 for sample in attention)
     assert 1e8 < measured.memory_bytes < 1e14
     assert measured.collective_bytes_per_second is None
+
+
+def _linked() -> dict[str, float]:
+    return asdict(measure_link(CPU))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_collectives_take_is_the_same_to_all_ranks(world: int) -> None:
+    found = pool(world).run(_linked)
+    assert found[0] == found[-1]
+    assert all(1e6 < rate < 1e12 for name, rate in found[0].items() if name != "collective_seconds")
+    assert 1e-6 < found[0]["collective_seconds"] < 0.1
+
+
+def test_each_kind_of_collective_has_its_own_rate() -> None:
+    machine = Machine(name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}).linked(
+        Link(
+            collective_bytes_per_second=1e9, gather_bytes_per_second=2e9, scatter_bytes_per_second=5e8,
+            send_bytes_per_second=4e9, collective_seconds=1e-3,
+        ), 4,
+    )  # fmt: skip
+    rates = rates_of(machine, Plan())
+    group = group_of(rates, 4, 1)
+    moved = 8e9
+    assert reduce_seconds(group, moved) == pytest.approx(1.5 * moved / 1e9, rel=1e-3)
+    assert gather_seconds(group, moved) == pytest.approx(0.75 * moved / 2e9, rel=1e-3)
+    assert gather_seconds(group, moved, scatters=True) == pytest.approx(0.75 * moved / 5e8, rel=1e-3)
+    assert send_seconds(rates, 1, moved) == pytest.approx(moved / 4e9, rel=1e-3)
+    assert min(reduce_seconds(group, 1.0), gather_seconds(group, 1.0), send_seconds(rates, 1, 1.0)) > 1e-3
 
 
 def test_the_peak_is_the_best_sample(measured: Machine) -> None:

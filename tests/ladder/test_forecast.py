@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import Link, Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.ladder.forecast import Corrected, Link, expected_gain, rank_machine
+from penstock.ladder.forecast import Corrected, expected_gain, rank_machine
 from penstock.planner import Prediction, predict
 from penstock.planner.collectives import group_of, reduce_seconds
 from penstock.planner.rates import rates_of
@@ -20,7 +20,7 @@ CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=2e10,
     memory_bytes=8e9,
 )  # fmt: skip
-LINK = Link(bandwidth=1e9, seconds=1e-3)
+LINK = Link(collective_bytes_per_second=1e9, collective_seconds=1e-3)
 
 
 def _predicted(line: str, machine: Machine = CPU, link: Link = LINK) -> Prediction:
@@ -34,7 +34,7 @@ def test_ranks_share_a_cpu() -> None:
     assert half.memory_bytes_per_second == 1e10
     assert half.memory_bytes == 4e9
     alone = predict(MODEL, CPU, Plan())
-    both = _predicted("dp=2", link=Link(bandwidth=1e15, seconds=0.0))
+    both = _predicted("dp=2", link=Link(collective_bytes_per_second=1e15))
     # With a link that costs nothing, two halves of a CPU are one CPU.
     assert both.samples_per_second == pytest.approx(alone.samples_per_second, rel=1e-3)
 
@@ -47,7 +47,7 @@ def test_communication_is_the_planners() -> None:
     gradients = 4.0 * found.parameters
     calls = -(-gradients // (25 * 2**20))
     assert found.seconds["data"] == pytest.approx(reduce_seconds(group, gradients, calls))
-    assert found.seconds["data"] > calls * LINK.seconds + gradients / 1e9
+    assert found.seconds["data"] > calls * LINK.collective_seconds + gradients / 1e9
     # Shards send half as much again (gather twice, scatter once), in three collectives for each block.
     shards = _predicted("dp=2 sharding=fsdp")
     assert shards.seconds["data"] > 1.4 * found.seconds["data"]
@@ -88,9 +88,15 @@ def test_memory_of_replicas_and_shards() -> None:
 
 def test_on_gpus_communication_hides() -> None:
     h100 = load_machine("h100")
-    found = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(3e11, 2e-5))
-    slow = _predicted("dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(1e9, 2e-5))
-    group = group_of(rates_of(rank_machine(h100, 4, Link(3e11, 2e-5)), found.plan), 4, 1)
+    found = _predicted(
+        "dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(collective_bytes_per_second=3e11)
+    )
+    slow = _predicted(
+        "dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(collective_bytes_per_second=1e9)
+    )
+    group = group_of(
+        rates_of(rank_machine(h100, 4, Link(collective_bytes_per_second=3e11)), found.plan), 4, 1
+    )
     whole = reduce_seconds(group, 4.0 * found.parameters)
     assert found.seconds["data"] < 0.2 * whole
     assert slow.seconds["data"] > 0.1  # 88 MB of gradients, twice over 1 GB/s, less the backward pass

@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -55,6 +55,17 @@ class KernelSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What was measured between processes; the fields are those of Machine."""
+
+    collective_bytes_per_second: float
+    collective_seconds: float = 0.0
+    gather_bytes_per_second: float | None = None
+    scatter_bytes_per_second: float | None = None
+    send_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Checked, where="machine"):
     """One kind of device and the links between such devices. All rates are per device and in SI units.
 
@@ -98,6 +109,12 @@ class Machine(Checked, where="machine"):
     """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
     collective_seconds: NotNegative = 0.0
     """Time of a small all-reduce between processes; 0 if not measured."""
+    gather_bytes_per_second: NotNegative | None = None
+    """Measured bus bandwidth of all-gather; that of all-reduce if not measured, as for the next two."""
+    scatter_bytes_per_second: NotNegative | None = None
+    """Of reduce-scatter."""
+    send_bytes_per_second: NotNegative | None = None
+    """Measured rate from one process to another."""
     multiprocessors: Natural | None = None
     """Number of thread blocks, one large tile each, that run at the same time."""
     power_watts: NotNegative | None = None
@@ -110,6 +127,12 @@ class Machine(Checked, where="machine"):
     def _problems(self) -> Iterator[str]:
         if not self.peak_flops:
             yield "machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."
+
+    def linked(self, link: Link, ranks: int) -> Machine:
+        """The same machine, with what was measured between so many processes. On CPUs they count as one node, wherever
+        they run: the link is what all of them share."""
+        node = max(ranks, self.devices_per_node) if self.device == "cpu" else self.devices_per_node
+        return replace(self, devices_per_node=node, **asdict(link))
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

@@ -9,30 +9,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from penstock.config.machine import Machine
+from penstock.config.machine import Link, Machine
 from penstock.ladder.statistics import inverse
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What was measured between the ranks."""
-
-    bandwidth: float
-    """Bus bandwidth of a large all-reduce, bytes per second."""
-    seconds: float
-    """Of a small one."""
 
 
 def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
     """What each of `ranks` processes on this one machine has of it."""
-    linked = replace(
-        machine,
-        devices_per_node=max(ranks, machine.devices_per_node),
-        collective_bytes_per_second=link.bandwidth,
-        collective_seconds=link.seconds,
-    )
+    linked = replace(machine.linked(link, ranks), devices_per_node=max(ranks, machine.devices_per_node))
     if machine.device != "cpu":
         return linked
     return replace(

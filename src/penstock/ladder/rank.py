@@ -10,24 +10,20 @@ import os
 import queue
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 
 import torch
-from torch import distributed
 
+from penstock.config.machine import Link
 from penstock.config.plan import Plan
 from penstock.ladder import measure
-from penstock.ladder.forecast import Link
 from penstock.ladder.subject import subject_of
 from penstock.ladder.team import Answer, Hello, Task
 from penstock.parallel.join import joined, local_device
+from penstock.probe.link import measure_link
 
 PATIENCE = 600.0
 """Seconds that a rank waits for its peers in a collective."""
-SMALL, LARGE = 64, 1 << 21
-"""Numbers that are reduced to learn what a collective costs by itself, and how fast many bytes are."""
-REPEATS = 9
 
 
 def main() -> None:
@@ -74,20 +70,7 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
 class _Bench(measure.Bench):
     def link(self) -> Link:
         """What collectives between the ranks take."""
-        large, world = self._reduced(LARGE), distributed.get_world_size()
-        return Link(bandwidth=2.0 * (world - 1) / world * 4.0 * LARGE / large, seconds=self._reduced(SMALL))
-
-    def _reduced(self, numbers: int) -> float:
-        values = torch.zeros(numbers, device=self.subject.device)
-        taken = []
-        for _ in range(REPEATS):
-            distributed.barrier()
-            start = time.perf_counter()
-            distributed.all_reduce(values)
-            if values.is_cuda:
-                torch.cuda.synchronize(values.device)
-            taken.append(time.perf_counter() - start)
-        return sorted(taken)[REPEATS // 2]
+        return measure_link(self.subject.device)
 
 
 if __name__ == "__main__":

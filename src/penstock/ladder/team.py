@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from penstock import errors
+from penstock.config.machine import Link
 from penstock.errors import ConfigError, EnvironmentProblem, PenstockError, ran_out_of_memory
-from penstock.ladder.forecast import Link
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Own, Subject
 from penstock.leftovers import temporary
@@ -83,8 +83,7 @@ class Team:
     def link(self) -> Link:
         """The link between the processes, which are started for it."""
         if self._link is None:
-            links = self.ask("link")
-            self._link = Link(min(link.bandwidth for link in links), max(link.seconds for link in links))
+            self._link = self.ask("link")[0]
         return self._link
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:

@@ -49,7 +49,7 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, rates)
 
 
-def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
+def gather_seconds(group: Group, moved: float, calls: float = 1.0, *, scatters: bool = False) -> float:
     """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them.
 
     By a ring, whose steps add up: nccl knows no tree of these before 2.23, and later one only for a device per node.
@@ -58,7 +58,8 @@ def gather_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     if n == 1 or moved <= 0:
         return 0.0
     called = calls * group.rates.call_seconds
-    return (n - 1) / n * moved / group.bandwidth + (n - 1) * group.step + _ramp(group, moved) / 2 + called
+    bandwidth = group.bandwidth * (group.rates.scattering if scatters else group.rates.gathering)
+    return (n - 1) / n * moved / bandwidth + (n - 1) * group.step + _ramp(group, moved) / 2 + called
 
 
 def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
@@ -88,8 +89,9 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
     """`moved` bytes from one device to another that is `stride` away; all devices of a node send at once."""
     constants, per_node = rates.constants, rates.machine.devices_per_node
     across = stride >= per_node
-    bandwidth = min(rates.link, rates.node / per_node) if across else rates.link
-    return moved / bandwidth + (constants.node_step_seconds if across else constants.link_step_seconds)
+    bandwidth = min(rates.link, rates.node / per_node) if across else rates.sending
+    latency = constants.node_step_seconds if across else constants.link_step_seconds
+    return moved / bandwidth + latency + rates.call_seconds
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:

@@ -106,7 +106,9 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     if shared:
         mine = -(-table // t.tp)
         added = shared * mine * e
-        to.behind(Op(SHARED_TABLE, "pointwise", False, n=mine, read=2 * added, written=added, launches=shared))
+        to.behind(
+            Op(SHARED_TABLE, "pointwise", False, n=mine, read=2 * added, written=added, launches=shared)
+        )
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
         # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.

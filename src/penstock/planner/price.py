@@ -54,7 +54,7 @@ def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
         return reduce_seconds(group, op.read)
     if op.kind == "exchange":
         return exchange_seconds(group, op.read)
-    return gather_seconds(group, op.read)
+    return gather_seconds(group, op.read, scatters=op.kind == "scatter")
 
 
 def keys_computed(queries: float, keys: float, *, causal: bool = False, window: int = 0) -> float:

@@ -58,6 +58,12 @@ class Rates:
     """Bytes of a number that goes into a matrix product."""
     link: float
     """Bus bandwidth inside a node, of one device."""
+    gathering: float
+    """All-gather's share of the link's bandwidth, where it was measured."""
+    scattering: float
+    """Reduce-scatter's."""
+    sending: float
+    """From one device to another in its node."""
     node: float
     """Bus bandwidth out of a node, of all its devices together."""
     call_seconds: float
@@ -119,6 +125,9 @@ def _rates(
         kernels=_kernels(machine, type_, numerics),
         compute=BYTES[numerics.compute],
         link=link,
+        gathering=(machine.gather_bytes_per_second or link) / link,
+        scattering=(machine.scatter_bytes_per_second or link) / link,
+        sending=machine.send_bytes_per_second or link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),

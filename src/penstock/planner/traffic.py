@@ -58,7 +58,7 @@ def data_seconds(
     # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
     # the last, behind nothing.
     whole = BYTES[numerics.gathered]
-    ends = gather_seconds(group, mine.ends * whole) + gather_seconds(group, mine.ends * size)
+    ends = gather_seconds(group, mine.ends * whole) + gather_seconds(group, mine.ends * size, scatters=True)
     # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
     # its division by the number of replicas.
     passes = 1 if plan.pp > 1 else 2
@@ -88,7 +88,7 @@ def _shared_out(
     gather = scatter = 0.0
     for members, size in ((group, mine.block_dense), (alike, mine.block_experts)):
         gather += gather_seconds(members, size * BYTES[numerics.gathered], work.pieces)
-        scatter += gather_seconds(members, size * BYTES[numerics.reduction], work.pieces)
+        scatter += gather_seconds(members, size * BYTES[numerics.reduction], work.pieces, scatters=True)
     return gather, 0.0 if plan.pp > 1 else gather, scatter
 
 
@@ -106,7 +106,7 @@ def _reduced(
     if plan.sharding == "ddp":
         whole = reduce_seconds(group, mine.held * size, calls)
     else:
-        whole = gather_seconds(group, mine.held * size, calls)
+        whole = gather_seconds(group, mine.held * size, calls, scatters=True)
         after = gather_seconds(group, mine.held * BYTES[numerics.gathered])
     if plan.sharding == "zero2":
         # Gradients cannot be kept whole, so each micro-batch reduces them.

@@ -1,4 +1,4 @@
-"""Measure a machine: matrix products, memory, the cost of one operator, and all-reduce where ranks are connected.
+"""Measure a machine: matrix products, memory, the cost of one operator, and collectives where ranks are connected.
 
 Every rate is taken from the lower quartile of repeated calls' times, because other processes can only lengthen them.
 Matrices are random: zeros draw less power and run faster on GPUs. A probe restores torch's precision settings, random
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import distributed
 
 from penstock.config.machine import (
     GemmSample,
@@ -27,22 +28,17 @@ from penstock.config.machine import (
     save_machine,
 )
 from penstock.errors import EnvironmentProblem, PenstockError
+from penstock.probe.link import measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, measured_again, sustained
-from penstock.probe.rates import (
-    all_reduce_bandwidth,
-    launch_seconds,
-    memory_bandwidth,
-    memory_bytes,
-    page_seconds,
-)
+from penstock.probe.rates import launch_seconds, memory_bandwidth, memory_bytes, page_seconds, shared
 from penstock.report.record import processor
 
 __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
 
-_PROBE = 6
+_PROBE = 7
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -52,13 +48,16 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
     """Measure `device` (`auto`: the current GPU, else the CPU) in a minute or two, or in seconds with `quick`.
 
     Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
-    the bus bandwidth of all-reduce if torch.distributed is initialised (then every rank must call this at once, unless
-    `alone`). On a GPU with a datasheet here, `peak_flops`, links and power are the datasheet's, and `achievable_flops`
-    is measured, and unless `quick` also the share of it that a minute of load sustains. Elsewhere the peak is the best
-    rate measured. Raises `EnvironmentProblem` if there is no such device.
+    what collectives take if torch.distributed is initialised with several ranks (then every rank must call this at
+    once, unless `alone`). On a GPU with a datasheet here, `peak_flops`, links and power are the datasheet's, and
+    `achievable_flops` is measured, and unless `quick` also the share of it that a minute of load sustains. Elsewhere
+    the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
     """
     where = resolve_device(device)
-    with _undisturbed(), torch.no_grad():
+    connected = distributed.is_available() and distributed.is_initialized() and not alone
+    world = distributed.get_world_size() if connected else 1
+    sharing = shared() if world > 1 and where.type == "cpu" else nullcontext()
+    with _undisturbed(), torch.no_grad(), sharing:
         budget = (0.1 if quick else 0.6) if where.type == "cpu" else (0.05 if quick else 0.3)
         samples = gemm_samples(where, quick, budget)
         bandwidth = memory_bandwidth(where, budget)
@@ -68,7 +67,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
         share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
-        collective = None if alone else all_reduce_bandwidth(where, quick)
+        link = measure_link(where) if world > 1 else None
     best: dict[str, float] = {}
     for sample in samples:
         best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
@@ -83,13 +82,12 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         launch_seconds=launch,
         operator_seconds=operator,
         page_seconds=page,
-        collective_bytes_per_second=collective,
         sustained_share=share,
         gemm=tuple(samples),
         kernels=tuple(kernels),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
     )
-    machine = _with_datasheet(machine, where)
+    machine = _with_datasheet(machine if link is None else machine.linked(link, world), where)
     return replace(machine, notes=(*machine.notes, words)) if words else machine
 
 

@@ -1,4 +1,4 @@
-"""How long calls take, and the rates of memory, launches, pages and all-reduce that follow."""
+"""How long calls take, and the rates of memory, launches and pages that follow."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import ctypes
 import mmap
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from penstock.report import record
 
 _PAGE_BYTES = 4096
+_sharing = ContextVar("_sharing", default=False)
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Inside, the ranks of a process group begin each measurement together: processes that share a machine then find
+    what each of them gets of it while the others do the same work."""
+    token = _sharing.set(True)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
     """Lower quartile of the times of one `call` over about `budget` seconds, three at least, after a warm-up."""
+    if _sharing.get():
+        torch.distributed.barrier()
     call()
     once = _time(call, device, 1)
     if once > budget:
@@ -27,12 +43,12 @@ def seconds(call: Callable[[], object], device: torch.device, budget: float) -> 
     return sorted(_time(call, device, batch) for _ in range(rounds))[rounds // 4]
 
 
-def _time(call: Callable[[], object], device: torch.device, batch: int, *, waits: bool = False) -> float:
-    """Seconds of one of `batch` calls. With `waits` they wait for other ranks, so that only the wall clock counts."""
+def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Seconds of one of `batch` calls."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     # One thread's work is timed in its processor time, which other processes lengthen less than the wall clock's.
-    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not waits
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     start = clock()
     for _ in range(batch):
@@ -72,29 +88,6 @@ def page_seconds() -> float:
         with mmap.mmap(-1, size) as memory:
             extra.append(fill(memory) - fill(memory))
     return max(0.0, statistics.median(extra)) / (size // _PAGE_BYTES)
-
-
-def all_reduce_bandwidth(device: torch.device, quick: bool) -> float | None:
-    """Bus bandwidth of all-reduce: 2 (n - 1) / n times the bytes reduced, per second (nccl-tests' convention)."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    ranks = torch.distributed.get_world_size()
-    if ranks < 2:
-        return None
-    values = torch.ones((2**22 if quick else 2**25) if device.type == "cuda" else 2**20, device=device)
-    for _ in range(2):
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-    # Every rank makes the same number of rounds: one that stopped by its own clock would leave the others waiting.
-    times = [
-        _time(
-            lambda: torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX),
-            device,
-            1,
-            waits=True,
-        )
-        for _ in range(5 if quick else 20)
-    ]
-    return 2.0 * (ranks - 1) / ranks * float(values.nbytes) / statistics.median(times)
 
 
 def memory_bytes(device: torch.device) -> float:

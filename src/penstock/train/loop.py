@@ -37,6 +37,7 @@ from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
+from penstock.probe.link import measure_link
 from penstock.tasks import task_of
 from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
@@ -155,6 +156,8 @@ class _Run:
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently. And
         # measured here: data that cannot be read are refused without waiting for it.
         self.machine = main_first(lambda: machine_of(config, device))
+        if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
+            self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit

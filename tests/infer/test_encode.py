@@ -126,9 +126,8 @@ def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8() -> None:
     ]
     plain = Embedder(folder, weights="plain").embed(texts)
     bf16 = Plan(precision="O3")
-    # Products in int8 of what was never calibrated lose more: 0.9965 was measured.
     for plan, weights, least in (
-        (Plan(), "packed", 1 - 1e-6), (bf16, "auto", 0.9999), (Plan(), "int8_weights", 0.999), (Plan(), "int8", 0.995),
+        (Plan(), "packed", 1 - 1e-6), (bf16, "auto", 0.9999), (Plan(), "int8_weights", 0.999), (Plan(), "int8", 0.999),
     ):  # fmt: skip
         vectors = Embedder(folder, plan, weights=weights).embed(texts)  # type: ignore[arg-type]
         assert float((plain * vectors).sum(-1).min()) >= least, (weights, (plain * vectors).sum(-1).min())

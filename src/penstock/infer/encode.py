@@ -110,7 +110,9 @@ class Embedder:
         batch: int = 32,
         device: torch.device | str = "cpu",
     ) -> None:
-        found = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        found = loaded(
+            model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, careful=True
+        )
         if not isinstance(found.model, Encoder):
             raise ConfigError(f"A {type(found.model).__name__} gives no vectors of texts; give an encoder.")
         self._texts = _Texts(found, batch, found.model.features)

@@ -58,11 +58,12 @@ def loaded(
     tokenizer: Tokenizer | None,
     device: torch.device | str = "cpu",
     dims: ParallelDims = ALONE,
+    careful: bool = False,
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
     changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
-    device gets this rank's part.
+    device gets this rank's part. `careful` is as `pack` takes it.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -98,7 +99,7 @@ def loaded(
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
-    module = pack(module, suited(module, weights, own=said is not None))
+    module = pack(module, suited(module, weights, own=said is not None), careful=careful)
     said = said or {}
     start = said.get("decoder_start_token_id")
     ends = said.get("eos_token_id")

@@ -21,7 +21,7 @@ from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.rules import problems
-from penstock.config.run import Lora, Recipe, RunConfig
+from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 
@@ -252,20 +252,15 @@ def _refused() -> list[str]:
     sizes = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 13}
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=3))
     said = []
-    for model, options in (
-        (llama, {}),
-        (torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]), {}),
-        (LAYOUT_CASES["gpt"].config, {"recipe": Recipe(lora=Lora(rank=2))}),
-    ):
+    for model in (llama, torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])):
         try:
-            build(model, Plan(tp=2), **options)
+            build(model, Plan(tp=2))
         except ConfigError as error:
             said.append(str(error))
     return said
 
 
 def test_modules_that_cannot_be_split_are_refused() -> None:
-    uneven, unknown, adapters = pool(2).run(_refused)[0]
+    uneven, unknown = pool(2).run(_refused)[0]
     assert "cannot split the model's 3 attention heads evenly; use a tp of 1, 3" in uneven
     assert "Enrol it" in unknown
-    assert "recipe.lora.rank=2 puts adapters beside linears, and plan.tp=2 cannot split" in adapters

@@ -30,7 +30,7 @@ from penstock.config.decoding import Weights
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Linear, Perceptron
-from penstock.parallel.tensor import in_place_of
+from penstock.parallel.parts import in_place_of
 
 ROUNDED: tuple[Weights, ...] = ("int8", "int8_weights", "int4")
 """Forms that change results."""

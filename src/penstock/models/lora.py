@@ -20,7 +20,9 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Head, Linear, Perceptron, Pooler, walk
 
-_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
+"""Where an adapted linear keeps the frozen one, A and B."""
+_BASE, _A, _B = f".{BASE}.", f".{FIRST}.weight", f".{SECOND}.weight"
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
@@ -86,6 +88,11 @@ def adapted(model: nn.Module, lora: Lora) -> list[str]:
     return names
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a linear with an adapter beside it."""
+    return hasattr(module, "lora_A")
+
+
 def _linears(model: nn.Module) -> Iterator[Linear]:
     return (role for role in walk(anatomy_of(model).stacks) if isinstance(role, Linear))
 
@@ -98,10 +105,10 @@ def scale_of(lora: Lora) -> float:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model has its frozen linears alone, under their own names: for loading weights into them."""
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    found = {name: module for name, module in model.named_modules() if is_adapted(module)}
     try:
         for name, module in found.items():
-            model.set_submodule(name, module.get_submodule("base_layer"))
+            model.set_submodule(name, module.get_submodule(BASE))
         yield
     finally:
         for name, module in found.items():

@@ -20,7 +20,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
-from penstock.parallel.tensor import split_from
+from penstock.parallel.parts import split_from
 from penstock.precision.forward import precision_on
 from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.lists import fp32_modules_of

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.parts import split_from
 from penstock.parallel.sequence import divide
-from penstock.parallel.tensor import BEGINS, ENDS, split_from
+from penstock.parallel.tensor import BEGINS, ENDS
 
 
 class Left(Exception):

@@ -7,6 +7,7 @@
 | table of tokens | by entries of the vocabulary | sums of what is found |
 | output over the vocabulary | by entries | gradients of what comes in; three numbers a row for the loss |
 | relative positions | by heads | nothing |
+| adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
 | all else | each rank has it whole | nothing |
 
 With sequence parallelism tokens are shared out between the first block and the end of a stack, and what is between the
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.anatomy import Anatomy, Stack, anatomy_of, set_heads, uncompiled
+from penstock.models.lora import BASE, FIRST, SECOND, is_adapted
 from penstock.models.roles import (
     Attention,
     Embedding,
@@ -43,16 +45,13 @@ from penstock.models.roles import (
     owned,
     walk,
 )
-from penstock.optim.tensors import local, whole
+from penstock.optim.tensors import local
 from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS, ParallelDims
+from penstock.parallel.parts import Enter, Part, Row, Table, Words, cut_to_fit, distributed, swap
 from penstock.parallel.sequence import Line
-from penstock.shards import TENSOR, Cut, cut_like
 
-M = TypeVar("M", bound=nn.Module)
-SPLIT_FROM = "penstock_split_from"
-"""Attribute of a swapped class: the class that it was."""
 BEGINS, ENDS = "penstock_begins", "penstock_ends"
 """Attributes of the modules before which tokens are shared out, and behind which they come together: their `Line`."""
 
@@ -178,15 +177,22 @@ class _Splitter:
 
     def _column(self, linear: Linear) -> None:
         outputs = 1 if linear.transposed else 0
-        self._split(linear, {"weight": outputs, "bias": 0}, pieces=len(linear.fused), kind=_Part)
-        _divide(self._module(linear.name), linear.counts, self.line.count)
+        pieces = len(linear.fused)
+        self._split(linear, {"weight": outputs, "bias": 0}, pieces=pieces, kind=Part)
+        _divide(self._module(self._plain(linear.name)), linear.counts, self.line.count)
+        if is_adapted(self._module(linear.name)):
+            # A gives the same on all ranks, whose rows of B each send a part of its gradient.
+            self._split(linear, {"weight": 0}, pieces=pieces, kind=Part, inside=SECOND)
+            self.partial.append(f"{linear.name}.{FIRST}.weight")
 
     def _row(self, linear: Linear, line: Line) -> None:
-        self._split(linear, {"weight": 0 if linear.transposed else 1}, kind=_Row, line=line, spread=("bias",))
+        self._split(linear, {"weight": 0 if linear.transposed else 1}, kind=Row, line=line, spread=("bias",))
+        if is_adapted(self._module(linear.name)):
+            self._split(linear, {"weight": 1}, kind=Row, line=line, inside=FIRST)
 
     def _enters(self, name: str, line: Line) -> None:
         module = self._module(name)
-        _swap(module, _Enter).__dict__["penstock_enters"] = line
+        swap(module, Enter).__dict__["penstock_enters"] = line
 
     def _vocabulary(self) -> bool:
         """Split the tables of tokens, and the outputs that have as many rows; whether there are such outputs."""
@@ -205,9 +211,9 @@ class _Splitter:
         if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not known or not plain:
             return False
         for role in tables:
-            self._split(role, {"weight": 0}, kind=_Table, line=self.line)
+            self._split(role, {"weight": 0}, kind=Table, line=self.line)
         for head in heads:
-            self._split(head, {"weight": 0, "bias": 0}, kind=_Words, line=self.line)
+            self._split(head, {"weight": 0, "bias": 0}, kind=Words, line=self.line)
         return bool(heads)
 
     def _output(self, head: Head) -> int:
@@ -231,7 +237,7 @@ class _Splitter:
         end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
             if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
-                _swap(self._module(head.name), _Enter).__dict__["penstock_enters"] = self._outside(line)
+                swap(self._module(head.name), Enter).__dict__["penstock_enters"] = self._outside(line)
         if not line.sequence:
             if not last:
                 end.register_forward_hook(functools.partial(_after, lambda x: sequence.copy(x, line)))
@@ -256,6 +262,10 @@ class _Splitter:
     def _module(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
 
+    def _plain(self, name: str) -> str:
+        """Where a role's own weights are: of a linear with an adapter, one further inside."""
+        return f"{name}.{BASE}" if is_adapted(self._module(name)) else name
+
     def _sees_a_part(self, *roles: Role) -> None:
         """Note what each rank has whole of these roles, and sees a part of the gradients of."""
         for role in roles:
@@ -279,14 +289,17 @@ class _Splitter:
         pieces: int = 1,
         line: Line | None = None,
         spread: tuple[str, ...] = (),
+        inside: str = "",
     ) -> None:
-        """Split parameters of a role's module along the dimensions that `where` gives by their names."""
-        module = self._module(role.name)
+        """Split parameters of a role's module, or of one `inside` it, along the dimensions that `where` gives by their
+        names.
+        """
+        module = self._module(f"{role.name}.{inside}" if inside else self._plain(role.name))
         if isinstance(role, Linear) and role.bias is not None:
             raise ConfigError(
                 f"plan.tp cannot split {role.name}, whose bias another module holds; use plan.tp=1."
             )
-        _swap(module, _Part if kind is object else kind)
+        swap(module, Part if kind is object else kind)
         if line is not None:
             module.__dict__["penstock_line"] = line
         module.__dict__["penstock_spread"] = tuple(n for n in spread if module._parameters.get(n) is not None)
@@ -294,7 +307,7 @@ class _Splitter:
             parameter = module._parameters.get(name)
             if parameter is not None and not hasattr(parameter, "placements"):
                 module._parameters[name] = self._shared(parameter, dim, pieces)
-        if kind in (_Table, _Words):
+        if kind in (Table, Words):
             weight: Any = module._parameters["weight"]
             rows = int(weight.shape[0])
             share = Share(self.line.group, self.line.index * -(-rows // self.line.count), rows)
@@ -307,40 +320,10 @@ class _Splitter:
     def _shared(self, parameter: nn.Parameter, dim: int, pieces: int) -> nn.Parameter:
         made = self.made.get(id(parameter))
         if made is None:
-            part = _distributed(parameter.detach(), dim, pieces, self.mesh)
+            part = distributed(parameter.detach(), dim, pieces, self.mesh)
             made = nn.Parameter(part, requires_grad=parameter.requires_grad)
             self.made[id(parameter)] = made
         return made
-
-
-def _distributed(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
-    """This rank's part of a tensor that lies whole on each rank, as a DTensor over `mesh`."""
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    placement: Any = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
-    cut = Cut(0, dim, mesh.size(), mesh.get_local_rank(), pieces)
-    part = cut.of(tensor).clone(memory_format=torch.contiguous_format)
-    part = part if part.is_meta else part.to(mesh.device_type)
-    return DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
-    )
-
-
-def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading, take this rank's part of tensors that come whole, the same on all ranks."""
-    for key, parameter in module._parameters.items():
-        value: Any = state.get(prefix + key)
-        sharded: Any = parameter
-        if (
-            not hasattr(sharded, "placements")
-            or not isinstance(value, Tensor)
-            or hasattr(value, "placements")
-        ):
-            continue
-        if value.shape == sharded.shape:  # else torch reports it
-            part = cut_like(sharded, value.to(local(sharded.detach()).device))
-            state[prefix + key] = whole(sharded, part)
 
 
 def _divide(module: nn.Module, names: tuple[str, ...], count: int) -> None:
@@ -351,92 +334,6 @@ def _divide(module: nn.Module, names: tuple[str, ...], count: int) -> None:
 
 def _plain_table(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
-
-
-# -- modules that compute with a part
-
-
-class _Part:
-    """A module whose parameters read as this rank's parts."""
-
-    _parameters: dict[str, Any]
-    penstock_line: Line
-    penstock_spread: tuple[str, ...] = ()
-    forward: Callable[..., Any]
-
-
-def _reader(name: str) -> Callable[[Any], Any]:
-    def read(self: Any) -> Any:
-        parameter = self._parameters[name]
-        if not hasattr(parameter, "placements"):
-            spread = parameter is not None and name in self.penstock_spread
-            return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
-        # While `fully_shard` has it shared out further, nobody computes with it.
-        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
-
-    return read
-
-
-def _split(parameter: Any) -> bool:
-    """Whether a DTensor of one mesh dimension is shared out by the ranks that split each layer."""
-    return bool(parameter.device_mesh.mesh_dim_names == (TENSOR,))
-
-
-class _Row(_Part):
-    """A linear whose outputs are parts of a sum over ranks."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        line = self.penstock_line
-        out = super().forward(*args, **kwargs)
-        return sequence.scatter(out, line) if line.sequence else sequence.reduce(out, line)
-
-
-class _Table(_Part):
-    """A table of which some rows lie here."""
-
-    penstock_words: Share
-
-    def forward(self, ids: Tensor) -> Tensor:
-        here = ids - self.penstock_words.start
-        elsewhere = (here < 0) | (here >= self._parameters["weight"].to_local().shape[0])
-        found: Tensor = super().forward(here.masked_fill(elsewhere, 0))
-        return sequence.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
-
-
-class _Words(_Part):
-    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
-
-    penstock_words: Share
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(x, *args, **kwargs)
-        made = out.dim() == x.dim()
-        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
-
-
-class _Enter:
-    """A module whose first argument all ranks need, and to whose gradient each of them adds."""
-
-    penstock_enters: Line
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        line, name = self.penstock_enters, "" if args else next(iter(kwargs))
-        forward: Any = super().forward  # type: ignore[misc]
-
-        def call(x: Tensor) -> Any:
-            return forward(x, *args[1:], **kwargs) if args else forward(**{**kwargs, name: x})
-
-        x = _multiplied(args[0] if args else kwargs[name])
-        return sequence.gathered(x, line, call) if line.sequence else call(sequence.copy(x, line))
-
-
-def _multiplied(x: Tensor) -> Tensor:
-    """In the type in which a linear will take it: ranks then send no more than that."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    with torch.no_grad():
-        dtype = nn.functional.linear(x.new_empty(0, 1), x.new_empty(1, 1)).dtype
-    return x.to(dtype)
 
 
 def _before(line: Line, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -450,44 +347,6 @@ def _after(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, out
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:]))
-
-
-_READ = ("weight", "bias")
-
-
-@functools.cache
-def _class(kind: type, base: type, *, reads: bool = True) -> type:
-    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
-    if reads and issubclass(kind, _Part):
-        members |= {name: property(_reader(name)) for name in _READ}
-    return type(base.__name__, (kind, base), members)
-
-
-def _swap(module: nn.Module, kind: type) -> nn.Module:
-    if not isinstance(module, kind):
-        base: Any = type(module)
-        module.__class__ = _class(kind, base)
-    return module
-
-
-def in_place_of(module: nn.Module, new: M) -> M:
-    """Let `new`, which keeps this rank's part of a split linear's weights in a form of its own, add up or gather over
-    ranks what it gives, as `module` does. Where `module` does neither, `new` stays as it is.
-    """
-    kinds: tuple[Any, ...] = (_Row, _Words)
-    for kind in kinds:
-        if isinstance(module, kind):
-            kept = ("penstock_line", "penstock_words")
-            new.__dict__.update({name: module.__dict__[name] for name in kept if name in module.__dict__})
-            base: Any = type(new)
-            new.__class__ = _class(kind, base, reads=False)
-    return new
-
-
-def split_from(module: nn.Module) -> Any:
-    """The class of a module, as it was before its layer was split."""
-    return getattr(type(module), SPLIT_FROM, type(module))
 
 
 def line_of(model: nn.Module) -> Line | None:

@@ -1,0 +1,175 @@
+"""Modules of which each rank of a tensor parallel group computes a part: what `penstock.parallel.tensor` makes of them.
+
+The class of a module is swapped for a subclass of it. Its parameters stay DTensors under their names, and read as this
+rank's parts where the module computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.vocabulary import Share
+from penstock.optim.tensors import local, whole
+from penstock.parallel import sequence
+from penstock.parallel.sequence import Line
+from penstock.shards import TENSOR, Cut, cut_like
+
+M = TypeVar("M", bound=nn.Module)
+SPLIT_FROM = "penstock_split_from"
+"""Attribute of a swapped class: the class that it was."""
+
+
+def distributed(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
+    """This rank's part of a tensor that lies whole on each rank, as a DTensor over `mesh`."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement: Any = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+    cut = Cut(0, dim, mesh.size(), mesh.get_local_rank(), pieces)
+    part = cut.of(tensor).clone(memory_format=torch.contiguous_format)
+    part = part if part.is_meta else part.to(mesh.device_type)
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
+    )
+
+
+def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading, take this rank's part of tensors that come whole, the same on all ranks."""
+    for key, parameter in module._parameters.items():
+        value: Any = state.get(prefix + key)
+        sharded: Any = parameter
+        if (
+            not hasattr(sharded, "placements")
+            or not isinstance(value, Tensor)
+            or hasattr(value, "placements")
+        ):
+            continue
+        if value.shape == sharded.shape:  # else torch reports it
+            part = cut_like(sharded, value.to(local(sharded.detach()).device))
+            state[prefix + key] = whole(sharded, part)
+
+
+class Part:
+    """A module whose parameters read as this rank's parts."""
+
+    _parameters: dict[str, Any]
+    penstock_line: Line
+    penstock_spread: tuple[str, ...] = ()
+    forward: Callable[..., Any]
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    def read(self: Any) -> Any:
+        parameter = self._parameters[name]
+        if not hasattr(parameter, "placements"):
+            spread = parameter is not None and name in self.penstock_spread
+            return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
+        # While `fully_shard` has it shared out further, nobody computes with it.
+        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
+
+    return read
+
+
+def _split(parameter: Any) -> bool:
+    """Whether a DTensor of one mesh dimension is shared out by the ranks that split each layer."""
+    return bool(parameter.device_mesh.mesh_dim_names == (TENSOR,))
+
+
+class Row(Part):
+    """A linear whose outputs are parts of a sum over ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        line = self.penstock_line
+        out = super().forward(*args, **kwargs)
+        return sequence.scatter(out, line) if line.sequence else sequence.reduce(out, line)
+
+
+class Table(Part):
+    """A table of which some rows lie here."""
+
+    penstock_words: Share
+
+    def forward(self, ids: Tensor) -> Tensor:
+        here = ids - self.penstock_words.start
+        elsewhere = (here < 0) | (here >= self._parameters["weight"].to_local().shape[0])
+        found: Tensor = super().forward(here.masked_fill(elsewhere, 0))
+        return sequence.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
+
+
+class Words(Part):
+    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
+
+    penstock_words: Share
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(x, *args, **kwargs)
+        made = out.dim() == x.dim()
+        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
+
+
+class Enter:
+    """A module whose first argument all ranks need, and to whose gradient each of them adds."""
+
+    penstock_enters: Line
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        line, name = self.penstock_enters, "" if args else next(iter(kwargs))
+        forward: Any = super().forward  # type: ignore[misc]
+
+        def call(x: Tensor) -> Any:
+            return forward(x, *args[1:], **kwargs) if args else forward(**{**kwargs, name: x})
+
+        x = _multiplied(args[0] if args else kwargs[name])
+        return sequence.gathered(x, line, call) if line.sequence else call(sequence.copy(x, line))
+
+
+def _multiplied(x: Tensor) -> Tensor:
+    """In the type in which a linear will take it: ranks then send no more than that."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    with torch.no_grad():
+        dtype = nn.functional.linear(x.new_empty(0, 1), x.new_empty(1, 1)).dtype
+    return x.to(dtype)
+
+
+_READ = ("weight", "bias")
+
+
+@functools.cache
+def _class(kind: type, base: type, *, reads: bool = True) -> type:
+    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
+    if reads and issubclass(kind, Part):
+        members |= {name: property(_reader(name)) for name in _READ}
+    return type(base.__name__, (kind, base), members)
+
+
+def swap(module: nn.Module, kind: type) -> nn.Module:
+    if not isinstance(module, kind):
+        base: Any = type(module)
+        module.__class__ = _class(kind, base)
+    return module
+
+
+def in_place_of(module: nn.Module, new: M) -> M:
+    """Let `new`, which keeps this rank's part of a split linear's weights in a form of its own, add up or gather over
+    ranks what it gives, as `module` does. Where `module` does neither, `new` stays as it is.
+    """
+    kinds: tuple[Any, ...] = (Row, Words)
+    for kind in kinds:
+        if isinstance(module, kind):
+            kept = ("penstock_line", "penstock_words")
+            new.__dict__.update({name: module.__dict__[name] for name in kept if name in module.__dict__})
+            base: Any = type(new)
+            new.__class__ = _class(kind, base, reads=False)
+    return new
+
+
+def split_from(module: nn.Module) -> Any:
+    """The class of a module, as it was before its layer was split."""
+    return getattr(type(module), SPLIT_FROM, type(module))

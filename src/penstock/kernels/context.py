@@ -42,6 +42,10 @@ class Cut:
     def __deepcopy__(self, memo: Any) -> Cut:
         return self  # a copy of a model belongs to the same group
 
+    def unordered(self) -> Cut:
+        """How the same ranks cut samples whose tokens all see each other."""
+        return Cut(self.group, self.rank, self.size, causal=False, exchange="ring" if self.ring else "gather")
+
     @property
     def chunks(self) -> int:
         """Into how many chunks a sample is cut."""
@@ -127,9 +131,15 @@ class Shared:
         window: int | None = None,
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
+        queries: int | None = None,
+        biases: Tensor | None = None,
     ) -> None:
         self.cut, self.tokens = cut, tokens
-        self.window = window
+        self.queries = queries
+        """How many this rank has, where they are of other samples: the tokens are then a memory's. None: the same."""
+        self.window, self.biases = window, biases
+        """What is added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to one as
+        many behind."""
         self.lengths = None if cut.causal else lengths
         """(B,) tokens that are no padding, which comes last: a causal mask hides it already."""
         self.documents = None
@@ -138,6 +148,11 @@ class Shared:
             missing = cut.chunk(tokens) * cut.chunks - tokens
             self.documents = F.pad(documents, (0, missing), value=-1) if missing else documents
 
+    @property
+    def reach(self) -> int:
+        """Tokens of a sample with what fills the last chunks."""
+        return self.cut.chunk(self.tokens) * self.cut.chunks
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `attention`: q (B, H, n, K), k and v (B, G, n, K); returns (B, H, n, K)."""
@@ -145,7 +160,7 @@ class Shared:
         # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it anew.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
         how = _How(self, scale, scores.dropout, seed, backend in ("plain", "math"))
-        return _Exchanged.apply(q, k, v, how)  # type: ignore[no-any-return, no-untyped-call]
+        return _Exchanged.apply(q, k, v, self.biases, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
         """Which of this rank's queries look at which keys of a rank, in rectangles."""
@@ -154,15 +169,17 @@ class Shared:
         n = each * len(cut.held(rank))
         first, last, everything = slice(0, each), slice(each, n), slice(0, n)
         if not cut.causal:
-            found = [_Piece(everything, everything, "all")]
+            asking = everything if self.queries is None else slice(0, self.queries)
+            found = [_Piece(asking, everything, "all")]
         elif source == rank:
             found = [_Piece(first, first, "causal"), _Piece(last, first, "all"), _Piece(last, last, "causal")]
         elif source < rank:
             found = [_Piece(everything, first, "all")]
         else:
             found = [_Piece(last, everything, "all")]
-        padded = not cut.causal and self.lengths is None and each * cut.chunks > self.tokens
+        padded = not cut.causal and self.lengths is None and self.reach > self.tokens
         masked = self.documents is not None or self.window is not None or self.lengths is not None
+        masked = masked or self.biases is not None
         masked = masked or (padded and max(cut.held(source)) * each + each > self.tokens)
         for piece in found:
             if not masked:
@@ -172,15 +189,22 @@ class Shared:
             for start in range(piece.queries.start, piece.queries.stop, QUERIES):
                 queries = slice(start, min(start + QUERIES, piece.queries.stop))
                 mask = self._mask(queries, source, piece.keys, device)
-                yield _Piece(queries, piece.keys, "mask", mask)
+                apart = None
+                if self.biases is not None:
+                    looking = cut.places(rank, self.tokens, device)[queries]
+                    seen = cut.places(source, self.tokens, device)[piece.keys]
+                    apart = seen - looking[:, None] + self.reach - 1
+                yield _Piece(queries, piece.keys, "mask", mask, apart)
 
     def _mask(self, queries: slice, source: int, keys: slice, device: torch.device) -> Tensor:
         """Which of these queries sees which of these keys, (B or 1, 1, ·, ·)."""
         cut = self.cut
-        looking = cut.places(cut.rank, self.tokens, device)[queries]
         seen = cut.places(source, self.tokens, device)[keys]
-        behind = looking[:, None] - seen
-        mask = (behind >= 0) if cut.causal else (seen < self.tokens).expand(len(looking), -1)
+        mask = (seen < self.tokens).expand(queries.stop - queries.start, -1)
+        if self.queries is None:
+            looking = cut.places(cut.rank, self.tokens, device)[queries]
+            behind = looking[:, None] - seen
+            mask = behind >= 0 if cut.causal else mask
         if self.window is not None:
             near = behind < self.window if cut.causal else behind.abs() <= self.window // 2
             mask = mask & near
@@ -198,6 +222,8 @@ class _Piece(NamedTuple):
     kind: str
     """`all` see all; `causal`: those at the same places and before; `mask`."""
     mask: Tensor | None = None
+    apart: Tensor | None = None
+    """Which of the biases by distance are added to scores, (q, k)."""
 
 
 class _How(NamedTuple):
@@ -220,7 +246,7 @@ class _How(NamedTuple):
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: _How) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, how: _How) -> Tensor:
         shared, sums = how.shared, torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape, dtype=sums)
         logs = q.new_full(q.shape[:-1], -math.inf, dtype=sums)
@@ -228,8 +254,9 @@ class _Exchanged(torch.autograd.Function):
             for at, piece in enumerate(shared.pieces(source, q.device)):
                 rows, columns = piece.queries, piece.keys
                 one, log = _forward(
-                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], piece, how, _number(source, at)
-                )
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], biases, piece, how,
+                    _number(source, at),
+                )  # fmt: skip
                 both = torch.logaddexp(logs[:, :, rows], log)
                 # Where nothing is seen yet both are −∞.
                 base = both.masked_fill(both == -math.inf, 0.0)
@@ -237,14 +264,15 @@ class _Exchanged(torch.autograd.Function):
                 out[:, :, rows] = out[:, :, rows] * before[..., None] + one * now[..., None]
                 logs[:, :, rows] = both
         made = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, made, logs)
+        ctx.save_for_backward(q, k, v, made, logs, biases)
         ctx.how = how
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, logs = ctx.saved_tensors
+        q, k, v, out, logs, biases = ctx.saved_tensors
         how: _How = ctx.how
+        for_biases = torch.zeros_like(biases, dtype=logs.dtype) if ctx.needs_input_grad[3] else None
         cut, kv = how.shared.cut, torch.stack((k, v))
         for_queries = torch.zeros_like(q, dtype=logs.dtype)
         own: Tensor | None = None
@@ -256,7 +284,7 @@ class _Exchanged(torch.autograd.Function):
                 rows, columns = piece.queries, piece.keys
                 dq, dk, dv = _backward(
                     grad[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns], out[:, :, rows],
-                    logs[:, :, rows], piece, how, _number(source, at),
+                    logs[:, :, rows], biases, for_biases, piece, how, _number(source, at),
                 )  # fmt: skip
                 for_queries[:, :, rows] += dq
                 for_keys[0, :, :, columns] += dk
@@ -275,7 +303,8 @@ class _Exchanged(torch.autograd.Function):
         elif passed is not None and own is not None:
             own = own + passed.received()
         assert own is not None
-        return for_queries.to(q.dtype), own[0], own[1], None
+        learned = None if for_biases is None else for_biases.to(biases.dtype)
+        return for_queries.to(q.dtype), own[0], own[1], learned, None
 
 
 def _number(source: int, at: int) -> int:
@@ -316,7 +345,9 @@ def _visits(cut: Cut, kv: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
             kv = hop.received()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, how: _How, number: int) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, piece: _Piece, how: _How, number: int
+) -> tuple[Tensor, Tensor]:
     """Attention to some keys: the mean of their values (B, H, n, K), and the logarithm of the sum of exponentials of
     the scores (B, H, n), both in the type of sums."""
     sums = torch.promote_types(q.dtype, torch.float32)
@@ -330,7 +361,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, how: _How, number: 
                 q, k, v, 0.0, causal, scale=how.scale
             )
         return found[0].to(sums), found[1].to(sums)
-    products = _products(q, k, piece, how)
+    products = _products(q, k, biases, piece, how)
     logs = torch.logsumexp(products, -1)
     weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
     if how.dropout:
@@ -339,15 +370,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, how: _How, number: 
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, piece: _Piece, how: _How, number: int
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, biases: Tensor | None,
+    for_biases: Tensor | None, piece: _Piece, how: _How, number: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values of one part, given the whole output and sum of exponentials."""
+    """Gradients of queries, keys and values of one part, given the whole output and sum of exponentials; those of
+    biases are added to what others have found."""
     groups = k.shape[1]
     wide_k, wide_v = _for_each_query(k, q), _for_each_query(v, q)
     if how.fused(q, piece):
         dq, dk, dv = _fused_backward(grad, q, wide_k, wide_v, out, logs, piece, how)
     else:
-        products = _products(q, wide_k, piece, how)
+        products = _products(q, wide_k, biases, piece, how)
         weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
         inside = (grad @ wide_v.transpose(-1, -2)).to(weights.dtype)
         dropped = weights
@@ -356,7 +389,10 @@ def _backward(
             inside, dropped = inside * kept, weights * kept
         dv = dropped.to(grad.dtype).transpose(-1, -2) @ grad
         mean = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
-        scores = (weights * (inside - mean) * how.scale).to(q.dtype)
+        of_scores = weights * (inside - mean)
+        if for_biases is not None and piece.apart is not None:
+            for_biases.index_add_(1, piece.apart.flatten(), of_scores.sum(0).flatten(1))
+        scores = (of_scores * how.scale).to(q.dtype)
         dq, dk = scores @ wide_k, scores.transpose(-1, -2) @ q
     # What several queries share adds up.
     dk, dv = (torch.unflatten(t, 1, (groups, -1)).sum(2) if t.shape[1] != groups else t for t in (dk, dv))
@@ -385,10 +421,12 @@ def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _products(q: Tensor, k: Tensor, piece: _Piece, how: _How) -> Tensor:
+def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _How) -> Tensor:
     """Scores, in the type of sums: −∞ where a query does not see a key."""
     sums = torch.promote_types(q.dtype, torch.float32)
     products = (q @ k.transpose(-1, -2)).to(sums) * how.scale
+    if biases is not None and piece.apart is not None:
+        products = products + biases.to(sums)[:, piece.apart]
     if piece.kind == "causal":
         later = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return products.masked_fill(later, -math.inf)

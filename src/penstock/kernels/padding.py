@@ -29,15 +29,14 @@ class Real(NamedTuple):
     """The batch's first two sizes: B and N, or N and B."""
 
     @classmethod
-    def of(cls, lengths: Tensor, tokens: int, *, sequence_first: bool) -> Real | None:
-        """The tokens before `lengths` (B,) of each sample; None where leaving out the others saves nothing. On a GPU
-        this waits for the lengths.
+    def of(cls, lengths: Tensor, places: Tensor, *, sequence_first: bool) -> Real | None:
+        """Of tokens at `places` (N,) those before `lengths` (B,) of each sample; None where leaving out the others
+        saves nothing. On a GPU this waits for the lengths.
         """
-        samples = len(lengths)
-        count = _rounded(lengths, samples * tokens)
-        if count == samples * tokens:
+        padding = places >= lengths[:, None]  # (B, N)
+        count = _rounded(padding)
+        if count == padding.numel():
             return None
-        padding = torch.arange(tokens, device=lengths.device) >= lengths[:, None]  # (B, N)
         padding = padding.T if sequence_first else padding
         rows = padding.flatten().to(torch.uint8).argsort(stable=True)[:count]
         return cls(rows, *padding.shape)
@@ -53,10 +52,11 @@ class Real(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _rounded(lengths: Tensor, tokens: int) -> int:
-    """How many tokens there are before `lengths`, rounded up to a sixteenth of all."""
+def _rounded(padding: Tensor) -> int:
+    """How many tokens are no padding, rounded up to a sixteenth of all; one at the least."""
+    tokens = padding.numel()
     step = -(-tokens // SIZES)
-    return min(tokens, -(-int(lengths.sum()) // step) * step)
+    return min(tokens, max(1, -(-int((~padding).sum()) // step)) * step)
 
 
 class _Take(torch.autograd.Function):

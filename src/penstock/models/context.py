@@ -15,17 +15,21 @@ from torch import Tensor
 
 from penstock.kernels.context import Cut, Shared
 from penstock.kernels.linear_cross_entropy import IGNORED
+from penstock.kernels.padding import Real
 from penstock.models.block import Context
 from penstock.models.encoder import Pooler
-from penstock.models.positions import places_of, rotation
+from penstock.models.positions import alibi, places_of, rotation
+from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel, TokenStack
 from penstock.models.vit import ViT
 
 
 def share_tokens(model: Any, cut: Cut) -> None:
-    """Let a decoder, an encoder or a Vision Transformer compute this rank's tokens alone, in place."""
+    """Let a model compute this rank's tokens alone, in place. `cut` is that of a decoder, where there is one."""
     if isinstance(model, ViT):
         _share_patches(model, cut)
+    elif isinstance(model, Seq2Seq):
+        _SharedPair(model, cut)
     else:
         _SharedText(model, cut)
 
@@ -35,8 +39,15 @@ class _Tokens:
 
     remembers = False
 
-    def __init__(self, cut: Cut, like: Tensor, lengths: Tensor | None, documents: Tensor | None) -> None:
-        self.cut, self.count = cut, like.shape[1]
+    def __init__(
+        self,
+        cut: Cut,
+        like: Tensor,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        memory: _Tokens | None = None,
+    ) -> None:
+        self.cut, self.count, self.memory = cut, like.shape[1], memory
         self._known: dict[str, Any] = {"lengths": lengths, "documents": documents}
         places = places_of(self.count, documents, like.device)
         self.places = cut.take(places, places.dim() - 1)
@@ -46,11 +57,41 @@ class _Tokens:
         turn = None
         if sizes.positions == "rotary":
             turn = rotation(sizes, self.places, sequence_first=stack.sequence_first)
+        sight: Shared | None = None
+        if memory is not None and self.memory is not None:
+            memory = memory.transpose(0, 1) if stack.sequence_first else memory
+            sight = self.memory.seen_by(x.shape[1])
+        known = {**self._known, "biases": self._biases(stack, x.device)}
+        lengths, real = self._known["lengths"], None
+        if stack.padding == "remove" and lengths is not None and not stack.causal:
+            mine = self.cut.places(self.cut.rank, self.count, x.device)
+            real = Real.of(lengths, mine, sequence_first=stack.sequence_first)
         return Context(
-            mask=Shared(self.cut, self.count, **self._known),
-            near=Shared(self.cut, self.count, window=sizes.window, **self._known),
+            real=real,
+            memory=memory,
+            memory_mask=sight,
+            mask=Shared(self.cut, self.count, **known),
+            near=Shared(self.cut, self.count, window=sizes.window, **known),
             rotation=turn,
         )
+
+    def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:
+        """What a stack adds to scores by distance, as `Shared` takes it."""
+        sizes, reach = stack.sizes, Shared(self.cut, self.count).reach
+
+        def between(looking: int, seen: int) -> Tensor:
+            if stack.relative is not None:
+                found: Tensor = stack.relative(looking, seen)
+                return found[0]
+            return alibi(sizes.heads, looking, seen, device)[0, stack.heads]
+
+        if sizes.positions not in ("relative", "alibi"):
+            return None
+        return torch.cat([between(reach, 1)[:, :, 0].flip(1), between(1, reach)[:, 0, 1:]], dim=1)
+
+    def seen_by(self, queries: int) -> Shared:
+        """What so many tokens of another stack see of these."""
+        return Shared(self.cut, self.count, lengths=self._known["lengths"], queries=queries)
 
 
 class _SharedText:
@@ -74,12 +115,9 @@ class _SharedText:
         given = self.signature.bind(*args, **kwargs).arguments
         if given.get("past") is not None:
             return self.forward(*args, **kwargs)  # a text that is continued token by token is not cut
-        tokens, cut = given["tokens"], self.cut
+        cut = self.cut
         targets, rows = given.get("targets"), given.get("rows")
-        self.tokens = _Tokens(cut, tokens, given.pop("lengths", None), given.pop("documents", None))
-        for name in ("tokens", "segments"):
-            if given.get(name) is not None:
-                given[name] = cut.take(given[name], 1)
+        tokens = self._cut(given)
         mine = None
         if rows is not None:
             mine = self._rows(given, rows, tokens.shape[1], targets)
@@ -88,12 +126,21 @@ class _SharedText:
         try:
             out = self.forward(**given)
         finally:
-            count, self.tokens = self.tokens.count, None
+            count, self.tokens = tokens.shape[1], None
         if targets is not None:
             return cut.summed(out)
         if mine is not None:
             return cut.summed(out * mine[:, None])
         return out if self.pooled else cut.whole(out, 1, count)
+
+    def _cut(self, given: dict[str, Any]) -> Tensor:
+        """Put this rank's tokens in place of all, which are returned: those that the outputs are of."""
+        tokens: Tensor = given["tokens"]
+        self.tokens = _Tokens(self.cut, tokens, given.pop("lengths", None), given.pop("documents", None))
+        for name in ("tokens", "segments"):
+            if given.get(name) is not None:
+                given[name] = self.cut.take(given[name], 1)
+        return tokens
 
     def _rows(self, given: dict[str, Any], rows: Tensor, tokens: int, targets: Tensor | None) -> Tensor:
         """Put in place of rows of all samples those of this rank's tokens: with targets only these, which are then
@@ -116,15 +163,30 @@ class _SharedText:
         return mine
 
 
+class _SharedPair(_SharedText):
+    """The same of an encoder–decoder. Both sides are cut: the memory stays where the encoder has made it."""
+
+    def _cut(self, given: dict[str, Any]) -> Tensor:
+        source, target, beside = given["source"], given["target"], self.cut.unordered()
+        memory = _Tokens(beside, source, given.get("lengths"))
+        self.tokens = _Tokens(self.cut, target, memory=memory)
+        given |= {"source": beside.take(source, 1), "target": self.cut.take(target, 1)}
+        return target  # type: ignore[no-any-return]
+
+
 class _SharedStack:
     """The forward pass of a stack of blocks, whose tokens stand where the model's wrapper says."""
 
     def __init__(self, forward: Callable[..., Tensor], around: _SharedText) -> None:
         self.forward, self.around = forward, around
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, memory: Tensor | None = None, **kwargs: Any) -> Tensor:
         tokens = self.around.tokens
-        return self.forward(x, *args, **kwargs) if tokens is None else self.forward(x, past=tokens)
+        if tokens is None:
+            return self.forward(x, *args, memory=memory, **kwargs)
+        # Of an encoder–decoder's two stacks the encoder has no memory.
+        mine = tokens if memory is not None or tokens.memory is None else tokens.memory
+        return self.forward(x, memory=memory, past=mine)
 
 
 class _WholeFirst:

@@ -94,7 +94,8 @@ class TokenStack(nn.Module):
             context = context._replace(memory=memory, memory_mask=mask)
         x = x.transpose(0, 1) if self.sequence_first else x
         if self.padding == "remove" and lengths is not None and not self.causal:
-            real = Real.of(lengths, places.shape[-1], sequence_first=self.sequence_first)
+            counted = torch.arange(places.shape[-1], device=x.device)
+            real = Real.of(lengths, counted, sequence_first=self.sequence_first)
             context = context._replace(real=real)
         x = x if context.real is None else context.real.take(x)
         for block in self.blocks:

@@ -63,7 +63,8 @@ class ParallelDims:
     @classmethod
     def of(cls, plan: Plan, *, rank: int = 0) -> ParallelDims:
         """The degrees of a Plan, with no processes behind them yet."""
-        shard = {"ddp": 1, "hsdp": plan.shard}.get(plan.sharding, plan.dp)
+        # Ranks that split a sample's tokens are among those of `plan.shard`.
+        shard = {"ddp": 1, "hsdp": plan.shard // plan.cp}.get(plan.sharding, plan.dp)
         return cls(
             pp=plan.pp, dp_replicate=plan.dp // shard, dp_shard=shard, cp=plan.cp, tp=plan.tp, rank=rank
         )
@@ -129,6 +130,15 @@ class ParallelDims:
             return self.mesh["dp_shard"]
         # Kept by the mesh under its name, so that asking again makes no other groups.
         return self.mesh[SHARD]._flatten("shard")
+
+    def replicas_mesh(self) -> DeviceMesh:
+        """Two dimensions: whole copies of the model, and the ranks that share each of them out among them."""
+        assert self.mesh is not None
+        if self.cp == 1:
+            return self.mesh[DATA]
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh._concatenate([self.mesh["dp_replicate"], self.shard_mesh()])
 
     def connect(self, device: torch.device) -> ParallelDims:
         """The same with mesh and groups, out of the existing process group. All ranks must call this. The same degrees

@@ -31,10 +31,10 @@ from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.optim.tensors import MOVED, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
-from penstock.parallel.dims import DATA, ParallelDims
+from penstock.parallel.dims import ParallelDims
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
+from penstock.parallel.parts import cut_to_fit
 from penstock.parallel.rebind import rebind
-from penstock.parallel.tensor import cut_to_fit
 from penstock.precision.master import compute_in_fp32
 from penstock.shards import whole_of
 
@@ -133,10 +133,10 @@ def shard(
 def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    assert dims.mesh is not None
     offload = plan.offload == "optimizer"
+    copies = plan.sharding == "hsdp" or dims.dp_replicate > 1
     return {
-        "mesh": dims.mesh[DATA] if plan.sharding == "hsdp" or dims.dp_replicate > 1 else dims.shard_mesh(),
+        "mesh": dims.replicas_mesh() if copies else dims.shard_mesh(),
         "reshard_after_forward": plan.sharding in ("fsdp", "hsdp"),
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),

@@ -164,7 +164,7 @@ for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"
             set_token_order=Switched.set_token_order,
             set_loss=None if _path == "vit.ViT" else _set_loss,
             recompute_scores=_recompute_scores,
-            share_tokens=None if _path == "seq2seq.Seq2Seq" else share_tokens,
+            share_tokens=share_tokens,
             set_heads=None if _path == "vit.ViT" else _set_heads,
             set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
         ),

@@ -30,6 +30,7 @@ from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recomp
 from penstock.parallel.context import split_tokens
 from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import LOSS
+from penstock.parallel.offload import offload_blocks
 from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
 from penstock.parallel.tensor import partial_gradients, split_layers
@@ -136,12 +137,6 @@ def build(
         module = _created(model, seed)
 
     # Adapters are linears beside linears: whatever follows treats them as parts of the model.
-    for name in ("tp", "pp"):
-        if recipe.lora.rank and (degree := getattr(plan, name)) > 1:
-            raise ConfigError(
-                f"recipe.lora.rank={recipe.lora.rank} puts adapters beside linears, and plan.{name}={degree} cannot "
-                f"split these yet; use plan.{name}=1."
-            )
     if recipe.lora.rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -186,6 +181,8 @@ def build(
     # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
     # for both.
     recompute_blocks(module, plan, config, device)
+    if plan.offload == "activations":
+        offload_blocks(module, device, keep_last=stages is None)
     compile_model(module, plan)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.

@@ -169,7 +169,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
     "line",
     [
         "ep=2 dp=2",
-        "dp=2 sharding=fsdp offload=activations",
+        "dp=2 sharding=fsdp overlap=false",
     ],
 )
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:

@@ -20,7 +20,7 @@ from penstock.checkpoint import Snapshot
 from penstock.config.machine import load_machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.config.run import Recipe
+from penstock.config.run import Lora, Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
@@ -95,7 +95,17 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
 def _alone(line: str) -> str:
     plan = Plan.parse(line)
     same = replace(
-        plan, pp=1, schedule="1f1b", virtual=1, tp=1, sp=False, cp=1, dp=1, sharding="ddp", shard=1
+        plan,
+        pp=1,
+        schedule="1f1b",
+        virtual=1,
+        tp=1,
+        sp=False,
+        cp=1,
+        dp=1,
+        sharding="ddp",
+        shard=1,
+        offload="none",
     )
     return replace(same, accumulate=plan.accumulate * plan.dp).line()
 
@@ -135,6 +145,8 @@ def test_every_family_trains_in_two_stages(name: str) -> None:
         ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
         ("gpt", "micro_batch=1 accumulate=3 pp=2 dp=2 sharding=fsdp"),
         ("t5", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=zero1"),
+        ("t5", "micro_batch=2 accumulate=3 pp=2 offload=activations"),
+        ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=fsdp offload=optimizer optimizer=contiguous"),
         ("vit", "micro_batch=1 accumulate=4 pp=2 dp=2 sharding=zero2 schedule=interleaved virtual=2"),
     ],
 )
@@ -158,6 +170,10 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         ("gpt", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=selective"),
         ("bert", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("vit", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        ("marian", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        ("bart", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true"),
+        ("t5", "micro_batch=2 accumulate=2 cp=2 tp=2 padding=remove"),
+        ("t5", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
         ("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
         ("gpt", "micro_batch=1 accumulate=2 cp=2 tp=2 pp=2"),
@@ -204,6 +220,23 @@ def test_every_level_trains_in_stages(line: str) -> None:
 @pytest.mark.alone
 def test_what_is_frozen_stays_on_every_stage() -> None:
     _compare("gpt", "micro_batch=2 accumulate=2 pp=2", freeze=("tokens", "decoder.blocks.0"))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gpt", "pp=2"),
+        ("t5", "pp=2 dp=2 sharding=fsdp"),
+        ("vit", "pp=2 recompute=full"),
+        ("gpt", "tp=2"),
+        ("modernbert", "tp=2 sp=true"),
+        ("t5", "tp=2 sp=true dp=2 sharding=fsdp"),
+        ("marian", "tp=2 pp=2 sp=true"),
+    ],
+)
+def test_adapters_learn_where_a_model_is_split(name: str, line: str) -> None:
+    _compare(name, f"micro_batch=2 accumulate=2 {line}", lora=Lora(rank=2))
 
 
 def _loaded(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -361,6 +361,16 @@ def _host_memory_matters_on_cpus(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 @_rule("types")
+def _activations_leave_a_gpu(plan: Plan, machine: Machine) -> Iterator[str]:
+    """`offload=activations` affects only GPUs."""
+    if plan.offload == "activations" and machine.device == "cpu":
+        yield (
+            f"plan.offload=activations takes activations to host memory, where a CPU such as {machine.name} has them "
+            "already; leave it out."
+        )
+
+
+@_rule("types")
 def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
     """The attention backend exists on the machine, in the type that the Plan computes in."""
     if machine.device == "cpu" and plan.attention not in CPU_ATTENTION:
@@ -402,16 +412,13 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages take no `compile=whole`, nothing offloaded, and for `zero_bubble` plain linears and whole
-    weights."""
+    """A pipeline's stages take no `compile=whole`, and for `zero_bubble` plain linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
         return
     if plan.compile == "whole":
         yield f"plan.compile=whole cannot be run with plan.pp={plan.pp}, which cuts the model; use compile=blocks."
-    if plan.offload != "none":
-        yield f"plan.offload={plan.offload} cannot be run with plan.pp={plan.pp} yet; use offload=none."
     if plan.schedule == "zero_bubble":
         whole = {"fp8": False, "sharding": "ddp"}
         for name, value in whole.items():
@@ -446,26 +453,23 @@ def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
 
 @_rule("run")
 def _split_tokens_have_whole_shards(plan: Plan) -> Iterator[str]:
-    """In training, `cp` goes with neither `sharding=hsdp` nor `padding=remove`."""
-    for name, refused, other in (("padding", "remove", "keep"), ("sharding", "hsdp", "fsdp")):
-        if plan.cp > 1 and getattr(plan, name) == refused:
-            yield (
-                f"plan.cp={plan.cp} cannot be trained with plan.{name}={refused} yet; use {name}={other}, or cp=1."
-            )
+    """In training, `cp` divides `shard`."""
+    if plan.sharding == "hsdp" and plan.shard % plan.cp:
+        yield (
+            f"plan.shard={plan.shard} would separate the plan.cp={plan.cp} ranks that split a sample's tokens; use a "
+            f"shard that plan.cp divides."
+        )
 
 
 @_rule("run")
-def _split_tokens_have_no_biases(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """In training, `cp` needs a model of one stack, whose scores have no biases by distance."""
-    if plan.cp == 1:
-        return
-    if isinstance(model, Seq2SeqConfig):
-        yield f"plan.cp={plan.cp} cannot be trained with an encoder–decoder yet; use cp=1."
-    elif model.positions in ("alibi", "relative"):
-        yield (
-            f"plan.cp={plan.cp} cannot be trained with model.positions={model.positions} yet, whose biases of scores "
-            "are made for all tokens; use cp=1, or rotary positions."
-        )
+def _offloaded_blocks_run_eagerly(plan: Plan) -> Iterator[str]:
+    """Activations are offloaded from blocks that are neither compiled nor recomputed."""
+    for name in ("compile", "recompute"):
+        if plan.offload == "activations" and getattr(plan, name) != "none":
+            yield (
+                f"plan.offload=activations takes what blocks keep, which plan.{name}={getattr(plan, name)} decides by "
+                f"itself; use {name}=none, or offload=none."
+            )
 
 
 @_rule("run")

@@ -18,8 +18,6 @@ _ONLY: dict[str, Any] = {
     "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_NOT: dict[str, Any] = {"offload": "activations"}
-"""Settings of a Plan that training supports for all values but one."""
 _VIT_HAS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (None,), "head_features": (None,), "norm": ("layer",), "bias": (True,), "positions": ("learned",),
     "parallel": (False,), "window": (None,), "experts": (0,), "mlp": ("gelu", "gelu_tanh"), "norm_first": (True,),
@@ -97,11 +95,10 @@ def _not_built(model: ModelConfig) -> Iterator[str]:
 
 def plan_problems(plan: Plan) -> Iterator[str]:
     """Every setting of a Plan that training cannot run."""
-    for name in (*_ONLY, *_NOT):
+    for name, supported in _ONLY.items():
         value = getattr(plan, name)
-        if value != _ONLY[name] if name in _ONLY else value == _NOT[name]:
-            remedy = f"{name}={word(_ONLY[name])}" if name in _ONLY else f"another {name}"
+        if value != supported:
             yield (
                 f"plan.{name}={word(value)} can be predicted by `penstock plan`, but training cannot run it yet; "
-                f"use {remedy}."
+                f"use {name}={word(supported)}."
             )

@@ -1,0 +1,214 @@
+"""Activations wait in host memory: what a block's backward pass needs goes there while the next block computes, and
+comes back while the block after it runs backward (Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5.2).
+
+On the device stay what two blocks keep, and all of the last one, whose backward pass comes first. Weights stay too:
+they are no activations. Copies run on streams of their own; memory is given back only behind a copy's end, so that the
+device's allocator needs to know of one stream alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import ConfigError
+from penstock.models.anatomy import anatomy_of
+from penstock.optim.tensors import local
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay: a copy costs more than it frees."""
+ON_DEVICE = 2
+"""Blocks whose activations are on the device while the forward pass runs: the one that computes, and the one before, on
+its way."""
+
+
+def offload_blocks(
+    model: nn.Module, device: torch.device, *, keep_last: bool = True, least_bytes: int | None = None
+) -> None:
+    """Let the activations of each block wait in host memory, in place. Results stay as they are, bit by bit.
+
+    With `keep_last` those of the last block stay on the device, as is best where its backward pass comes next. Raises
+    ConfigError where the blocks of a foreign model cannot be found.
+    """
+    least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
+    blocks = [block for stack in anatomy_of(model).stacks for block in stack.blocks]
+    transfers = Transfers(device, least_bytes)
+    for number, block in enumerate(blocks):
+        module = model.get_submodule(block.name)
+        last = keep_last and number == len(blocks) - 1
+        module.forward = _Offloaded(module, transfers, first=number == 0, last=last)
+
+
+class Transfers:
+    """Copies between a device and its host, for all blocks of a model."""
+
+    def __init__(self, device: torch.device, least_bytes: int) -> None:
+        self.device, self.least_bytes = device, least_bytes
+        self.last: _Shelf | None = None
+        """Of the block before in this pass."""
+        self.there: deque[_Shelf] = deque()
+        """Shelves whose tensors are on the device still, the oldest first."""
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def __deepcopy__(self, memo: Any) -> Transfers:
+        return Transfers(self.device, self.least_bytes)  # streams cannot be copied, and belong to no model
+
+    def __reduce__(self) -> Any:
+        return Transfers, (self.device, self.least_bytes)
+
+    def aside(self, which: str) -> AbstractContextManager[Any]:
+        """Inside, work goes to a stream of its own, behind what has been asked for so far."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        if which not in self._streams:
+            self._streams[which] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[which]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what the current stream has been asked for so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for it; the host does not."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def make_room(self, shelves: int) -> None:
+        """Give back the memory of all but the newest shelves."""
+        while len(self.there) > shelves:
+            self.there.popleft().let_go()
+
+
+class _Kept:
+    """A tensor that the backward pass needs: here, in host memory, or both."""
+
+    def __init__(self, tensor: Tensor, shelf: _Shelf) -> None:
+        self.here: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.host: Tensor | None = None
+        self.shelf = shelf
+
+
+class _Shelf:
+    """What one block keeps of one pass. It lives as long as the backward pass needs something of it."""
+
+    def __init__(self, transfers: Transfers, before: _Shelf | None, weights: set[int]) -> None:
+        self.transfers, self.weights = transfers, weights
+        self.before = None if before is None else weakref.ref(before)
+        self.kept: list[weakref.ref[_Kept]] = []
+        self.known: dict[Any, weakref.ref[_Kept]] = {}
+        """By place in memory, so that what several operators keep goes once."""
+        self.sent: torch.cuda.Event | None = None
+        self.back: torch.cuda.Event | None = None
+        self.away = False
+
+    def put(self, tensor: Tensor) -> Tensor | _Kept:
+        """Take a tensor that autograd wants to keep; what should stay is given back."""
+        memory = tensor.untyped_storage().data_ptr()
+        if (
+            tensor.device != self.transfers.device
+            or tensor.nbytes < self.transfers.least_bytes
+            or memory in self.weights
+        ):
+            return tensor
+        key = (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        known = self.known.get(key)
+        kept = None if known is None else known()
+        if kept is None:
+            kept = _Kept(tensor, self)
+            self.kept.append(weakref.ref(kept))
+            self.known[key] = self.kept[-1]
+        return kept
+
+    def _alive(self) -> list[_Kept]:
+        return [kept for reference in self.kept if (kept := reference()) is not None]
+
+    def send(self) -> None:
+        """Start to copy all of it to the host."""
+        self.known.clear()
+        pinned = self.transfers.device.type == "cuda"
+        with self.transfers.aside("away"):
+            for kept in self._alive():
+                assert kept.here is not None
+                if kept.here._version != kept.version:
+                    raise ConfigError(
+                        f"A tensor {tuple(kept.here.shape)} that the backward pass needs was changed in place, so it "
+                        "cannot wait in host memory; use plan.offload=none."
+                    )
+                kept.host = torch.empty_like(kept.here, device="cpu", pin_memory=pinned)
+                kept.host.copy_(kept.here, non_blocking=True)
+            self.sent = self.transfers.mark()
+        self.transfers.there.append(self)
+
+    def let_go(self) -> None:
+        """Give the device's memory back, behind the copy's end."""
+        self.transfers.wait(self.sent)
+        for kept in self._alive():
+            if kept.host is not None:
+                kept.here = None
+        self.away = True
+
+    def fetch(self) -> None:
+        """Start to copy all of it back, if it has gone."""
+        if not self.away:
+            return
+        self.away = False
+        coming: list[tuple[Tensor, Tensor]] = []
+        for kept in self._alive():
+            if kept.here is None and kept.host is not None:
+                # Memory of the stream that computes, which reuses it in its own order.
+                kept.here = torch.empty_like(kept.host, device=self.transfers.device)
+                coming.append((kept.here, kept.host))
+                kept.host = None
+        with self.transfers.aside("back"):
+            self.transfers.wait(self.sent)
+            for here, host in coming:
+                here.copy_(host, non_blocking=True)
+            self.back = self.transfers.mark()
+
+    def take(self, kept: _Kept) -> Tensor:
+        """A tensor for the backward pass; the block before is on its way from then on."""
+        self.fetch()
+        before = None if self.before is None else self.before()
+        if before is not None:
+            before.fetch()
+        self.transfers.wait(self.back)
+        assert kept.here is not None
+        return kept.here
+
+
+class _Offloaded:
+    """A block's forward pass. A class, so that a model with it can be pickled and copied."""
+
+    def __init__(self, module: nn.Module, transfers: Transfers, *, first: bool, last: bool) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        self.module, self.transfers, self.first, self.last = module, transfers, first, last
+        functools.update_wrapper(self, self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        transfers = self.transfers
+        weights = {local(p.detach()).untyped_storage().data_ptr() for p in self.module.parameters()}
+        transfers.make_room(ON_DEVICE - 1)
+        shelf = _Shelf(transfers, None if self.first else transfers.last, weights)
+        with saved_tensors_hooks(shelf.put, _taken):
+            out = self.forward(*args, **kwargs)
+        transfers.last = shelf
+        if not self.last:
+            shelf.send()
+        return out
+
+
+def _taken(kept: Tensor | _Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.shelf.take(kept)

@@ -280,6 +280,9 @@ Made by `{command}` and stored in
 guess from page faults counted in such steps: without `host_memory=keep` it may give back and map again all gradients of
 a large model in every step, or none. A quarter of them is what is predicted.
 
+GPT-2 with its whole loss moves most memory and differs most from round to round: three rounds before these were
+predicted 18 to 32 % too fast.
+
 Median error of all cases: {time:.1%} of time, {memory:.1%} of memory.
 """
 

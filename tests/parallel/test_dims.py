@@ -100,7 +100,7 @@ def test_the_wrong_number_of_ranks_is_refused_before_they_meet() -> None:
 
 
 def test_ranks_are_numbered_by_place_with_tensor_parallel_ones_as_neighbours() -> None:
-    plan = Plan.parse("dp=4 sharding=hsdp shard=2 tp=2 pp=3 cp=2")
+    plan = Plan.parse("dp=4 sharding=hsdp shard=4 tp=2 pp=3 cp=2")
     dims = [ParallelDims.of(plan, rank=rank) for rank in range(plan.gpus)]
     assert dims[0].size == plan.gpus == 48
     assert dims[1].place() == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}

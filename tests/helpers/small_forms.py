@@ -145,7 +145,8 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
-        kept.append(str(folder / _TRAINED.get(verb, "gpt-tiny")))
+        text = "ctranslate2" in words
+        kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
         next(passed)
     for word in passed:
         if word == "--measure":  # is tested with the server

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
+import shlex
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import penstock
 from penstock.cli import main
-from penstock.config.machine import load_machine
+from penstock.cli.deploy_scripts import scripts_for
+from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, ModelConfig
+from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, ExitCode
-from penstock.infer.deploy import explore
+from penstock.infer.deploy import Layout, explore
 from penstock.infer.settings import DeployConfig
 from penstock.infer.traffic import requests_of
 from penstock.planner.serve import Passes, Serving, StepCosts, predict_inference, predicted_costs
@@ -188,3 +196,41 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main(["deploy", *words]) == ExitCode.CONFIG
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-tiny", "marian-tiny"])
+def test_programs_for_ctranslate2_and_onnx_runtime_answer_as_our_generator(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("ctranslate2", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    weights, out = tmp_path / "weights", tmp_path / "out"
+    config = replace(PRESETS[name], vocabulary=Bytes.size)
+    torch.manual_seed(0)
+    (tmp_path / "words").mkdir()
+    Bytes().save(tmp_path / "words")
+    penstock.save_pretrained(penstock.create(config), weights, beside=tmp_path / "words")
+    asked = DeployConfig(model=config, weights=str(weights))
+    cpu = Machine(name="here", device="cpu", source="measured", peak_flops={"fp32": 1e12})
+    layout = Layout(type="fp32", tp=1, pp=1, replicas=1, slots=2, memory_bytes=0, cache_tokens=96, context=24)
+    files = scripts_for(asked, cpu, layout)
+    assert {*files} == {"ctranslate2.sh", "run_ctranslate2.py", "onnxruntime.sh", "run_onnxruntime.py"}
+    lines = ["a river", "of turbines", "and"]
+    most = 24 - len("of turbines") if name == "gpt-tiny" else 23
+    expected = [one.text for one in penstock.Generator(weights).generate(lines, max_tokens=most)]
+    out.mkdir()
+    for tool in ("ctranslate2", "onnxruntime"):
+        shell, program = files[f"{tool}.sh"], files[f"run_{tool}.py"]
+        command = next(line for line in shell.splitlines() if line.startswith("penstock "))
+        words = shlex.split(command.replace("$here", str(out)).removesuffix(" >&2"))[1:]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own
+            assert main(words) == 0
+        capsys.readouterr()
+        (out / "run.py").write_text(program)
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        runpy.run_path(str(out / "run.py"), run_name="__main__")
+        assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    assert not scripts_for(asked, cpu, replace(layout, tp=2))
+    assert not scripts_for(replace(asked, weights=None), cpu, layout)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import warnings
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import penstock
 from penstock.cli import main
+from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
-from penstock.errors import ConfigError, NumericError
+from penstock.errors import ConfigError, EnvironmentProblem, NumericError
 from penstock.infer import export as module
-from penstock.infer.export import export, exported, inputs_of
+from penstock.infer.export import export, exported, inputs_of, load_package
+from penstock.infer.settings import ExportForm, ExportType
 from penstock.models.anatomy import set_attention
 
+ROOT = Path(__file__).parents[2]
 SMALL = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
 
 
-def folder(name: str, where: Path) -> Path:
+def folder(name: str, where: Path, **changes: Any) -> Path:
     """A small model of a family with random weights."""
     torch.manual_seed(0)
     model = penstock.PRESETS[name]
@@ -30,7 +36,8 @@ def folder(name: str, where: Path) -> Path:
         sides = {side: dataclasses.replace(getattr(model, side), **SMALL) for side in ("encoder", "decoder")}
         config = dataclasses.replace(model, vocabulary=Bytes.size, sequence=48, decoder_sequence=48, **sides)
     else:
-        config = dataclasses.replace(model, **SMALL, kv_heads=None, vocabulary=Bytes.size, sequence=48)
+        sizes = SMALL | {"kv_heads": None} | changes
+        config = dataclasses.replace(model, **sizes, vocabulary=Bytes.size, sequence=48)
     words = where / "words"
     words.mkdir()
     Bytes().save(words)
@@ -56,7 +63,7 @@ def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(found), model(*given.values()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny"])
+@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "t5-tiny"])
 def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     set_attention(model, "sdpa")
@@ -77,7 +84,7 @@ def test_the_command_writes_a_program_that_torch_loads(
 
 
 def test_an_export_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLOSE", -1.0)
+    monkeypatch.setitem(module.CLOSE, "fp32", -1.0)
     with pytest.raises(NumericError, match="other outputs than the model"):
         export(folder("llama-tiny", tmp_path), tmp_path / "out", "torch")
 
@@ -86,3 +93,151 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         export(tmp_path / "empty", tmp_path / "out", "onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes", "files"),
+    [
+        ("llama-tiny", {"kv_heads": 1}, 1),
+        ("bloom-176b", {}, 1),
+        ("t5-tiny", {}, 2),
+    ],
+)
+def test_onnx_with_a_cache_goes_on_as_the_model(
+    name: str, changes: dict[str, Any], files: int, tmp_path: Path
+) -> None:
+    """The export itself reads prompts of three lengths and then two tokens, one by one."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(folder(name, tmp_path, **changes), tmp_path / "out", "onnx-cache")
+    assert difference < 1e-5
+    assert len(list((tmp_path / "out").glob("*.onnx"))) == files
+    session = onnxruntime.InferenceSession(str(path))
+    given, made = ([one.name for one in side] for side in (session.get_inputs(), session.get_outputs()))
+    own = "decoder." if files == 2 else ""
+    assert given[:2] == ["input_ids", "encoder_attention_mask" if files == 2 else "attention_mask"]
+    assert {f"past_key_values.{block}.{own}{part}" for block in (0, 1) for part in ("key", "value")} <= {
+        *given
+    }
+    assert made == [
+        "logits",
+        *(f"present.{block}.{own}{part}" for block in (0, 1) for part in ("key", "value")),
+    ]
+
+
+@pytest.mark.slow
+def test_what_aotinductor_compiled_takes_any_size(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(folder("marian-tiny", tmp_path), tmp_path / "out", "aoti")
+    assert difference < 1e-5
+    model, compiled = penstock.from_pretrained(tmp_path / "marian-tiny").eval(), load_package(path)
+    for sizes in ((1, 2, 2), (5, 40, 30)):
+        given = inputs_of(model, *sizes).values()
+        with torch.inference_mode():
+            torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_compiler_or_a_file_aotinductor_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = folder("llama-tiny", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(EnvironmentProblem, match="needs a C\\+\\+ compiler"):
+        export(where, tmp_path / "out", "aoti")
+    with pytest.raises(ConfigError, match="is no file"):
+        load_package(tmp_path / "out" / "compiled.pt2")
+
+
+PROMPTS = [[5, 9, 77, 200, 31, 8], [44, 2], [120, 121, 122, 123]]
+LLAMA3 = Rotary(base=100.0, scaling="llama3", factor=8.0, trained=64)
+TEXTS: dict[str, dict[str, Any]] = {
+    "marian-tiny": {}, "t5-tiny": {}, "bart-tiny": {}, "gpt-tiny": {}, "bloom-176b": {}, "llama-tiny": {"kv_heads": 1},
+    "qwen3-0.6b": {"head_features": 32}, "llama3-1b": {"head_features": 16, "rotary": LLAMA3},
+}  # fmt: skip
+
+
+def in_ctranslate2(path: Path, beams: int) -> list[list[int]]:
+    """Ten tokens for each of `PROMPTS`."""
+    import ctranslate2
+
+    words = Bytes().words()
+    named = [[words[number] for number in row] for row in PROMPTS]
+    if (path / "shared_vocabulary.json").exists():
+        both = ctranslate2.Translator(str(path))
+        made = both.translate_batch(named, beam_size=beams, max_decoding_length=10, min_decoding_length=10)
+        return [[words.index(word) for word in one.hypotheses[0]] for one in made]
+    one = ctranslate2.Generator(str(path))
+    how = {"beam_size": beams, "max_length": 10, "min_length": 10, "include_prompt_in_result": False}
+    return [list(found.sequences_ids[0]) for found in one.generate_batch(named, **how)]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_ctranslate2_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    where = folder(name, tmp_path, **TEXTS[name])
+    path, difference = export(where, tmp_path / "out", "ctranslate2")
+    assert difference < 1e-4
+    ours = penstock.Generator(where)
+    for beams in (1, 4):
+        made = ours.generate(PROMPTS, max_tokens=10, min_tokens=10, beams=beams)
+        assert in_ctranslate2(path, beams) == [list(one.ids) for one in made]
+
+
+def test_ctranslate2_never_generates_what_the_folder_forbids(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    where = folder("gpt-tiny", tmp_path)
+    likely = [one.ids[0] for one in penstock.Generator(where).generate(PROMPTS, max_tokens=1)]
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(
+        json.dumps(config | {"bad_words_ids": [[number] for number in likely]})
+    )
+    path, _ = export(where, tmp_path / "out", "ctranslate2")
+    made = penstock.Generator(where).generate(PROMPTS, max_tokens=10, min_tokens=10)
+    assert in_ctranslate2(path, 1) == [list(one.ids) for one in made]
+    assert not {*likely} & {number for one in made for number in one.ids}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "int8"])
+def test_smaller_types_come_close_in_ctranslate2(kind: ExportType, tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    where = folder("marian-tiny", tmp_path)
+    _, whole = export(where, tmp_path / "fp32", "ctranslate2")
+    path, difference = export(where, tmp_path / kind, "ctranslate2", kind)
+    assert whole < difference < module.CLOSE[kind]
+    size = (path / "model.bin").stat().st_size / (tmp_path / "fp32" / "model.bin").stat().st_size
+    assert size < (0.55 if kind == "int8" else 0.6)
+
+
+def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    where = folder("bert-tiny", tmp_path)
+    assert export(where, tmp_path / "out", "ctranslate2")[1] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "kind", "said"),
+    [
+        ("modernbert-tiny", "ctranslate2", "fp32", "does not know sliding windows"),
+        ("vit-s16", "ctranslate2", "fp32", "does not know models of images"),
+        ("bert-tiny", "onnx-cache", "fp32", "Encoder generates no text"),
+        ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
+    ],
+)
+def test_forms_that_a_model_does_not_have_are_refused(
+    name: str, form: ExportForm, kind: ExportType, said: str, tmp_path: Path
+) -> None:
+    for package in ("ctranslate2", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    with pytest.raises(ConfigError, match=said):
+        export(folder(name, tmp_path), tmp_path / "out", form, kind)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_page_has_a_row_for_each_form() -> None:
+    page = (ROOT / "docs" / "how-to" / "export.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w[\w-]+)` \|", page, re.MULTILINE)) == set(get_args(ExportForm))

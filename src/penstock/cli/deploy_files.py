@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from penstock.cli.deploy_scripts import scripts_for
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, title
 from penstock.infer.deploy import Layout
@@ -31,7 +32,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
         found["tensorrt-llm.sh"] = _script(
             "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
         )
-    return found
+    return found | scripts_for(asked, machine, layout)
 
 
 def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:

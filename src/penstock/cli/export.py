@@ -8,10 +8,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.infer.settings import ExportForm
+from penstock.infer.settings import ExportForm, ExportType
 
 
-def export(model: str, target: Path, *, to: Annotated[ExportForm, Parameter(name="--to")] = "onnx") -> None:
+def export(
+    model: str,
+    target: Path,
+    *,
+    to: Annotated[ExportForm, Parameter(name="--to")] = "onnx",
+    type: ExportType = "fp32",
+) -> None:
     """Write MODEL into the folder TARGET in a form that other programs run, and check what these make of it.
 
     Parameters
@@ -21,10 +27,14 @@ def export(model: str, target: Path, *, to: Annotated[ExportForm, Parameter(name
     target
         The folder to write to.
     to
-        `onnx`: model.onnx, run in ONNX Runtime. `torch`: model.pt2, for torch.export.load.
+        `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
+        `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
+        `ctranslate2`: a folder of CTranslate2.
+    type
+        Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     from penstock.infer.export import export as write
 
-    path, difference = write(model, target, to)
+    path, difference = write(model, target, to, type)
     print(f"written: {path}, outputs within {difference:.1e} of the model's")

@@ -1,57 +1,110 @@
-"""A trained model in forms that other programs run: torch's exported program, and ONNX. Each is run once after it is
-written, and must give what the model gives.
+"""A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with a
+cache or without, and CTranslate2's folder. Each is run once after it is written, and must give what the model gives.
 
-Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. A decoder
-gives logits of all its tokens, without a cache.
+Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
+cache a decoder gives logits of all its tokens.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.boundary.files import shown
 from penstock.config.model import Seq2SeqConfig, ViTConfig
-from penstock.errors import EnvironmentProblem, NumericError
-from penstock.infer.settings import ExportForm
+from penstock.errors import ConfigError, EnvironmentProblem, NumericError
+from penstock.infer.ctranslate import write_ctranslate
+from penstock.infer.onnx_cache import write_cached
+from penstock.infer.onnx_file import packages, write_onnx
+from penstock.infer.settings import ExportForm, ExportType
 from penstock.models.anatomy import set_attention
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
 
-CLOSE = 1e-4
-"""The most by which an output may differ from the model's, relative to its largest."""
+CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
+"""The most by which an output may differ from the model's, relative to its largest, by the type of weights."""
 MOST_SAMPLES = 1 << 12
 SAMPLES, TOKENS, TARGETS = 2, 7, 5
 """Of the example; other sizes work as well."""
 CHECKED = 3, 11, 9
 """Of the run that checks, so that a size that was frozen shows."""
-FILES: dict[str, str] = {"torch": "model.pt2", "onnx": "model.onnx"}
+PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 
 
-def export(model: str | Path, target: Path, form: ExportForm) -> tuple[Path, float]:
-    """Write the model in a folder in another form into the folder `target`; gives what was written, and by how much its
-    outputs differ from the model's, relative to their largest.
+def export(
+    model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32"
+) -> tuple[Path, float]:
+    """Write the model in a folder in another form, its weights in a type, into the folder `target`; gives what was
+    written, and by how much its outputs differ from the model's, relative to their largest.
 
-    Raises ConfigError for a folder without a model, EnvironmentProblem without the packages that it needs,
-    and NumericError where outputs differ.
+    Raises ConfigError for a folder without a model, and for a model that has no such form, EnvironmentProblem without
+    the packages or the compiler that it needs, and NumericError where outputs differ.
     """
+    if form != "ctranslate2" and kind != "fp32":
+        raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
     folder = local_weights(model)
+    if form == "ctranslate2":
+        found, expected = write_ctranslate(folder, target, kind, lambda module: inputs_of(module, *CHECKED))
+        return target, _difference(found, expected, target, kind)
     module = from_pretrained(folder).eval()
     set_attention(module, "sdpa")
-    target.mkdir(parents=True, exist_ok=True)
-    path = target / FILES[form]
+    if form == "onnx-cache":
+        packages()
+        path, found, expected = write_cached(module, target)
+        return path, _difference(found, expected, path)
     wanted = inputs_of(module, *CHECKED)
     with torch.inference_mode():
         expected = module(*wanted.values())
-    if form == "onnx":
-        found = _onnx(module, path, wanted)
-    else:
-        program = exported(module)
-        torch.export.save(program, path)
-        found = torch.export.load(path).module()(*wanted.values())
+    path, found = _written(module, target, form, wanted)
     return path, _difference(found.detach(), expected, path)
+
+
+def load_package(path: str | Path) -> Any:
+    """What AOTInductor compiled, as a function of the model's inputs in their order (see `inputs_of`). It runs machine
+    code that lies in the file, so open only files of those that you trust.
+
+    Raises ConfigError where there is no such file.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{shown(Path(path))} is no file; give a {COMPILED} that penstock export wrote.")
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def _written(
+    module: nn.Module, target: Path, form: ExportForm, wanted: dict[str, Tensor]
+) -> tuple[Path, Tensor]:
+    """The file of a form, and what its program makes of inputs."""
+    if form == "onnx":
+        packages()
+    if form == "aoti":
+        _require_compiler()
+    target.mkdir(parents=True, exist_ok=True)
+    program = exported(module)
+    if form == "onnx":
+        path = target / ONNX
+        return path, write_onnx(program, path, [*wanted], ["outputs"])(wanted)[0]
+    if form == "aoti":
+        path = target / COMPILED
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        with torch.inference_mode():
+            return path, load_package(path)(*wanted.values())
+    path = target / PROGRAM
+    torch.export.save(program, path)
+    return path, torch.export.load(path).module()(*wanted.values())
+
+
+def _require_compiler() -> None:
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    if not any(name and shutil.which(name) for name in names):
+        raise EnvironmentProblem(
+            "AOTInductor needs a C++ compiler, and there is none here. Install one, as with apt-get install g++, or "
+            "set CXX; penstock doctor tries it."
+        )
 
 
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
@@ -96,27 +149,9 @@ def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any
     return tuple(found)
 
 
-def _onnx(module: nn.Module, path: Path, wanted: dict[str, Tensor]) -> Tensor:
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401 (torch's exporter needs it)
-    except ImportError:
-        raise EnvironmentProblem(
-            "ONNX needs onnx, onnxscript and onnxruntime. Install them with: pip install 'penstock[export]'."
-        ) from None
-    made = torch.onnx.export(
-        exported(module), dynamo=True, verbose=False, input_names=[*wanted], output_names=["outputs"]
-    )
-    assert made is not None
-    made.save(str(path))
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    feeds = {name: value.numpy() for name, value in wanted.items()}
-    return torch.from_numpy(session.run(None, feeds)[0])
-
-
-def _difference(found: Tensor, expected: Tensor, path: Path) -> float:
+def _difference(found: Tensor, expected: Tensor, path: Path, kind: ExportType = "fp32") -> float:
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= CLOSE:
+    if not difference <= CLOSE[kind]:
         raise NumericError(
             f"{path} gives other outputs than the model, by {difference:.2g} of their largest."
         )

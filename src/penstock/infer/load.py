@@ -101,11 +101,7 @@ def loaded(
         set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
     module = pack(module, suited(module, weights, own=said is not None), careful=careful)
     said = said or {}
-    start = said.get("decoder_start_token_id")
-    ends = said.get("eos_token_id")
-    if tokenizer is not None:
-        start = start if start is not None else tokenizer.start
-        ends = ends if ends is not None else tokenizer.end
+    start, ends = _marks(said, tokenizer)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}
@@ -113,8 +109,8 @@ def loaded(
         pooled_first=first,
         model=module,
         tokenizer=tokenizer,
-        start=start if isinstance(start, int) else None,
-        ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        start=start,
+        ends=ends,
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
     )
@@ -138,6 +134,20 @@ def _share_out(module: nn.Module, dims: ParallelDims, *, alike: bool) -> None:
         split_layers(module, Plan(tp=dims.tp), dims, alike=alike)
     if dims.pp > 1:
         cut(module, dims)
+
+
+def marks_of(folder: Path) -> tuple[int | None, tuple[int, ...]]:
+    """The token that a decoder of a folder begins with, and those that end a text."""
+    return _marks(_said(folder), found_in(folder))
+
+
+def _marks(said: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:
+    start, ends = said.get("decoder_start_token_id"), said.get("eos_token_id")
+    if tokenizer is not None:
+        start = start if start is not None else tokenizer.start
+        ends = ends if ends is not None else tokenizer.end
+    every = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    return start if isinstance(start, int) else None, every
 
 
 def _said(folder: Path) -> dict[str, Any]:

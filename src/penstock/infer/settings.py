@@ -13,7 +13,8 @@ from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
-ExportForm = Literal["torch", "onnx"]
+ExportForm = Literal["onnx", "onnx-cache", "torch", "aoti", "ctranslate2"]
+ExportType = Literal["fp32", "bf16", "fp16", "int8"]
 HERE = "here"
 """The machine on which the command runs."""
 _GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")
@@ -50,8 +51,8 @@ class DeployConfig(Checked):
     top: Count = 10
     """Number of layouts to show."""
     output: FilledText | None = None
-    """Folder for the files that start the choice: in `penstock serve`, and in vLLM and TensorRT-LLM as far as the model
-    fits them."""
+    """Folder for the files that start the choice: in `penstock serve`, and in vLLM, TensorRT-LLM, CTranslate2 and ONNX
+    Runtime as far as the model fits them."""
     measure: bool = False
     """Start the choice here, send it the requests, and set measured beside predicted; needs --machine here and weights.
     """

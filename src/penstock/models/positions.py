@@ -129,6 +129,11 @@ def alibi(heads: int, looking: int, seen: int, device: torch.device) -> Tensor:
 
 def _by_distance(values: Tensor, looking: int, seen: int) -> Tensor:
     """Values of the distances 1 − N … M − 1, (H, N + M − 1), laid out for each pair of tokens: (1, H, N, M)."""
+    if torch.compiler.is_exporting():  # a window of `unfold` has one size in a program
+        ahead = (
+            torch.arange(seen, device=values.device) - torch.arange(looking, device=values.device)[:, None]
+        )
+        return values[:, ahead + looking - 1][None]
     return values.unfold(1, seen, 1).flip(1)[None, :, :looking]
 
 

@@ -70,6 +70,10 @@ class Tokenizer(ABC):
     def word_starts(self) -> NDArray[np.bool_]:
         """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
 
+    def words(self) -> list[str]:
+        """The name of each token, as its `tokenizer.json` spells it; empty for a number that has no token."""
+        return [str(number) for number in range(self.size)]
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the files from which transformers' AutoTokenizer reads it."""
@@ -106,14 +110,19 @@ class Bytes(Tokenizer):
         )
         return starts
 
+    def words(self) -> list[str]:
+        letters = _letters_of_bytes()
+        extra = [f"<extra_{number}>" for number in range(self.SENTINELS)]
+        return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
+
     def save(self, folder: Path) -> None:
         """Raises EnvironmentProblem without the package tokenizers, whose format this is."""
         library = tokenizers_library("Writing a tokenizer for transformers")
-        letters = _letters_of_bytes()
-        made = library.Tokenizer(library.models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        words = self.words()
+        made = library.Tokenizer(library.models.BPE({words[byte]: byte for byte in range(256)}, []))
         made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = library.decoders.ByteLevel()
-        made.add_special_tokens([*self.WORDS, *(f"<extra_{n}>" for n in range(self.SENTINELS))])
+        made.add_special_tokens(words[256:])
         pad, begin, end, separator, classify, mask = self.WORDS
         _write(
             folder, made.to_str(),
@@ -217,10 +226,14 @@ class Library(Tokenizer):
         with refusing(self.name):
             return tuple(self._loaded().encode("", add_special_tokens=True).ids)
 
-    def word_starts(self) -> NDArray[np.bool_]:
+    def words(self) -> list[str]:
         words = [""] * self.size
         for word, number in self._loaded().get_vocab(with_added_tokens=True).items():
             words[number] = word
+        return words
+
+    def word_starts(self) -> NDArray[np.bool_]:
+        words = self.words()
         starts = np.ones(self.size, np.bool_)
         if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
             starts[:] = [not word.startswith("##") for word in words]
@@ -230,7 +243,7 @@ class Library(Tokenizer):
         return starts
 
     def save(self, folder: Path) -> None:
-        words = {number: word for word, number in self._loaded().get_vocab(with_added_tokens=True).items()}
+        words = self.words()
         roles: dict[str, Any] = {KEYS[role]: getattr(self, role) for role in KEYS}
         named = {key: words[number] for key, number in roles.items() if number is not None}
         _write(folder, self._text, {**self._settings, **named})

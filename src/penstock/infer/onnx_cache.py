@@ -1,0 +1,278 @@
+"""ONNX that generates: keys and values of earlier tokens are inputs, and those of all tokens are outputs.
+
+Names are those of Hugging Face's optimum; I is the number of a block. The first pass is given none, tensors of P = 0.
+
+- A decoder is `decoder_with_past_model.onnx`: from `input_ids` (B, N), `attention_mask` (B, P + N) and
+  `past_key_values.I.key` and `.value` (B, G, P, K) to `logits` (B, N, V), `present.I.key` and `.value`
+  (B, G, P + N, K).
+- The encoder of an encoder–decoder is `encoder_model.onnx`: from `input_ids` (B, M) and `attention_mask` (B, M) to
+  `present.I.encoder.key` and `.value` (B, G, M, K), which are made once for a source.
+- Its decoder is `decoder_with_past_model.onnx`: from `input_ids` (B, N), `encoder_attention_mask` (B, M) and
+  `past_key_values.I.decoder.key`, `.decoder.value`, `.encoder.key` and `.encoder.value` to `logits` (B, N, V),
+  `present.I.decoder.key` and `.decoder.value`.
+
+Masks are int64, 0 for padding. A decoder's padding may stand anywhere, and positions count the other tokens. A source's
+stands last.
+
+Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G heads of keys, K features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import positions, stacks
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+from penstock.infer.onnx_file import Run, write_onnx
+from penstock.infer.past import NEVER, Columns, Past
+from penstock.models.decoder import Decoder
+from penstock.models.positions import rotation
+from penstock.models.seq2seq import Seq2Seq
+
+Pairs = list[tuple[Tensor, Tensor]]
+DECODER, ENCODER = "decoder_with_past_model.onnx", "encoder_model.onnx"
+_BATCH, _NEW, _KEPT, _SOURCE = 2, 3, 4, 5
+"""Of the example; other sizes work as well."""
+_TEXTS, _PROMPT, _STEPS = 3, 6, 2
+"""Of the run that checks."""
+
+
+def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]:
+    """Write a decoder or an encoder–decoder: the decoder's file, and logits of a prompt's last token and of two more as
+    ONNX Runtime and as the model give them, for prompts and sources of several lengths.
+
+    Raises ConfigError for a model that does not generate.
+    """
+    if not isinstance(module, Decoder | Seq2Seq):
+        raise ConfigError(
+            f"A {type(module).__name__} generates no text, so it keeps no keys and values; choose --to onnx."
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / DECODER
+    with torch.no_grad():
+        if isinstance(module, Decoder):
+            found, expected = _continued(_write_decoder(module, path), module)
+        else:
+            source = _write_source(module, target / ENCODER)
+            found, expected = _translated(source, _write_target(module, path), module)
+    return path, found, expected
+
+
+class _Joined(Columns):
+    """A cache that is passed in and out: new columns stand behind those that are there."""
+
+    def __init__(self, before: Pairs) -> None:
+        super().__init__(0, 0)
+        self.before = before
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+        if self.before:
+            k, v = (torch.cat(both, dim=2) for both in zip(self.before[layer], (k, v)))
+        self.layers.append((k, v))
+        return k, v
+
+
+class _Given(Past):
+    """A `Past` that is made of tensors in one pass, so that a program of it takes any sizes."""
+
+    def __init__(self, before: Pairs, mask: Tensor, new: int, positions: int) -> None:
+        """`mask` (B, P + N) is 0 for padding, and `new` is N."""
+        rows, width = mask.shape
+        super().__init__(_Joined(before), rows=rows, columns=width, positions=positions, device=mask.device)
+        real = mask != 0
+        places = (real.long().cumsum(1) - 1).clamp(min=0)
+        self.places, self.width = places[:, width - new :], width
+        self._kept = places.masked_fill(~real, NEVER)
+
+    def recall(self, memory: Pairs, mask: Tensor) -> None:
+        """Set keys and values of a source, and which of its tokens (B, M) are no padding."""
+        self._memory, self.remembers = memory, True
+        self.remember(mask.sum(1), mask.shape[1])
+
+    @property
+    def memory(self) -> Pairs:
+        """Keys and values of the source."""
+        return self._memory
+
+    def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
+        # A table of all positions, which serves many passes, would be made anew in each.
+        return rotation(sizes, self.places, sequence_first=sequence_first)
+
+
+class _Generating(nn.Module):
+    """One pass of a model as a function of tensors alone."""
+
+    def __init__(self, model: Decoder | Seq2Seq) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions(model.config)[-1]
+
+
+class _Continues(_Generating):
+    """A decoder's pass."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
+        width = before[0].shape[2] + tokens.shape[1]
+        # Taken by number, the mask's own size need not be known to be the sum of the two.
+        mask = mask.index_select(1, torch.arange(width, device=mask.device))
+        past = _Given(_pairs(before), mask, tokens.shape[1], self.positions)
+        return [self.model(tokens, past=past), *_flat(past.store.layers)]
+
+
+class _Reads(_Generating):
+    """What every block of the decoder keeps of a source: the pass of a first token, of which nothing else is used."""
+
+    def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
+        first = torch.zeros_like(source[:, :1])
+        past = _Given([], torch.ones_like(first), 1, self.positions)
+        self.model(source, first, mask.sum(1), past=past)
+        return _flat(past.memory)
+
+
+class _Translates(_Generating):
+    """A pass of an encoder–decoder's decoder."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
+        every = _pairs(before)
+        rows, new = tokens.shape
+        width = before[0].shape[2] + new
+        past = _Given(every[::2], tokens.new_ones(rows, width), new, self.positions)
+        past.recall(every[1::2], mask)
+        return [self.model(None, tokens, past=past), *_flat(past.store.layers)]
+
+
+def _write_decoder(model: Decoder, path: Path) -> Run:
+    tokens = _words(model, _BATCH, _NEW)
+    mask = torch.ones(_BATCH, _KEPT + _NEW, dtype=torch.int64)
+    before = _empty(model, _BATCH, _KEPT)
+    batch, new, kept = _dims(model)
+    shapes = (
+        {0: batch, 1: new},
+        {0: batch, 1: torch.export.Dim("total", min=1)},
+        [{0: batch, 2: kept}] * len(before),
+    )
+    names = _names(model, "key", "value")
+    return _written(
+        _Continues(model), path, (tokens, mask, before), shapes,
+        ["input_ids", "attention_mask", *_called("past_key_values", names)], ["logits", *_called("present", names)],
+    )  # fmt: skip
+
+
+def _write_source(model: Seq2Seq, path: Path) -> Run:
+    batch, source = _dims(model)[0], _source_size(model)
+    given = _words(model, _BATCH, _SOURCE), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
+    names = _names(model, "encoder.key", "encoder.value")
+    shapes = ({0: batch, 1: source}, {0: batch, 1: source})
+    return _written(
+        _Reads(model), path, given, shapes, ["input_ids", "attention_mask"], _called("present", names)
+    )
+
+
+def _write_target(model: Seq2Seq, path: Path) -> Run:
+    batch, new, kept = _dims(model)
+    source = _source_size(model)
+    tokens, mask = _words(model, _BATCH, _NEW), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
+    before = _between(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
+    sizes = [{0: batch, 2: kept}] * 2 + [{0: batch, 2: source}] * 2
+    shapes = ({0: batch, 1: new}, {0: batch, 1: source}, sizes * (len(before) // 4))
+    every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
+    own = _names(model, "decoder.key", "decoder.value")
+    return _written(
+        _Translates(model), path, (tokens, mask, before), shapes,
+        ["input_ids", "encoder_attention_mask", *_called("past_key_values", every)],
+        ["logits", *_called("present", own)],
+    )  # fmt: skip
+
+
+def _written(
+    module: nn.Module, path: Path, given: tuple[Any, ...], shapes: Any, inputs: list[str], outputs: list[str]
+) -> Run:
+    program = torch.export.export(module.eval(), given, dynamic_shapes=shapes, strict=False)
+    return write_onnx(program, path, inputs, outputs)
+
+
+def _continued(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
+    """Logits (B, steps, V) of texts whose padding comes first, from a prompt in one pass and two single tokens; and the
+    model's, of each text alone and at once."""
+    tokens = _words(model, _TEXTS, _PROMPT + _STEPS)
+    mask = (torch.arange(_PROMPT + _STEPS) >= torch.arange(_TEXTS)[:, None]).long()
+    names = _called("past_key_values", _names(model, "key", "value"))
+    kept, found = _empty(model, _TEXTS, 0), []
+    for begin, end in _passes(_PROMPT):
+        given = {"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end]}
+        logits, *kept = run({**given, **dict(zip(names, kept, strict=True))})
+        found.append(logits[:, -1])
+    expected = [model(tokens[row : row + 1, row:])[0, -_STEPS - 1 :] for row in range(_TEXTS)]
+    return torch.stack(found, dim=1), torch.stack(expected)
+
+
+def _translated(read: Run, run: Run, model: Seq2Seq) -> tuple[Tensor, Tensor]:
+    """The same of targets to sources of several lengths, whose padding comes last."""
+    source, target = _words(model, _TEXTS, _PROMPT), _words(model, _TEXTS, 2 + _STEPS)
+    lengths = _PROMPT - torch.arange(_TEXTS)
+    mask = (torch.arange(_PROMPT) < lengths[:, None]).long()
+    memory = read({"input_ids": source, "attention_mask": mask})
+    every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
+    kept, found = _empty(model, _TEXTS, 0), []
+    for begin, end in _passes(2):
+        given = {"input_ids": target[:, begin:end], "encoder_attention_mask": mask}
+        both = zip(_called("past_key_values", every), _between(kept, memory), strict=True)
+        logits, *kept = run({**given, **dict(both)})
+        found.append(logits[:, -1])
+    return torch.stack(found, dim=1), model(source, target, lengths)[:, -_STEPS - 1 :]
+
+
+def _passes(prompt: int) -> Iterable[tuple[int, int]]:
+    """Where the tokens of each pass begin and end."""
+    return [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(_STEPS))]
+
+
+def _dims(model: Decoder | Seq2Seq) -> tuple[Any, Any, Any]:
+    """Texts, new tokens and tokens before them, as sizes that may be others."""
+    most = positions(model.config)[-1]
+    sizes = (("batch", 1, 1 << 12), ("tokens", 1, most), ("past", 0, most))
+    batch, new, kept = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
+    return batch, new, kept
+
+
+def _source_size(model: Seq2Seq) -> Any:
+    return torch.export.Dim("source", min=1, max=positions(model.config)[0])
+
+
+def _words(model: Decoder | Seq2Seq, rows: int, count: int) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.config.vocabulary, (rows, count), generator=draw)
+
+
+def _empty(model: Decoder | Seq2Seq, rows: int, columns: int) -> list[Tensor]:
+    """Keys and values of so many columns for each block."""
+    sizes = stacks(model.config)[-1]
+    return [torch.zeros(rows, sizes.kv, columns, sizes.head_width) for _ in range(2 * sizes.depth)]
+
+
+def _names(model: Decoder | Seq2Seq, *each: str) -> list[str]:
+    return [f"{block}.{name}" for block in range(stacks(model.config)[-1].depth) for name in each]
+
+
+def _called(what: str, names: Sequence[str]) -> list[str]:
+    return [f"{what}.{name}" for name in names]
+
+
+def _pairs(flat: Sequence[Tensor]) -> Pairs:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _flat(pairs: Pairs) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in pair]
+
+
+def _between(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
+    """Each block's own keys and values, then those of the source."""
+    return [
+        tensor for pairs in zip(_pairs(own), _pairs(memory), strict=True) for tensor in _flat(list(pairs))
+    ]

@@ -1,0 +1,48 @@
+"""ONNX files: torch's exported programs written as such, and run in ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import EnvironmentProblem
+
+Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
+"""From inputs by name to outputs in their order."""
+
+
+def packages() -> tuple[Any, Any]:
+    """onnx and onnxruntime. Raises EnvironmentProblem unless these and what writes ONNX are there."""
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401 (torch's exporter needs it)
+    except ImportError:
+        raise EnvironmentProblem(
+            "ONNX needs onnx, onnxscript and onnxruntime. Install them with: pip install 'penstock[export]'."
+        ) from None
+    return onnx, onnxruntime
+
+
+def write_onnx(
+    program: torch.export.ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str]
+) -> Run:
+    """Write a program with these names of its inputs and outputs, check its graph, and open it in ONNX Runtime."""
+    onnx, onnxruntime = packages()
+    made = torch.onnx.export(
+        program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
+    )
+    assert made is not None
+    made.save(str(path))
+    onnx.checker.check_model(str(path), full_check=True)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        found = session.run(None, {name: value.contiguous().numpy() for name, value in feeds.items()})
+        return [torch.from_numpy(value) for value in found]
+
+    return run

@@ -16,7 +16,7 @@ import penstock
 from penstock.cli import main
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
-from penstock.errors import ConfigError, EnvironmentProblem, NumericError
+from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.infer import export as module
 from penstock.infer.export import export, exported, inputs_of, load_package
 from penstock.infer.settings import ExportForm, ExportType
@@ -151,6 +151,9 @@ def test_without_a_compiler_or_a_file_aotinductor_is_told(
         export(where, tmp_path / "out", "aoti")
     with pytest.raises(ConfigError, match="is no file"):
         load_package(tmp_path / "out" / "compiled.pt2")
+    (tmp_path / "other.pt2").write_bytes(b"no archive")
+    with pytest.raises(DataError, match="no package of AOTInductor"):
+        load_package(tmp_path / "other.pt2")
 
 
 PROMPTS = [[5, 9, 77, 200, 31, 8], [44, 2], [120, 121, 122, 123]]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.boundary.files import shown
+from penstock.boundary.files import printable, shown
 from penstock.config.model import Seq2SeqConfig, ViTConfig
-from penstock.errors import ConfigError, EnvironmentProblem, NumericError
+from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.infer.ctranslate import write_ctranslate
 from penstock.infer.onnx_cache import write_cached
 from penstock.infer.onnx_file import packages, write_onnx
@@ -68,11 +68,15 @@ def load_package(path: str | Path) -> Any:
     """What AOTInductor compiled, as a function of the model's inputs in their order (see `inputs_of`). It runs machine
     code that lies in the file, so open only files of those that you trust.
 
-    Raises ConfigError where there is no such file.
+    Raises ConfigError where there is no such file, and DataError for another kind of file.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{shown(Path(path))} is no file; give a {COMPILED} that penstock export wrote.")
-    return torch._inductor.aoti_load_package(str(path))
+    try:
+        return torch._inductor.aoti_load_package(str(path))
+    except RuntimeError as error:
+        why = " ".join(printable(str(error)).split())[:300].rstrip(".")
+        raise DataError(f"{shown(Path(path))} is no package of AOTInductor: {why}.") from None
 
 
 def _written(

@@ -15,6 +15,7 @@ import torch
 
 import penstock
 from penstock.cli import main
+from penstock.cli.deploy_files import files_for
 from penstock.cli.deploy_scripts import scripts_for
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, ModelConfig
@@ -26,7 +27,7 @@ from penstock.infer.traffic import requests_of
 from penstock.planner.serve import Passes, Serving, StepCosts, predict_inference, predicted_costs
 
 A100 = load_machine("a100-80g")
-LLAMA = PRESETS["llama3-8b"]
+LLAMA, BERT = PRESETS["llama3-8b"], PRESETS["bert-tiny"]
 
 
 def found(model: ModelConfig, requests: str, machine: str = "a100-80g", **asked: object) -> object:
@@ -234,3 +235,26 @@ def test_programs_for_ctranslate2_and_onnx_runtime_answer_as_our_generator(
         assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
     assert not scripts_for(asked, cpu, replace(layout, tp=2))
     assert not scripts_for(replace(asked, weights=None), cpu, layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp", "written"),
+    [
+        (LLAMA, 1, 1, ""),
+        (LLAMA, 8, 1, "--tp 8"),
+        (LLAMA, 16, 1, None),
+        (LLAMA, 2, 2, None),
+        (BERT, 2, 1, None),
+    ],
+)
+def test_our_server_is_started_where_it_can_split_the_layers(
+    model: ModelConfig, tp: int, pp: int, written: str | None
+) -> None:
+    layout = Layout(
+        type="bf16", tp=tp, pp=pp, replicas=1, slots=8, memory_bytes=1e9, cache_tokens=4096, context=512
+    )
+    files = files_for(DeployConfig(model=model, weights="folder"), A100, layout)
+    assert ("penstock.sh" in files) == (written is not None)
+    if written is not None:
+        assert written in files["penstock.sh"]
+        assert ("--tp" in files["penstock.sh"]) == (tp > 1)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from penstock.cli.deploy_scripts import scripts_for
 from penstock.config.machine import Machine
-from penstock.config.model import DecoderConfig, title
+from penstock.config.model import DecoderConfig, stacks, title
 from penstock.infer.deploy import Layout
 from penstock.infer.scheduler import Limits
 from penstock.infer.settings import DeployConfig
+from penstock.planner.serve import generates
 
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 CHUNK = 8192
@@ -22,7 +23,10 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     assert asked.model is not None
     model = asked.weights or title(asked.model)
     found: dict[str, str] = {}
-    if asked.weights is not None and layout.tp * layout.pp == 1 and layout.type in _TYPES:
+    # Each rank of ours has whole heads of keys.
+    whole = all(stack.kv % layout.tp == 0 for stack in stacks(asked.model))
+    split = layout.tp == 1 or (generates(asked.model) and whole)
+    if asked.weights is not None and layout.pp == 1 and split and layout.type in _TYPES:
         found["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(model, machine, layout)
         )
@@ -41,6 +45,8 @@ def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
         "device": machine.device, "dtype": layout.type, "slots": layout.slots, "context": layout.context,
         "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     }  # fmt: skip
+    if layout.tp > 1:
+        options["tp"] = layout.tp
     return ["penstock", "serve", model, *_words(options, "--{}")]
 
 

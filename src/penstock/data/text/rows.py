@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
-from penstock.data.source import Source, Split
+from penstock.data.source import BadSample, Source, Split
 from penstock.data.text.mixture import Mixture
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Numbers, Tokenizer
@@ -179,10 +180,12 @@ def _cut_longer(first: int, second: int, room: int) -> tuple[int, int]:
 class _Table:
     """The rows of a split in one pack."""
 
-    def __init__(self, part: PackedPart, rows: NDArray[np.int64], labelled: bool) -> None:
+    def __init__(
+        self, part: PackedPart, rows: NDArray[np.int64], labelled: bool, classes: int | None
+    ) -> None:
         self._part = part
         self._rows = rows
-        self.labelled = labelled
+        self.labelled, self._classes = labelled, classes
         ends = part.index["end"].astype(np.int64)
         starts = np.concatenate([[0], ends.reshape(-1)[:-1]]).reshape(ends.shape)
         self._spans = np.stack([starts, ends], axis=-1)[rows]  # (N, texts, 2)
@@ -199,7 +202,12 @@ class _Table:
         return [self._part.read(int(start), int(end)) for start, end in self._spans[row]]
 
     def label(self, row: int) -> float:
-        return float(self._labels[row])
+        """A number, or that of a class. Raises BadSample for one that is neither."""
+        value = float(self._labels[row])
+        due = "a finite number" if self._classes is None else f"one of {self._classes} classes"
+        if not (math.isfinite(value) if self._classes is None else value in range(self._classes)):
+            raise BadSample(self._part.row(int(self._rows[row])), f"its label is {value:g}, and not {due}")
+        return value
 
 
 def open_rows(
@@ -240,12 +248,13 @@ def _of_split(pack: TokenPack, split: Split, labelled: bool) -> _Table:
     """The rows of a split: the pack's own, else one row in twenty is for val, chosen by its first text, so that rows
     that share it stay together.
     """
+    classes = len(pack.manifest.classes) if pack.manifest.labels == "classes" else None
     if len(pack.manifest.parts) == 2:
         part = pack.split(int(split == "val"))
-        return _Table(part, np.arange(part.part.rows), labelled)
+        return _Table(part, np.arange(part.part.rows), labelled, classes)
     part = pack.split(0)
     if part.part.rows < FEW:
         is_val = np.arange(part.part.rows) % _SMALL_EVERY == _SMALL_EVERY - 1
     else:
         is_val = part.index["key"] % VAL_EVERY == VAL_EVERY - 1
-    return _Table(part, np.flatnonzero(is_val == (split == "val")), labelled)
+    return _Table(part, np.flatnonzero(is_val == (split == "val")), labelled, classes)

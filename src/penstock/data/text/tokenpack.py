@@ -247,6 +247,10 @@ class PackedPart:
         """(rows,) of `index_type`."""
         return np.frombuffer(_mapped(self._index_path), index_type(self.fields))
 
+    def row(self, number: int) -> str:
+        """What a row is called in messages."""
+        return f"{shown(self._index_path)}, row {number:,}"
+
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens start..stop, not to be written to.
 

@@ -15,7 +15,7 @@ from penstock.config.plan import Plan
 from penstock.models import create
 from penstock.models.anatomy import set_attention
 from penstock.optim.tensors import local
-from penstock.parallel import ParallelDims, recompute_blocks, sequence, shard, tensor
+from penstock.parallel import ParallelDims, parts, recompute_blocks, sequence, shard
 from penstock.parallel.pipeline import cut_stages
 from penstock.parallel.tensor import split_layers
 from penstock.planner.describe import describe
@@ -134,7 +134,7 @@ def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pyte
         rank = place * (size // plan.pp) + 5
         with _as_rank(rank, size), monkeypatch.context() as patch:
             patch.setattr(
-                tensor, "_multiplied", lambda x: x
+                parts, "_multiplied", lambda x: x
             )  # asks for autocast, which the meta device has not
             found = _built(name, rank, patch)
         kept = counts[place] * one.blocks / work.depth + one.entrance * (place == 0)

@@ -164,11 +164,12 @@ def main() -> None:
             paper = (
                 f", the paper's {PAPER[name]:+.0%}" if form == "unfused attention" and name in PAPER else ""
             )
+            peak, said = one["peak_bytes"] / 2**30, one["predicted_bytes"] / 2**30
+            memory = f"; {peak:.2f} GiB, predicted {said:.2f}" if peak else ""
             print(
                 f"  {name:<15}{one['milliseconds']:9.2f} ms  {one['overhead']:+6.1%} "
                 f"({one['spread'][0]:+.1%} to {one['spread'][1]:+.1%}), predicted {one['predicted_overhead']:+.1%}"
-                f"{paper}; "
-                f"{one['peak_bytes'] / 2**30:.2f} GiB, predicted {one['predicted_bytes'] / 2**30:.2f}"
+                f"{paper}{memory}"
             )
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

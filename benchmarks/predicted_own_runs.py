@@ -3,10 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --output benchmarks/results/predicted_own_runs_cpu.json
 
 Each case of each round is a process of its own, like a real run, or one process for each of the Plan's replicas. It
-probes the machine, takes steps and probes again. Predictions use the mean of both probes, which corrects for drift of
-the machine's speed. Errors are medians over the rounds. On one CPU thread, time is processor time, which other
-processes do not lengthen; elsewhere, and where processes wait for each other, it is wall-clock time. Memory is the peak
-of all tensors within a step of one process, as the ladder counts them, without the batch.
+probes the machine, takes steps and probes again. On a CPU, whose speed other guests of a host change by a third within
+a minute, a fixed product is timed around each probe and between steps: predictions are scaled by how much slower it was
+among the steps than around the probe. Errors are medians over the rounds; what they were without this scaling is kept
+beside them. On one CPU thread, time is processor time, which other processes do not lengthen; elsewhere, and where
+processes wait for each other, it is wall-clock time. Memory is the peak of all tensors within a step of one process, as
+the ladder counts them, without the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -91,9 +94,16 @@ SIZES = {
 }
 TOKENS = 256
 WARM_UP = 3
-"""Warm-up steps; the allocator settles in the second."""
+"""Warm-up steps at the least."""
+MOST_WARM_UP = 12
+SETTLED = 256
+"""New pages of a step below which the heap has settled. A heap that keeps its memory still grows for about five steps,
+and each page that it touches first takes 10 µs here."""
 STEPS_SECONDS = 1.0
-"""Steps are repeated for at least this many seconds."""
+"""Steps between two yardsticks take at least this many seconds."""
+YARDSTICK_PRODUCTS = 64
+PIECES = 3
+"""How many times steps are measured, with a yardstick before, between and after."""
 
 
 @dataclass
@@ -189,13 +199,53 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_seconds(built: Built, batches: list[Any], device: torch.device) -> float:
-    """Seconds of one step, after some to warm up."""
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Processor time where this process computes alone on one thread."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not distributed.is_initialized()
-    clock = time.process_time if alone else time.perf_counter
-    for _ in range(WARM_UP):
+    return time.process_time if alone else time.perf_counter
+
+
+class Yardstick:
+    """A fixed product whose time says how fast the machine is at a moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = clock_of(device)
+        self.left, self.right = torch.ones(512, 768, device=device), torch.ones(768, 3072, device=device)
+        self.fixed = device.type != "cpu"
+        """A GPU of its own keeps its clock, which the probe reads."""
+
+    def seconds(self) -> float:
+        """Seconds of one product, the mean of about two seconds: a neighbour's load comes and goes within one."""
+        if self.fixed:
+            return 1.0
+        if distributed.is_initialized():
+            distributed.barrier()
+        self.left @ self.right
+        start = self.clock()
+        for _ in range(YARDSTICK_PRODUCTS):
+            self.left @ self.right
+        return (self.clock() - start) / YARDSTICK_PRODUCTS
+
+
+def warm_up(built: Built, batches: list[Any], device: torch.device) -> None:
+    """Take steps until one touches no new pages on any rank; of plans that give memory back each step, the least."""
+    for turn in range(1, MOST_WARM_UP + 1):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         built.step(batches)
-    wait(device)
+        wait(device)
+        new = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        if distributed.is_initialized():
+            distributed.all_reduce(new, distributed.ReduceOp.MAX)
+        if turn >= WARM_UP and (built.plan.host_memory != "keep" or int(new) < SETTLED):
+            return
+
+
+def step_seconds(
+    built: Built, batches: list[Any], device: torch.device, yardstick: Yardstick
+) -> tuple[float, float]:
+    """Seconds of one step, after some to warm up, and those of the yardstick at that time."""
+    clock = clock_of(device)
+    warm_up(built, batches, device)
     # Processes that wait for each other must agree on the number of steps.
     steps = torch.zeros((), dtype=torch.int64)
     start = clock()
@@ -204,27 +254,42 @@ def step_seconds(built: Built, batches: list[Any], device: torch.device) -> floa
     steps += max(1, round(STEPS_SECONDS / (clock() - start)))
     if distributed.is_initialized():
         distributed.broadcast(steps, 0)
-    start = clock()
-    for _ in range(int(steps)):
-        built.step(batches)
-        wait(device)
-    return (clock() - start) / int(steps)
+    took, speeds = [], [yardstick.seconds()]
+    for _ in range(PIECES):
+        start = clock()
+        for _ in range(int(steps)):
+            built.step(batches)
+            wait(device)
+        took.append((clock() - start) / int(steps))
+        speeds.append(yardstick.seconds())
+    return statistics.mean(took), statistics.mean(speeds)
+
+
+def probed(device: torch.device, yardstick: Yardstick, *, precise: bool) -> tuple[Machine, float]:
+    """What this machine can do, and the seconds of the yardstick before and after it was measured."""
+    before = yardstick.seconds()
+    machine = probe(device, quick=not precise)
+    return machine, (before + yardstick.seconds()) / 2
 
 
 def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any]:
     """One round of one case."""
-    machines = [probe(device, quick=not precise)]
+    yardstick = Yardstick(device)
+    machines = [probed(device, yardstick, precise=precise)]
     built, batch, prediction = prepared(case, device)
     batches = [batch] * case.plan.accumulate
-    took = step_seconds(built, batches, device)
+    took, speed = step_seconds(built, batches, device, yardstick)
     held = step_with_memory(built.step, batches)[1] - sum(one.nbytes for one in tensors_in(batch))
     del built, batch, batches
     gc.collect()
-    machines.append(probe(device, quick=not precise))
-    said = [prediction(machine) for machine in machines]
+    machines.append(probed(device, yardstick, precise=precise))
+    said = [prediction(machine) for machine, _ in machines]
+    slower = [speed / then for _, then in machines]
     return {
         "measured": took,
-        "predicted": sum(one.iteration_seconds for one in said) / 2,
+        "predicted": sum(one.iteration_seconds * by for one, by in zip(said, slower)) / 2,
+        "as_probed": sum(one.iteration_seconds for one in said) / 2,
+        "slower_than_probed": sum(slower) / 2,
         "measured_bytes": held,
         "predicted_bytes": said[0].memory_bytes,
         "parts": said[-1].seconds,
@@ -259,6 +324,9 @@ def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "predicted": statistics.median(one["predicted"] for one in rounds),
         },
         "step_error": {"median": statistics.median(errors), "min": min(errors), "max": max(errors)},
+        "every_step_error": errors,
+        "error_as_probed": [one["as_probed"] / one["measured"] - 1 for one in rounds],
+        "slower_than_probed": [one["slower_than_probed"] for one in rounds],
         "memory_bytes": {"measured": held, "predicted": thought},
         "memory_error": thought / held - 1,
         "rounds": len(errors),
@@ -337,7 +405,8 @@ def main() -> None:
             one = seen[-1]
             print(
                 f"round {turn + 1} of {options.rounds}: {cases[index].model}, {cases[index].plan.line()}: "
-                f"{one['predicted'] / one['measured'] - 1:+.1%}",
+                f"{one['predicted'] / one['measured'] - 1:+.1%} "
+                f"(without yardstick {one['as_probed'] / one['measured'] - 1:+.1%})",
                 flush=True,
             )
         if options.output:

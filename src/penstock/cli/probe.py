@@ -84,5 +84,6 @@ def _products(machine: Machine) -> Table:
 
 
 def _product(sample: GemmSample) -> str:
-    gradient = "" if sample.form == "forward" else f", {sample.form} gradient"
+    forms = {"forward": "", "ragged": ", odd rows"}
+    gradient = forms.get(sample.form, f", {sample.form} gradient")
     return f"{sample.m} × {sample.n} × {sample.k}{gradient}"

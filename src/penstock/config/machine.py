@@ -23,9 +23,10 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 """Assumed cost of one eager operator on a GPU, if it was not measured."""
 
 
-ProductForm = Literal["forward", "input", "weight"]
+ProductForm = Literal["forward", "input", "weight", "ragged"]
 """What a product makes of a linear layer: its output, the gradient of its input, or that of its weight. The factors of
-the three lie differently in memory, and some CPU kernels are ten times slower for one than for another."""
+the three lie differently in memory, and some CPU kernels are ten times slower for one than for another. `ragged` is an
+output whose rows begin inside of a vector, as those of a vocabulary of 50,257 words do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ hides behind nothing of its own. So all are added.
 
 from __future__ import annotations
 
+from penstock.config.machine import ProductForm
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.operators import MATRIX, Op
+from penstock.planner.products import VECTOR
 from penstock.planner.rates import Rates
 
 ROWS, COLUMNS = 128, 64
@@ -106,7 +108,9 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             )
         if measured:
             return share * op.flops / measured + moved
-        return share * rates.products.seconds(op.m, op.n, op.k, op.batch, form=op.form) + moved
+        ragged = op.kind == "gemm" and op.form == "forward" and op.n % VECTOR
+        form: ProductForm = "ragged" if ragged else op.form
+        return share * rates.products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

@@ -25,6 +25,8 @@ UNALIGNED_SHARE = 0.8
 """Rows that start inside a line: a tile row of one line then spans five sectors instead of four."""
 ODD_SHARE = 0.25
 """Rows whose start is no multiple of 16 bytes cannot be loaded by vector instructions."""
+VECTOR = 8
+"""Numbers in a CPU's vector, of 32 bytes in fp32."""
 
 
 Samples = list[tuple[float, float, float, float]]
@@ -80,6 +82,8 @@ class Products(NamedTuple):
     """No product is faster."""
     chip: Chip | None
     """How a GPU without measured products cuts them up."""
+    ragged: float = 1.0
+    """On a CPU, the share of its rate that a product has whose rows of outputs begin inside of a vector."""
 
     def seconds(
         self,
@@ -102,6 +106,8 @@ class Products(NamedTuple):
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
         """FLOP/s, as measured nearby."""
+        if form == "ragged":
+            return self.ragged * self.rate(m, n, k)
         samples = self.measured.get(form) or self.measured.get("forward")
         return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
 

@@ -147,7 +147,9 @@ def _products(
             measured.setdefault(s.form, []).append((*sizes, share * s.flops_per_second))
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
-        return Products(measured, machine.peak_flops[type_] if measured else best, None)
+        found = Products(measured, machine.peak_flops[type_] if measured else best, None)
+        even = [rate / found.rate(*map(math.exp, sizes)) for *sizes, rate in measured.get("ragged", ())]
+        return found._replace(ragged=min(1.0, *even)) if even else found
     return Products(measured, best, Chip(best, multiprocessors, constants.tile_depth, memory))
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ _CPU_SHAPES: dict[str, Shape] = {
 _CPU_QUICK = ("square half", "mlp in", "mlp out")
 _LAYERS = ("mlp in", "mlp out", "qkv")
 """Of these a CPU's gradients are measured too."""
+_RAGGED = "mlp in"
+"""This one a CPU computes with one output more, too."""
 _CUDA_SHAPES: dict[str, Shape] = {
     "square": (8192, 8192, 8192),
     "deep": (2048, 2048, 13312),
@@ -152,6 +154,10 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
                         if name in _LAYERS and 2.0 * math.prod(shapes[name]) / slowest < patience:
                             gradients += _gradient_samples(kind, shapes[name], generator, budget)
                     samples += gradients
+                    if _RAGGED in asked:
+                        m, n, k = shapes[_RAGGED]
+                        one = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
+                        samples.append(replace(one, form="ragged"))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples

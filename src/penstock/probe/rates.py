@@ -30,7 +30,8 @@ def shared() -> Iterator[None]:
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Lower quartile of the times of one `call` over about `budget` seconds, three at least, after a warm-up."""
+    """Median time of one `call` over about `budget` seconds, three times at least, after a warm-up: what a step gets,
+    too, where other guests of a host come and go."""
     if _sharing.get():
         torch.distributed.barrier()
     call()
@@ -40,7 +41,7 @@ def seconds(call: Callable[[], object], device: torch.device, budget: float) -> 
     # Short calls are timed in batches of at least a millisecond, so that the clock and a GPU's queue do not matter.
     batch = max(1, min(1000, int(1e-3 / max(once, 1e-7))))
     rounds = max(3, min(50, int(budget / max(once * batch, 1e-7))))
-    return sorted(_time(call, device, batch) for _ in range(rounds))[rounds // 4]
+    return statistics.median(_time(call, device, batch) for _ in range(rounds))
 
 
 def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:

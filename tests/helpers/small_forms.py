@@ -145,7 +145,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
-        text = "ctranslate2" in words
+        text = bool({"ctranslate2", "onnx-search"} & {*words})
         kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
         next(passed)
     for word in passed:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
 import penstock
 from penstock.cli import main
+from penstock.config.decoding import Decoding
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.infer import export as module
 from penstock.infer.export import export, exported, inputs_of, load_package
 from penstock.infer.settings import ExportForm, ExportType
+from penstock.infer.tensorrt import BUILD, build, unknown, write_command
 from penstock.models.anatomy import set_attention
 
 ROOT = Path(__file__).parents[2]
@@ -47,17 +51,20 @@ def folder(name: str, where: Path, **changes: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "marian-tiny", "vit-s16"])
-def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
+def test_onnx_gives_what_the_model_gives_and_tensorrt_knows_all_of_it(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(folder(name, tmp_path), tmp_path / "out", "onnx")
+        path, difference = export(folder(name, tmp_path), tmp_path / "out", "tensorrt")
     assert difference < 1e-5
+    assert not unknown(path)
+    script = (tmp_path / "out" / BUILD).read_text()
     model = penstock.from_pretrained(tmp_path / name).eval()
     session = onnxruntime.InferenceSession(str(path))
     for sizes in ((1, 2, 2), (4, 30, 20)):
         given = inputs_of(model, *sizes)
+        assert all(f"{one}:" in script for one in given)
         found = session.run(["outputs"], {key: value.numpy() for key, value in given.items()})[0]
         with torch.inference_mode():
             torch.testing.assert_close(torch.from_numpy(found), model(*given.values()), rtol=1e-4, atol=1e-4)
@@ -228,6 +235,7 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
         ("modernbert-tiny", "ctranslate2", "fp32", "does not know sliding windows"),
         ("vit-s16", "ctranslate2", "fp32", "does not know models of images"),
         ("bert-tiny", "onnx-cache", "fp32", "Encoder generates no text"),
+        ("bert-tiny", "onnx-search", "fp32", "Encoder generates no text"),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],
 )
@@ -238,6 +246,89 @@ def test_forms_that_a_model_does_not_have_are_refused(
         pytest.importorskip(package)
     with pytest.raises(ConfigError, match=said):
         export(folder(name, tmp_path), tmp_path / "out", form, kind)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_operator_that_tensorrt_does_not_know_is_told(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    value, info = onnx.TensorProto.FLOAT, onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Unique", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [info("x", value, [3])], [info("y", value, [None])])
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), str(path))
+    with pytest.raises(ConfigError, match="does not know Unique"):
+        write_command(path, penstock.create(penstock.PRESETS["vit-digits"]), {})
+    assert not (tmp_path / BUILD).exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_tensorrt_builds_an_engine(tmp_path: Path) -> None:
+    if shutil.which("trtexec") is None:
+        pytest.skip("there is no trtexec")
+    path, _ = export(folder("bert-tiny", tmp_path), tmp_path / "out", "tensorrt")
+    assert build(path.with_name(BUILD))
+    assert path.with_suffix(".engine").stat().st_size
+
+
+SEARCHES = {
+    "marian-tiny": Decoding(beams=4),
+    "t5-tiny": Decoding(beams=3, early_stopping="full", length_penalty=0.5),
+    "llama-tiny": Decoding(beams=2, early_stopping="never", length_penalty=0.1),
+    "gpt-tiny": Decoding(beams=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_in_onnx_finds_what_ours_finds(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    where, decoding = (
+        folder(name, tmp_path, **({"kv_heads": 1} if name == "llama-tiny" else {})),
+        SEARCHES[name],
+    )
+    ends = likely_ends(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(where, tmp_path / "out", "onnx-search", decoding=decoding)
+    assert difference < 1e-4
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    longest, first = max(map(len, PROMPTS)), name in ("llama-tiny", "gpt-tiny")
+    fill = [[0] * (longest - len(row)) for row in PROMPTS]
+    tokens = [more + row if first else row + more for row, more in zip(PROMPTS, fill)]
+    mask = [[int(number > 0) for number in row] for row in tokens]
+    feeds = {"input_ids": tokens, "attention_mask": mask, "max_tokens": 12}
+    found, scores = session.run(None, {key: np.array(value, np.int64) for key, value in feeds.items()})
+    made = penstock.Generator(where).generate(
+        PROMPTS, dataclasses.replace(decoding, max_tokens=12, best=decoding.beams)
+    )
+    assert [[int(n) for n in row if n >= 0] for row in found.reshape(-1, found.shape[2])] == [
+        [*one.ids] for one in made
+    ]
+    if decoding.beams > 1:
+        np.testing.assert_allclose(scores.flatten(), [one.score for one in made], rtol=1e-4)
+        assert any(one.finished == "stop" for one in made), f"{ends} end no text, so this test says little"
+
+
+def likely_ends(where: Path) -> list[int]:
+    """Name tokens as ends of texts that a model generates often."""
+    made = penstock.Generator(where, ends=()).generate(PROMPTS, max_tokens=6, beams=2, best=2)
+    ends = sorted({number for one in made for number in one.ids[1:4]})
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+    return ends
+
+
+def test_settings_of_a_search_that_its_graph_lacks_are_refused(tmp_path: Path) -> None:
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    where = folder("gpt-tiny", tmp_path)
+    with pytest.raises(ConfigError, match="leave other settings of decoding out"):
+        export(where, tmp_path / "out", "onnx-search", decoding=Decoding(beams=2, min_tokens=3))
+    with pytest.raises(ConfigError, match="Only --to onnx-search has the search"):
+        export(where, tmp_path / "out", "onnx", decoding=Decoding(beams=2))
     assert not (tmp_path / "out").exists()
 
 

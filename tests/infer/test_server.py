@@ -96,6 +96,14 @@ def test_a_stream_has_the_same_text_piece_by_piece(quick: Running) -> None:
     assert parts[-1]["usage"]["completion_tokens"] == 5
 
 
+def test_a_stream_tells_every_token_by_its_number_where_that_is_asked_for(quick: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 5, "stream": True, "return_token_ids": True, "stop": ["ef"]}
+    lines = [line[6:] for line in ask(quick, "/v1/completions", body)[1].splitlines() if line]
+    parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert [part["token_ids"] for part in parts[:-1]] == [[98], [99], [100], [101], [102]][: len(parts) - 1]
+    assert "".join(part["text"] for part in parts) == "bcd"
+
+
 def test_messages_go_through_the_models_template(quick: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 2}
     answer = ask(quick, "/v1/chat/completions", body)[1]

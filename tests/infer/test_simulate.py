@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,26 @@ def test_longer_caches_make_steps_longer() -> None:
     assert served.latency.p50 == pytest.approx(sum(0.01 + 0.001 * (10 + made) for made in range(1, 5)))
 
 
+def test_a_requests_way_delays_it_and_keeps_no_engine_busy() -> None:
+    arrivals = [Arrival(0.0, 4, 101)] * 8
+    slow = simulate(arrivals, Limits(slots=4), replace(FLAT, request=0.5))
+    assert (slow.latency.p50, slow.latency.p95) == (pytest.approx(1.5), pytest.approx(2.5))
+
+
+def test_a_step_computes_all_slots_between_the_first_and_the_last() -> None:
+    """The second of three texts ends at once, and its slot is computed until another text has it."""
+    costs = StepCosts(((1.0, 0.0), (2.0, 0.0)), ((1.0, 0.01, 0.0), (8.0, 0.08, 0.0)))
+    arrivals = [Arrival(0.0, 4, 101), Arrival(0.0, 4, 1), Arrival(0.0, 4, 101)]
+    assert simulate(arrivals, Limits(slots=8), costs).latency.p95 == pytest.approx(3.0)
+    assert simulate(arrivals[:1] + arrivals[2:], Limits(slots=8), costs).latency.p95 == pytest.approx(2.0)
+
+
+def test_steps_look_at_as_many_tokens_as_the_longest_text_has() -> None:
+    costs = StepCosts(((1.0, 0.0), (2.0, 0.0)), ((1.0, 0.0, 0.001), (2.0, 0.0, 0.001)))
+    served = simulate([Arrival(0.0, 100, 2), Arrival(0.0, 10, 2)], Limits(), costs)
+    assert served.latency.p50 == pytest.approx(0.101)
+
+
 def test_steps_taken_together_are_those_taken_one_by_one() -> None:
     """A turn that nothing interrupts is counted once for many steps; with a costly stranger every step is its own."""
     costs = StepCosts(((1.0, 0.002), (512.0, 0.3)), ((1.0, 0.01, 1e-6), (16.0, 0.03, 1e-5)))
@@ -71,6 +92,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
     class Slow:
         """The same costs, an exception where several steps would be taken at once."""
 
+        request = costs.request
         prefill = staticmethod(costs.prefill)
         decode = staticmethod(costs.decode)
 
@@ -78,7 +100,9 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
 
     taken = module._steps
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_steps", lambda turn, by, until: taken(turn, by, min(until, 1e-12)))
+        patch.setattr(
+            module, "_steps", lambda turn, rows, by, until: taken(turn, rows, by, min(until, 1e-12))
+        )
         single = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64, pieces=True), Slow())
     assert together.latency.p95 == pytest.approx(single.latency.p95, rel=1e-3)
     assert together.tokens_per_second == pytest.approx(single.tokens_per_second, rel=1e-3)

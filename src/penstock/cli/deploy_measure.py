@@ -6,13 +6,14 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from penstock.cli.deploy_files import penstock
 from penstock.config.machine import Machine
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.infer.deploy import Layout
-from penstock.infer.measure import Client, Measured, compare
+from penstock.infer.measure import CHUNK, Client, Measured, compare
 from penstock.infer.scheduler import Limits
 from penstock.infer.settings import DeployConfig
 from penstock.infer.traffic import Arrival
@@ -39,8 +40,27 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
         raise ConfigError(
             "--measure sends prompts to be continued, and an encoder makes vectors; leave it out."
         )
-    limits = Limits(slots=layout.slots, waiting=WAITING, context=layout.context, chunk=512, pieces=True)
-    words = [*penstock(asked.weights, machine, layout)[1:], "--port", "0", "--waiting", str(WAITING)]
+    vocabulary: int = getattr(asked.model, "vocabulary", 2)
+    with started(penstock(asked.weights, machine, layout)[1:]) as port:
+        client = Client(host="127.0.0.1", port=port, vocabulary=vocabulary)
+        return asyncio.run(compare(client, arrivals, limits_of(layout)))
+
+
+def limits_of(layout: Layout) -> Limits:
+    """What the server of a layout takes at a time."""
+    return Limits(
+        slots=layout.slots, waiting=WAITING, context=layout.context, chunk=CHUNK, pieces=True,
+        cache=min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
+    )  # fmt: skip
+
+
+@contextmanager
+def started(words: Sequence[str]) -> Iterator[int]:
+    """Run `penstock` with the words of our server, which listens on the port that is given.
+
+    Raises EnvironmentProblem where it does not start.
+    """
+    words = [*words, "--port", "0", "--waiting", str(WAITING)]
     process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -49,9 +69,7 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
             raise EnvironmentProblem(
                 f"The server has not started; run it alone to see why: penstock {' '.join(words)}"
             )
-        vocabulary: int = getattr(asked.model, "vocabulary", 2)
-        client = Client(host="127.0.0.1", port=int(port[1]), vocabulary=vocabulary)
-        return asyncio.run(compare(client, arrivals, limits))
+        yield int(port[1])
     finally:
         process.terminate()
         process.wait()

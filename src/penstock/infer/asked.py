@@ -33,7 +33,7 @@ _SHARED = frozenset(
     {"model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", *DECODING, *_CALLER}
 )
 _KEYS = {
-    "completions": _SHARED | {"prompt"},
+    "completions": _SHARED | {"prompt", "return_token_ids"},
     "chat": _SHARED | {"messages", "max_completion_tokens"},
     "translate": frozenset({"model", "text", "max_tokens", *DECODING, *_CALLER}),
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
@@ -54,6 +54,8 @@ class Asked:
     stream: bool = False
     usage: bool = False
     """Whether a stream ends with the number of tokens."""
+    token_ids: bool = False
+    """Whether a stream tells every token by its number as soon as it comes, even where it makes no whole character."""
 
 
 def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
@@ -150,6 +152,7 @@ def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *,
         stop=tuple(stop),
         stream=_field(body, "stream", bool, False),
         usage=options.get("include_usage") is True,
+        token_ids=_field(body, "return_token_ids", bool, False),
     )
 
 

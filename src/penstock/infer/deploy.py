@@ -209,7 +209,7 @@ def _replicas(
 def _alone(one: Arrival, costs: StepCosts) -> float:
     """Seconds of a request on an idle server."""
     decoded = (one.made - 1) * costs.decode(1, one.prompt + one.made / 2) if one.made > 1 else 0.0
-    return costs.prefill(one.prompt) + decoded
+    return costs.request + costs.prefill(one.prompt) + decoded
 
 
 def _judged(tried: Sequence[Layout], chosen: Sequence[str], asked: DeployConfig) -> Found:

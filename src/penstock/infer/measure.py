@@ -9,19 +9,40 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem
 from penstock.infer.scheduler import Limits
 from penstock.infer.simulate import simulate
 from penstock.infer.traffic import Arrival, Outcome, Served
-from penstock.planner.serve import StepCosts
+from penstock.planner.serve import LENGTHS, StepCosts
 
 REPEATS = 3
-MOST_TIMED = 64
+MOST_TIMED = 32
 """Texts at a time whose steps are timed. Beyond, steps are as much longer for each text."""
-DECODED = 24
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+DECODED = 32
 """Tokens of a request that times the steps."""
+STEADY = 4
+"""Steps of all texts together that are enough to time one."""
+BURST = 4
+"""Prompts sent at once, to see how long the engine is busy with each."""
+CHUNK = 512
+"""Tokens of prompts that the server reads in a step."""
+_TOKEN = b'"token_ids": ['
+
+
+class Answer(NamedTuple):
+    """An answer as it came, in seconds of `time.monotonic`."""
+
+    at: float
+    """When it was asked for."""
+    times: list[float]
+    """When each of its tokens came."""
+
+    def outcome(self) -> Outcome:
+        """What of it is told of a traffic."""
+        return Outcome(self.at, self.times[0], self.times[-1], len(self.times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +55,24 @@ class Client:
     """Numbers are drawn below it."""
     key: str | None = None
 
-    async def ask(self, prompt: int, made: int, draw: random.Random) -> Outcome | int:
-        """Ask for `made` tokens after a prompt of so many; gives the status where that is not 200. Times are of
-        `time.monotonic`."""
+    async def ask(self, prompt: int, made: int, draw: random.Random) -> Answer | int:
+        """Ask for `made` tokens after a prompt of so many; gives the status where that is not 200."""
         ids = [draw.randrange(self.vocabulary) for _ in range(prompt)]
-        settings = {"prompt": ids, "max_tokens": made, "temperature": 0, "ignore_eos": True, "stream": True}
+        settings = {
+            "prompt": ids, "max_tokens": made, "temperature": 0, "ignore_eos": True, "stream": True,
+            "return_token_ids": True,
+        }  # fmt: skip
         at = time.monotonic()
         status, lines = await self.post("/v1/completions", settings)
-        first = last = 0.0
+        times: list[float] = []
         whole = False
         async for line in lines:
-            if line.startswith(b"data: {"):
-                last = time.monotonic()
-                first = first or last
+            if _TOKEN in line:
+                times.append(time.monotonic())
             whole = whole or line.startswith(b"data: [DONE]")
-        if status == 200 and not whole:
+        if status == 200 and not (whole and times):
             raise EnvironmentProblem("The server has broken off an answer.")
-        return Outcome(at, first, last, made) if status == 200 else status
+        return Answer(at, times) if status == 200 else status
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status of an answer, and its lines as they come."""
@@ -87,7 +109,7 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
     draw = random.Random(seed)
     begun = time.monotonic()
 
-    async def one(arrival: Arrival) -> Outcome | int:
+    async def one(arrival: Arrival) -> Answer | int:
         await asyncio.sleep(max(0.0, begun + arrival.at - time.monotonic()))
         return await client.ask(arrival.prompt, arrival.made, draw)
 
@@ -95,43 +117,82 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
     odd = sorted({status for status in found if isinstance(status, int) and status != 429})
     if odd:
         raise EnvironmentProblem(f"The server has answered requests with {', '.join(map(str, odd))}.")
-    return Served.of([one for one in found if isinstance(one, Outcome)], refused=found.count(429))
+    answers = [one.outcome() for one in found if isinstance(one, Answer)]
+    return Served.of(answers, refused=found.count(429))
 
 
-async def step_costs(client: Client, *, slots: int, longest: int) -> StepCosts:
-    """What reading a prompt and a step of the engine take, as clients see them: with a request's way through the
-    server, which a prediction leaves out. `longest` is that of prompt and answer together.
+async def step_costs(
+    client: Client, *, slots: int, longest: int, prompt: int | None = None, chunk: int = CHUNK
+) -> StepCosts:
+    """What reading a prompt and a step of the engine take, and what a request takes besides on its way through the
+    server. `longest` are the tokens of prompt and answer together, `prompt` those of the longest prompt, `chunk` those
+    of prompts that are read in a step.
     """
-    draw = random.Random(0)
+    # Drawn anew each time: of a prompt that has come before, the server still has keys and values.
+    timing = _Timing(client, random.Random(), chunk)
     made = max(2, min(DECODED, longest // 2))
+    for _ in range(2):  # what is made at first use
+        await timing.group(min(slots, BURST), 2, made)
+    most = max(2, min(prompt or longest - 1, longest - 1))
+    sizes = [*(size for size in LENGTHS if size < most), most]
+    reads = [(float(size), *await timing.prefill(size)) for size in sizes]
+    batches = [*(size for size in BATCHES if size < slots), min(slots, MOST_TIMED)]
+    far = min(most, longest - made)
+    decodes = [(float(batch), *await timing.steps(batch, made, far)) for batch in batches]
+    way = statistics.median(way for _, _, way in reads)
+    return StepCosts(tuple((size, busy) for size, busy, _ in reads), tuple(decodes), request=way)
 
-    async def group(batch: int, prompt: int, tokens: int) -> list[Outcome]:
-        found = await asyncio.gather(*(client.ask(prompt, tokens, draw) for _ in range(batch)))
-        return [one for one in found if isinstance(one, Outcome)]
 
-    async def prefill(tokens: int) -> float:
-        times = [one.last - one.at for _ in range(REPEATS) for one in await group(1, tokens, 1)]
-        return statistics.median(times)
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """Times what a server does that has nothing else to do."""
 
-    async def step(batch: int, prompt: int) -> float:
-        times = [
-            (one.last - one.first) / (made - 1)
-            for _ in range(REPEATS)
-            for one in await group(batch, prompt, made)
-        ]
-        return statistics.median(times)
+    client: Client
+    draw: random.Random
+    chunk: int
 
-    await group(min(slots, 4), 2, made)  # what is made at first use
-    sizes = sorted({1, max(2, longest // 4), max(3, longest - 1)})
-    prefills = [(float(size), await prefill(size)) for size in sizes]
-    decodes = []
-    far = max(2, longest - made)
-    batches = [size for size in (1, 2, 4, 8, 16, 32) if size < slots] + [min(slots, MOST_TIMED)]
-    for batch in batches:
-        near, long = await step(batch, 1), await step(batch, far)
-        each = max(0.0, (long - near) / (far - 1))
-        decodes.append((float(batch), near - each * made / 2, each))
-    return StepCosts(tuple(prefills), tuple(decodes))
+    async def group(self, batch: int, prompt: int, tokens: int) -> list[Answer]:
+        """Answers to requests that are sent at once."""
+        asked = (self.client.ask(prompt, tokens, self.draw) for _ in range(batch))
+        return [one for one in await asyncio.gather(*asked) if isinstance(one, Answer)]
+
+    async def prefill(self, tokens: int) -> tuple[float, float]:
+        """Seconds for which the engine is busy with a prompt, and those that its request takes besides: the former is
+        what each of several prompts adds to the time of one."""
+        alone: list[float] = []
+        together: list[float] = []
+        for _ in range(REPEATS):
+            alone += [one.times[0] - one.at for one in await self.group(1, tokens, 1)]
+            every = await self.group(BURST, tokens, 1)
+            together.append(max(one.times[0] for one in every) - min(one.at for one in every))
+        one = statistics.median(alone)
+        busy = min(one, max(0.0, (statistics.median(together) - one) / (BURST - 1)))
+        return busy, one - busy
+
+    async def steps(self, batch: int, made: int, far: int) -> tuple[float, float]:
+        """Seconds of a step with an empty cache, and of each token in the cache of the longest text."""
+        # All prompts must have been read while there are still tokens to make.
+        far = max(2, min(far, self.chunk * max(1, made - 2 * STEADY) // batch))
+        near, long = await self._step(batch, 1, made), await self._step(batch, far, made)
+        each = max(0.0, (long[0] - near[0]) / max(1.0, long[1] - near[1]))
+        return max(0.0, near[0] - each * near[1]), each
+
+    async def _step(self, batch: int, prompt: int, made: int) -> tuple[float, float]:
+        """Seconds of a step of so many texts, and how many tokens each had then on average."""
+        found = [_steady(await self.group(batch, prompt, made)) for _ in range(REPEATS)]
+        seconds, tokens = (statistics.median(each) for each in zip(*found, strict=True))
+        return seconds, prompt + tokens
+
+
+def _steady(answers: Sequence[Answer]) -> tuple[float, float]:
+    """Seconds of a step while all texts were under way, and the tokens that each had made then on average."""
+    begin, end = max(one.times[0] for one in answers), min(one.times[-1] for one in answers)
+    first = min(answers, key=lambda one: one.times[0])
+    places = [place for place, at in enumerate(first.times) if begin <= at <= end]
+    if len(places) <= STEADY:  # of few tokens, all that there are
+        places = list(range(len(first.times)))
+    low, high = places[0], places[-1]
+    return (first.times[high] - first.times[low]) / max(1, high - low), (low + 1 + high) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +205,7 @@ class Measured:
 
 async def compare(client: Client, arrivals: Sequence[Arrival], limits: Limits) -> Measured:
     """Time the steps of a server that has nothing else to do, simulate the traffic from them, and send it."""
-    costs = await step_costs(
-        client, slots=limits.slots, longest=max(one.prompt + one.made for one in arrivals)
-    )
+    longest = max(one.prompt + one.made for one in arrivals)
+    prompt = max(one.prompt for one in arrivals)
+    costs = await step_costs(client, slots=limits.slots, longest=longest, prompt=prompt, chunk=limits.chunk)
     return Measured(simulated=simulate(arrivals, limits, costs), measured=await replay(client, arrivals))

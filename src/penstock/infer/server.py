@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,13 +23,14 @@ from starlette.routing import Route
 from penstock.boundary.files import quoted
 from penstock.config.decoding import USUAL_TOKENS
 from penstock.errors import ConfigError, PenstockError
-from penstock.infer import asked
+from penstock.infer import answers, asked
+from penstock.infer.answers import Piece, Text
 from penstock.infer.asked import Asked, Template
 from penstock.infer.backend import Backend, Lost, Refused, Ticket
 from penstock.infer.metrics import Metrics
 from penstock.infer.scheduler import QueueFull
 from penstock.infer.settings import ServeConfig
-from penstock.infer.text import Stream, around, needed, prompt_numbers, usual_tokens
+from penstock.infer.text import around, needed, prompt_numbers, usual_tokens
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -162,12 +162,12 @@ class Service:
         wanted = asked.translation(body)
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)
-        texts = [Text(self, ticket, wanted) for ticket in tickets]
+        texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
         await self._all(request, texts)
         return JSONResponse({
             "object": "translation", "model": self.name,
             "translations": [{"text": one.text, "finish_reason": one.finished} for one in texts],
-            "usage": _usage(prompts, texts),
+            "usage": answers.usage(prompts, texts),
         })  # fmt: skip
 
     async def embeddings(self, request: Request) -> Response:
@@ -231,7 +231,7 @@ class Service:
             raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)
-        texts = [Text(self, ticket, wanted) for ticket in tickets]
+        texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
         number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{tickets[0].number}-{int(time.time())}"
         head = {"id": number, "created": int(time.time()), "model": self.name}
         if wanted.stream:
@@ -240,8 +240,10 @@ class Service:
                 parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         await self._all(request, texts)
-        choices = [_choice(i, one, kind) for i, one in enumerate(texts)]
-        return JSONResponse({**head, "object": kind, "choices": choices, "usage": _usage(prompts, texts)})
+        choices = [answers.choice(i, one, kind) for i, one in enumerate(texts)]
+        return JSONResponse(
+            {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
+        )
 
     async def _numbers(self, wanted: Asked) -> list[list[int]]:
         """Token numbers of all prompts."""
@@ -320,7 +322,7 @@ class Service:
     ) -> AsyncIterator[str]:
         """A stream's lines: pieces of text as they come, of all choices."""
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
-        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
 
         async def run(place: int, one: Text) -> None:
             await one.run(lambda piece: pieces.put_nowait((place, piece)))
@@ -337,21 +339,29 @@ class Service:
         try:
             if kind.startswith("chat"):
                 for place in range(len(texts)):
-                    yield _line(
-                        {**head, "object": chunk, "choices": [_delta(place, {"role": "assistant"}, None)]}
+                    yield answers.line(
+                        {
+                            **head,
+                            "object": chunk,
+                            "choices": [answers.delta(place, {"role": "assistant"}, None)],
+                        }
                     )
             while (item := await pieces.get()) is not None:
-                yield _line({**head, "object": chunk, "choices": [_piece(*item, kind)]})
+                yield answers.line({**head, "object": chunk, "choices": [answers.piece(*item, kind)]})
             whole = True
             try:
                 await task
             except (TimeoutError, ExceptionGroup) as problem:
-                yield _line({"error": {"message": self._why(problem), "type": "server_error"}})
+                yield answers.line({"error": {"message": self._why(problem), "type": "server_error"}})
                 return
             for place, one in enumerate(texts):
-                yield _line({**head, "object": chunk, "choices": [_end(place, one.finished, kind)]})
+                yield answers.line(
+                    {**head, "object": chunk, "choices": [answers.end(place, one.finished, kind)]}
+                )
             if wanted.usage:
-                yield _line({**head, "object": chunk, "choices": [], "usage": _usage(prompts, texts)})
+                yield answers.line(
+                    {**head, "object": chunk, "choices": [], "usage": answers.usage(prompts, texts)}
+                )
             yield "data: [DONE]\n\n"
         finally:
             if not whole:
@@ -368,54 +378,6 @@ class Service:
         return f"The request took longer than {self.config.seconds:g} s."
 
 
-class Text:
-    """One text as it is made."""
-
-    def __init__(self, service: Service, ticket: Ticket, wanted: Asked) -> None:
-        self._service, self._ticket, self._stop = service, ticket, wanted.stop
-        self.ids: list[int] = []
-        self.text = ""
-        self.finished = ""
-        self._begun = time.monotonic()
-
-    async def run(self, tell: Callable[[str], None] | None = None) -> None:
-        """Take tokens until the last, and tell each piece of text as soon as it is sure. Raises as `Ticket.events`."""
-        words, metrics, told = self._words(), self._service.metrics, False
-        first = last = 0.0
-        async with contextlib.aclosing(self._ticket.events()) as events:
-            async for event in events:
-                if event.again:
-                    if told:
-                        raise Lost("The worker died while it made this text, and has been started again.")
-                    words, self.ids = self._words(), []
-                    continue
-                last = time.monotonic()
-                if not first:
-                    first = last
-                    metrics.prompt_tokens += len(self._ticket.message["ids"])
-                self.ids.extend(event.tokens)
-                metrics.generated_tokens += len(event.tokens)
-                piece = words.add(event.tokens) if event.tokens and words is not None else ""
-                if event.finished and words is not None:
-                    piece += words.end()
-                if piece and tell is not None:
-                    tell(piece)
-                    told = True
-                if words is not None and words.stopped:
-                    self.finished = "stop"
-                    break
-                self.finished = event.finished
-        self.text = words.text if words is not None else ""
-        metrics.first_token.add(first - self._begun)
-        metrics.latency.add(last - self._begun)
-        if len(self.ids) > 1:
-            metrics.per_token.add((last - first) / (len(self.ids) - 1))
-
-    def _words(self) -> Stream | None:
-        tokenizer = self._service.tokenizer
-        return None if tokenizer is None else Stream(tokenizer, self._stop)
-
-
 async def _gone(request: Request) -> None:
     """Returns when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -424,35 +386,3 @@ async def _gone(request: Request) -> None:
 
 def _fault(status: int, message: str, kind: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
-
-
-def _usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
-    read, made = sum(map(len, prompts)), sum(len(one.ids) for one in texts)
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-
-
-def _choice(place: int, one: Text, kind: str) -> dict[str, Any]:
-    shared = {"index": place, "finish_reason": one.finished, "logprobs": None}
-    if kind.startswith("chat"):
-        return shared | {"message": {"role": "assistant", "content": one.text}}
-    return shared | {"text": one.text, "token_ids": one.ids}
-
-
-def _delta(place: int, delta: dict[str, str], finished: str | None) -> dict[str, Any]:
-    return {"index": place, "delta": delta, "finish_reason": finished}
-
-
-def _piece(place: int, piece: str, kind: str) -> dict[str, Any]:
-    if kind.startswith("chat"):
-        return _delta(place, {"content": piece}, None)
-    return {"index": place, "text": piece, "finish_reason": None}
-
-
-def _end(place: int, finished: str, kind: str) -> dict[str, Any]:
-    return _delta(place, {}, finished) if kind.startswith("chat") else {
-        "index": place, "text": "", "finish_reason": finished
-    }  # fmt: skip
-
-
-def _line(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -22,6 +22,13 @@ from penstock.planner.shapes import counted_tokens
 
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
+PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
+"""What Python takes of a CPU in a pass, in each of its blocks and for each text, in operators however small
+(`Machine.launch_seconds`), besides those that are listed. Fitted to steps of our engine with GPTs of width 16,
+of 2 and of 8 blocks."""
+CACHE_PASSES = 3.0
+"""How often a step on a CPU passes over keys and values: it gathers them from the blocks of the paged cache, which
+reads and writes, and attends to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +174,7 @@ class Passes:
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
         blocks = sum(part.count * _seconds(part, rates, serving) for part in work.blocks)
         # Only the last token of a prompt needs an output.
-        return blocks + self._ends(samples) + self._between(samples * tokens)
+        return blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
 
     def decode(self, samples: int, cached: int) -> float:
         """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
@@ -178,7 +185,7 @@ class Passes:
         work = described(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
-        return token + self._ends(samples) + self._between(samples)
+        return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
 
     def _terms(self, samples: int, cached: int = 0) -> Terms:
         rates, serving = self.rates, self.serving
@@ -191,6 +198,15 @@ class Passes:
         """What one token of each sequence takes outside the blocks."""
         work = described(_sized(self.model, 1), self._terms(samples))
         return sum(_seconds(part, self.rates, self.serving) for part in work.parts if part.block is None)
+
+    def _host(self, samples: int, cached: int = 0) -> float:
+        """What our engine takes of a CPU besides."""
+        if not self.rates.cpu:
+            return 0.0
+        depth = stacks(self.model)[-1].depth
+        launches = PASS_LAUNCHES + depth * BLOCK_LAUNCHES + samples * TEXT_LAUNCHES
+        moved = CACHE_PASSES * samples * cached * cache_bytes_per_token(self.model, self.serving)
+        return launches * self.rates.machine.launch_seconds + moved / self.rates.memory
 
     def _between(self, rows: int) -> float:
         """What passes from stage to stage."""
@@ -249,13 +265,15 @@ class StepCosts:
     """Tokens of a prompt, and seconds; in order, and at least two."""
     decodes: tuple[tuple[float, float, float], ...]
     """Sequences, seconds of a step with an empty cache, and seconds for each cached token of a sequence; in order."""
+    request: float = 0.0
+    """Seconds of a request on its way to the engine and back, while that works on others."""
 
     def prefill(self, tokens: float) -> float:
         """Seconds of reading one prompt."""
         return _between(self.prefills, tokens)
 
     def decode(self, batch: int, cached: float) -> float:
-        """Seconds of one token for each of `batch` sequences of `cached` tokens on average."""
+        """Seconds of one token for each of `batch` sequences that look at `cached` tokens."""
         empty = [(size, seconds) for size, seconds, _ in self.decodes]
         each = [(size, seconds) for size, _, seconds in self.decodes]
         return _between(empty, batch) + max(0.0, _between(each, batch)) * cached

@@ -1,0 +1,109 @@
+"""One text of an answer as it is made, and the forms in which OpenAI's routes tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.infer.asked import Asked
+from penstock.infer.backend import Lost, Ticket
+from penstock.infer.metrics import Metrics
+from penstock.infer.text import Stream
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+Piece = tuple[str, tuple[int, ...]]
+"""What a stream tells at a time: text that is whole, and the tokens that have come."""
+
+
+class Text:
+    """One text as it is made."""
+
+    def __init__(self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: Asked) -> None:
+        self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
+        self._every = wanted.token_ids or tokenizer is None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finished = ""
+        self._begun = time.monotonic()
+
+    async def run(self, tell: Callable[[Piece], None] | None = None) -> None:
+        """Take tokens until the last, and tell each piece of text as soon as it is sure, or where token numbers are
+        wanted every token as soon as it comes. Raises as `Ticket.events`."""
+        words, metrics, told = self._words(), self._metrics, False
+        first = last = 0.0
+        async with contextlib.aclosing(self._ticket.events()) as events:
+            async for event in events:
+                if event.again:
+                    if told:
+                        raise Lost("The worker died while it made this text, and has been started again.")
+                    words, self.ids = self._words(), []
+                    continue
+                last = time.monotonic()
+                if not first:
+                    first = last
+                    metrics.prompt_tokens += len(self._ticket.message["ids"])
+                self.ids.extend(event.tokens)
+                metrics.generated_tokens += len(event.tokens)
+                piece = words.add(event.tokens) if event.tokens and words is not None else ""
+                if event.finished and words is not None:
+                    piece += words.end()
+                if tell is not None and (piece or (self._every and event.tokens)):
+                    tell((piece, event.tokens if self._every else ()))
+                    told = True
+                if words is not None and words.stopped:
+                    self.finished = "stop"
+                    break
+                self.finished = event.finished
+        self.text = words.text if words is not None else ""
+        metrics.first_token.add(first - self._begun)
+        metrics.latency.add(last - self._begun)
+        if len(self.ids) > 1:
+            metrics.per_token.add((last - first) / (len(self.ids) - 1))
+
+    def _words(self) -> Stream | None:
+        return None if self._tokenizer is None else Stream(self._tokenizer, self._stop)
+
+
+def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
+    """How many tokens were read and made."""
+    read, made = sum(map(len, prompts)), sum(len(one.ids) for one in texts)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def choice(place: int, one: Text, kind: str) -> dict[str, Any]:
+    """A whole text."""
+    shared = {"index": place, "finish_reason": one.finished, "logprobs": None}
+    if kind.startswith("chat"):
+        return shared | {"message": {"role": "assistant", "content": one.text}}
+    return shared | {"text": one.text, "token_ids": one.ids}
+
+
+def delta(place: int, more: dict[str, str], finished: str | None) -> dict[str, Any]:
+    """A part of a message."""
+    return {"index": place, "delta": more, "finish_reason": finished}
+
+
+def piece(place: int, one: Piece, kind: str) -> dict[str, Any]:
+    """A part of a text."""
+    text, ids = one
+    if kind.startswith("chat"):
+        return delta(place, {"content": text}, None)
+    told = {"index": place, "text": text, "finish_reason": None}
+    return told | {"token_ids": ids} if ids else told
+
+
+def end(place: int, finished: str, kind: str) -> dict[str, Any]:
+    """What comes behind the last part."""
+    return delta(place, {}, finished) if kind.startswith("chat") else {
+        "index": place, "text": "", "finish_reason": finished
+    }  # fmt: skip
+
+
+def line(data: dict[str, Any]) -> str:
+    """A line of a stream, and the empty one behind it."""
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

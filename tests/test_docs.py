@@ -26,8 +26,8 @@ import pytest
 
 from helpers.small_forms import lay_out, small_form
 from penstock.cli import app, main
-from penstock.config.convert import field_types
 from penstock.config.describe import default_word
+from penstock.config.kinds import field_types
 from penstock.config.plan import Plan
 
 ROOT = Path(__file__).parent.parent

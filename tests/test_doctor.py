@@ -53,7 +53,7 @@ def test_types_are_measured_beside_fp32(findings: list[Finding]) -> None:
 
 
 def test_cpu_attention_is_what_the_plan_believes(findings: list[Finding]) -> None:
-    from penstock.config.rules import CPU_ATTENTION
+    from penstock.config.layout_rules import CPU_ATTENTION
 
     for name in ("flash", "efficient", "cudnn", "math"):
         assert (_named(findings, name).status == "ok") == (name in CPU_ATTENTION), name

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config.convert import dataclasses_of
 from penstock.config.describe import Field, default_word, range_word, settings, type_word
+from penstock.config.kinds import dataclasses_of
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, sequences, stacks
 from penstock.config.rules import RULES

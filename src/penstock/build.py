@@ -31,10 +31,12 @@ from penstock.parallel.context import split_tokens
 from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import LOSS
 from penstock.parallel.offload import offload_blocks
-from penstock.parallel.pipeline import Stages, counts_by_size, cut_stages, split_backwards
+from penstock.parallel.pipeline import Stages, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
+from penstock.parallel.stage_cut import counts_by_size
 from penstock.parallel.tensor import partial_gradients, split_layers
-from penstock.planner.stages import stage_counts
+from penstock.planner.describe import totals
+from penstock.planner.pipeline import stage_counts
 from penstock.precision import (
     LossScaler,
     MasterWeights,
@@ -268,7 +270,7 @@ def _cut(
     """This rank's stages of a model. What is frozen is named by the whole model, so it is frozen first."""
     freeze(module, recipe.freeze)
     count = plan.pp * plan.virtual
-    counts = counts_by_size(module, count) if config is None else stage_counts(config, count)
+    counts = counts_by_size(module, count) if config is None else stage_counts(totals(config), count)
     return cut_stages(module, counts, dims, device, fixed=plan.padding == "keep")
 
 

@@ -43,8 +43,8 @@ _MEGATRON = Plan(
 )
 
 
-MEGATRON = Software(host_waits=True)
-"""Its timers wait for the device, and its log reads the loss of every step."""
+MEGATRON = Software(host_waits=True, even_stages=True)
+"""Its timers wait for the device, and its log reads the loss of every step. It shares blocks out evenly."""
 
 
 def korthikanti_table4() -> Iterator[Row]:
@@ -298,7 +298,7 @@ def bloom_memory() -> Iterator[Row]:
         if not row["mem_gb"].isdigit():
             continue
         model, plan, name = _bloom(row)
-        work = describe(model, plan)
+        work = describe(model, plan, software=MEGATRON)
 
         def predict(constants: Constants, work: Workload = work, plan: Plan = plan) -> float:
             return deepspeed_bytes(work, plan, constants) / _SMI_UNIT
@@ -346,7 +346,7 @@ def nemo() -> Iterator[Row]:
             sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
             virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
-        seconds = iteration_seconds(model, machine, plan, Software(adds_in_products=True))
+        seconds = iteration_seconds(model, machine, plan, Software(adds_in_products=True, even_stages=True))
         tokens = plan.global_batch * model.sequence / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]

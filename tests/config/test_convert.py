@@ -10,16 +10,8 @@ import pytest
 
 from penstock.cli.plan_config import PlanConfig
 from penstock.cli.scale import ScaleConfig
-from penstock.config.convert import (
-    BadValue,
-    check_fields,
-    convert,
-    dataclasses_of,
-    describe,
-    field_types,
-    nearest,
-    places_of,
-)
+from penstock.config.convert import BadValue, check_fields, convert, nearest
+from penstock.config.kinds import dataclasses_of, describe, field_types, places_of
 from penstock.config.machine import Machine
 from penstock.config.run import RunConfig
 from penstock.data.packing import Packing

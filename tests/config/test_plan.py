@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.convert import field_types, is_union
+from penstock.config.kinds import field_types, is_union
 from penstock.config.load import load
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, ViTConfig

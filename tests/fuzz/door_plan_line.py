@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fuzz.door import Case, Door
 from penstock.config import rules
-from penstock.config.convert import field_types
+from penstock.config.kinds import field_types
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan

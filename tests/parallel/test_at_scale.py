@@ -18,9 +18,9 @@ from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, parts, recompute_blocks, sequence, shard
 from penstock.parallel.pipeline import cut_stages
 from penstock.parallel.tensor import split_layers
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
-from penstock.planner.stages import stage_counts
+from penstock.planner.pipeline import stage_counts
 from penstock.planner.states import device_share
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -98,7 +98,7 @@ def _built(name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Found:
     with META:
         model = create(config).to(torch.bfloat16)
     split_layers(model, plan, dims, alike=True)
-    stages = cut_stages(model, stage_counts(config, plan.pp), dims, META, fixed=True)
+    stages = cut_stages(model, stage_counts(totals(config), plan.pp), dims, META, fixed=True)
     set_attention(model, plan.attention)
     recompute_blocks(model, plan, config, META)
     stages.attach()
@@ -128,7 +128,7 @@ def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pyte
     plan, config = Plan.parse(line), preset(name)
     assert plan.gpus == size
     work = describe(config, plan, "cpu")  # whose operators are those that run without a device's own kernels
-    counts, share, one = stage_counts(config, plan.pp), device_share(work, plan), held(work, plan)
+    counts, share, one = stage_counts(totals(config), plan.pp), device_share(work, plan), held(work, plan)
     full = []
     for place in (0, plan.pp // 2, plan.pp - 1):
         rank = place * (size // plan.pp) + 5

@@ -28,7 +28,9 @@ from penstock.models.convert import load_weights
 from penstock.optim.tensors import local
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
-from penstock.planner.stages import balanced, stage_costs, stage_counts
+from penstock.planner.describe import totals
+from penstock.planner.pipeline import balanced, stage_counts
+from penstock.planner.stages import stage_costs
 from penstock.schedules import Measured, generate, schedule_of, simulate
 from penstock.step.pipeline import table
 
@@ -418,7 +420,7 @@ def test_stages_are_balanced_with_embedding_and_output() -> None:
     assert balanced([1.0] * 14, 4, entrance=1.0, end=1.0) == (3, 4, 4, 3)
     assert balanced([1.0] * 8, 2, end=3.0) in ((5, 3), (6, 2))
     assert balanced([1.0] * 2, 2, end=9.0) == (1, 1)
-    assert sum(stage_counts(_config("gpt"), 2)) == 4
+    assert sum(stage_counts(totals(_config("gpt")), 2)) == 4
 
 
 def test_what_ranks_did_is_told_as_a_simulation_is() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -15,9 +16,11 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
-from penstock.planner.pipeline import stage_blocks, zero_bubble_idle
+from penstock.planner.describe import describe, totals
+from penstock.planner.pipeline import evenly, stage_blocks, stage_counts, zero_bubble_idle
 from penstock.planner.rates import rates_of
 from penstock.planner.search import explore
+from penstock.planner.software import Software
 from penstock.schedules import Costs, generate, simulate
 
 A100 = load_machine("a100-80g")
@@ -85,7 +88,44 @@ def test_what_is_put_off_takes_memory_on_the_last_stage() -> None:
     ],
 )
 def test_blocks_fall_on_stages(depth: int, stages: int, blocks: tuple[int, int, int]) -> None:
-    assert stage_blocks(depth, stages) == blocks
+    counts = evenly(depth, stages)
+    assert (counts[0], max(counts), counts[-1]) == blocks
+    assert sum(counts) == depth
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "virtual"), [("llama3-8b", 8, 1), ("llama3-8b", 4, 4), ("gpt-22b", 5, 1)]
+)
+def test_devices_are_predicted_with_the_blocks_that_they_run(name: str, pp: int, virtual: int) -> None:
+    model = PRESETS[name]
+    counts = stage_counts(totals(model), pp * virtual)
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    plan = replace(HALF, pp=pp, virtual=virtual, schedule=schedule, accumulate=pp, micro_batch=2)
+    runs = stage_blocks(describe(model, plan), pp, virtual).runs
+    assert [blocks for count, blocks in runs for _ in range(count)] == [
+        sum(counts[at::pp]) for at in range(pp)
+    ]
+    # An output as large as several blocks leaves the last device fewer of them.
+    assert (runs[-1][1] < runs[0][1]) == (name == "llama3-8b")
+    even = predict(model, A100, plan, Software(even_stages=True))
+    faster = predict(model, A100, plan).iteration_seconds / even.iteration_seconds
+    assert faster < 0.98 if name == "llama3-8b" else faster == 1.0
+
+
+def test_devices_of_an_encoder_decoder_hold_what_their_blocks_have() -> None:
+    model = replace(PRESETS["t5-base"], sequence=512, decoder_sequence=64)
+    plan = replace(HALF, pp=4, accumulate=4)
+    work, counts = totals(model), stage_counts(totals(model), 4)
+    blocks = [part.learned for stack in work.stacks for part in stack for _ in range(part.count)]
+    at = [sum(counts[:stage]) for stage in range(5)]
+    held = [sum(blocks[begin:end]) for begin, end in pairwise(at)]
+    mean = sum(blocks) / len(blocks)
+    found = stage_blocks(describe(model, plan), 4, 1, "learned")
+    assert found.first * mean == pytest.approx(held[0])
+    assert found.middle * mean == pytest.approx(max(held[1:3]))
+    assert found.last * mean == pytest.approx(held[-1])
+    # Few tokens in the decoder: its blocks are cheap, and most of them lie together.
+    assert counts[-1] > counts[0]
 
 
 def test_parts_sum_to_the_whole() -> None:
@@ -168,6 +208,10 @@ def test_rows_that_cross_lines_are_slower() -> None:
         ("tp=7", "plan.tp=7 cannot split the model's 96 attention heads evenly"),
         ("sp=true", "plan.tp=1"),
         ("pp=97", "plan.pp=97 leaves stages without a block"),
+        (
+            "pp=16 virtual=8 schedule=interleaved accumulate=16",
+            "plan.pp=16 times plan.virtual=8 leaves stages without",
+        ),
         ("pp=8 virtual=2", "needs plan.schedule=interleaved"),
         ("pp=8 virtual=5 schedule=interleaved", "does not divide the model's 96 blocks"),
         ("ep=4 dp=4", "splits experts, but the model has none"),

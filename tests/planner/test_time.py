@@ -370,7 +370,10 @@ def test_rows_of_outputs_that_begin_inside_of_a_vector_take_as_much_longer_as_wa
     odd = GemmSample(dtype="fp32", m=64, n=65, k=64, flops_per_second=0.5e9, form="ragged")
     plain = replace(CPU, gemm=(even,), peak_flops={"fp32": 1e9}, achievable_flops={"fp32": 1e9})
     known = replace(plain, gemm=(even, odd))
-    for classes, longer in ((1000, 0.0), (1001, 2.0 * TINY.width * 1001 / 1e9)):  # of one pooled row of features
+    for classes, longer in (
+        (1000, 0.0),
+        (1001, 2.0 * TINY.width * 1001 / 1e9),
+    ):  # of one pooled row of features
         config = replace(TINY, classes=classes)
         seconds = [predict(config, machine, Plan()).iteration_seconds for machine in (plain, known)]
         assert seconds[1] - seconds[0] == pytest.approx(longer * Plan().micro_batch, rel=1e-6, abs=1e-12)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
-from penstock.cli.plan_table import GIB, layouts, rate_of, totals, totals_words
+from penstock.cli.plan_table import layouts, rate_of, totals, totals_words
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
@@ -20,7 +20,7 @@ from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.record import environment
 from penstock.report.schedule_figure import schedule_figure
-from penstock.report.units import duration
+from penstock.report.units import GIB, duration
 
 DRAWN_STAGES = 8
 DRAWN_TURNS = 2

@@ -11,9 +11,8 @@ from penstock.config.trainable import model_problems
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.page import Cell, Section
-from penstock.report.units import duration, energy, money, rounded
+from penstock.report.units import GIB, duration, energy, money, rounded
 
-GIB = 2**30
 LEGEND = (
     "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
     "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "

@@ -137,7 +137,7 @@ def _megatron_sizes(model: DecoderConfig) -> Iterator[Any]:
 
 
 def _megatron_sharding(plan: Plan) -> list[Any]:
-    if plan.dp * plan.cp == 1:
+    if plan.replicas == 1:
         return []
     overlap = ["--overlap-grad-reduce"] * plan.overlap
     if plan.sharding == "ddp":
@@ -153,7 +153,7 @@ def _megatron_sharding(plan: Plan) -> list[Any]:
         "--ckpt-format",
         "fsdp_dtensor",
     ]
-    groups = plan.dp * plan.cp // plan.shard
+    groups = plan.replicas // plan.shard
     return [*flags, "--num-distributed-optimizer-instances", groups] if plan.sharding == "hsdp" else flags
 
 

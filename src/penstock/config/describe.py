@@ -13,15 +13,8 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import (
-    Range,
-    accepts_none,
-    dataclasses_of,
-    family_of,
-    field_types,
-    is_union,
-    word,
-)
+from penstock.config.convert import Range, word
+from penstock.config.kinds import accepts_none, dataclasses_of, family_of, field_types, is_union
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

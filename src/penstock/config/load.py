@@ -21,18 +21,14 @@ from typing import Any, TypeVar, cast, overload
 
 from penstock.boundary.files import shown
 from penstock.boundary.trees import read_tree
-from penstock.config.convert import (
-    NONE_WORDS,
-    BadValue,
+from penstock.config.convert import NONE_WORDS, BadValue, convert, nearest, plain
+from penstock.config.kinds import (
     accepts_none,
-    convert,
     dataclasses_of,
     describe,
     family_of,
     field_types,
-    nearest,
     places_of,
-    plain,
     required_fields,
 )
 from penstock.errors import ConfigError, PenstockError

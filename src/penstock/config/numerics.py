@@ -77,7 +77,7 @@ class Numerics:
 
 def numerics_of(plan: Plan) -> Numerics:
     """The types that `plan` trains in. Sharding changes them only if there are several replicas."""
-    sharding = plan.sharding if plan.dp * plan.cp > 1 else "ddp"
+    sharding = plan.sharding if plan.replicas > 1 else "ddp"
     return _numerics(
         plan.precision,
         plan.dtype,

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import parse_toml
-from penstock.config.convert import BadValue, Checked, Count, Range, convert, field_types, nearest, word
+from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, word
+from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
 from penstock.errors import ConfigError
 
@@ -237,6 +238,12 @@ class Plan(Checked, where="plan"):
     def gpus(self) -> int:
         """Number of devices of the plan. Expert parallel groups lie within the data parallel ones."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices with weights of their own for the same part of the model: those that split a sample's
+        tokens have them too."""
+        return self.dp * self.cp
 
     @property
     def global_batch(self) -> int:

@@ -1,7 +1,7 @@
 """What a model under a Plan on a Machine costs: counts, time and memory, from first principles and free of torch."""
 
+from penstock.planner.layouts import Space as Space
 from penstock.planner.prediction import Prediction as Prediction
 from penstock.planner.prediction import predict as predict
-from penstock.planner.search import Space as Space
 from penstock.planner.search import search as search
 from penstock.planner.software import Software as Software

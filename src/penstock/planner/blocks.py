@@ -22,21 +22,18 @@ def list_block(to: Lister, block: Block) -> None:
     t, stack = to.terms, block.stack
     whole, d = t.samples * block.tokens / t.cp, stack.width
     rows = whole if block.causal else whole * t.real
-    stream_rows = rows / (t.tp if t.sp else 1)
+    stream_rows = rows / t.spread
 
-    def norm(name: str) -> None:
-        to.norm(name, stream_rows, d, rms=stack.norm == "rms", shift=stack.norm_bias)
-
-    norm("norm1")
+    to.norm("norm1", stream_rows, stack)
     seen = t.cached + block.tokens
     _attend(to, block, whole, seen, "attention", causal=block.causal and not t.cached, computed=rows)
     _branch(to, "branch1", block, stream_rows)
     if block.cross:
-        norm("cross_norm")
+        to.norm("cross_norm", stream_rows, stack)
         _attend(to, block, rows, block.cross, "attention.cross", computed=rows)
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
-        norm("norm2")
+        to.norm("norm2", stream_rows, stack)
     before_split(to, rows, d)
     if block.mixture:
         _mixture(to, block, rows)
@@ -67,7 +64,7 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
     """What it sends after the second sharded product: the sum of the partial results."""
     t = to.terms
     moved = rows * width * t.product
-    if t.tp > 1 and t.sp:
+    if t.spread > 1:
         scatter = Op("scatter", "scatter", read=moved, axis="tensor")
         to.add(scatter, scatter._replace(name="gather", kind="gather", forward=False))
     elif t.tp > 1:
@@ -94,14 +91,12 @@ def _attend(
         if computed < rows:
             to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
+    kept = (queries + 2 * keys) * c
     # The gradients of queries, keys and values become one of the packed projection.
-    to.behind(
-        Op(f"{name}.stack", "copy", False, read=(queries + 2 * keys) * c, written=(queries + 2 * keys) * c)
-    )
+    to.behind(Op(f"{name}.stack", "copy", False, read=kept, written=kept))
     if stack.positions == "rotary" and not cross:
         each = c if t.fused else ROTARY_EAGER_BYTES
         to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
-    kept = (queries + 2 * keys) * c
     if heads != kv_heads and not cross and stack.positions != "rotary":
         # The queries of a group are copied together, and keys and values stay where the projection has put them.
         kept += queries * c
@@ -119,7 +114,7 @@ def _attend(
         # The backward kernel makes gradients of all of them, beside them.
         made = 2 * gathered
         gather = Op("gather", "gather", read=gathered, axis="context")
-        scatter = Op("scatter", "scatter", False, read=gathered, axis="context")
+        scatter = gather._replace(name="scatter", kind="scatter", forward=False)
         to.add(gather, scatter, gather._replace(forward=False))
     elif t.cp > 1:
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
@@ -133,10 +128,8 @@ def _attend(
         kept=kept + rows * heads * 4.0, group="attention", causal=causal, window=window,
     )  # fmt: skip
     if t.form == "fused":
-        to.add(
-            core,
-            core._replace(forward=False, read=(4 * queries + 2 * keys) * c, written=queries * c + made),
-        )
+        read, written = (4 * queries + 2 * keys) * c, queries * c + made
+        to.add(core, core._replace(forward=False, read=read, written=written))
     elif t.form == "plain":
         _composed(to, block, core, keys, own, kept)
     else:
@@ -189,11 +182,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
-        dropped = each + (each if t.host else 1.0)
-        to.move(
-            f"{name}.dropout", scores, (each, dropped), (dropped, each), kind="dropout", kept=scores * dropped,
-            group=group,
-        )  # fmt: skip
+        to.dropout(f"{name}.dropout", scores, each, group, kept=each)
     to.add(
         product("values", tokens, f, seen, scores + keys, queries),
         product("values.left", tokens, seen, f, queries + keys, scores),
@@ -206,7 +195,7 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
     """Softmax with its mask: in one kernel, or each in its own. The product before it scales as it writes."""
     t, name = to.terms, core.name
     softmax = f"{name}.softmax"
-    if t.softmax_apart:
+    if t.software.softmax_apart:
         to.move(f"{name}.cast", scores, (each, 4), (4, each))
         to.move(f"{name}.scale", scores, (4, 4))
         to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n)
@@ -216,18 +205,10 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
     if core.causal and apart:
         # The mask is read again for each head.
         to.move(f"{name}.mask", scores, (2 * each, each), (0, 0))
-    reads = 2 if apart and core.n > WARP_SOFTMAX else 1
-    read, both = reads * each, 2 * reads * each
+    read = (2 if apart and core.n > WARP_SOFTMAX else 1) * each
     to.move(
-        softmax,
-        scores,
-        (read, each),
-        (both, each),
-        kind="softmax",
-        kept=scores * each,
-        group=group,
-        row=core.n,
-    )
+        softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n
+    )  # fmt: skip
 
 
 def _mlp(
@@ -241,9 +222,8 @@ def _mlp(
     to.gemm(f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None)
     activation = f"{name}.activation"
     if gated and t.fused:
-        to.move(
-            activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=2 * size * c, group="mlp"
-        )
+        kept = 2 * size * c
+        to.move(activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=kept, group="mlp")
     else:
         # ReLU keeps its outputs, which the next product keeps anyway.
         kept = 0.0 if stack.mlp == "relu" and not stack.hidden_dropout else (1 + gated) * size * c
@@ -251,16 +231,7 @@ def _mlp(
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
     if stack.hidden_dropout:
-        mask = c if t.host else 1.0
-        to.move(
-            f"{name}.dropout",
-            size,
-            (c, c + mask),
-            (c + mask, c),
-            kind="dropout",
-            kept=size * mask,
-            group="masks",
-        )
+        to.dropout(f"{name}.dropout", size, c)
     to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")
 
 
@@ -273,7 +244,7 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     visits = rows * stack.experts_per_token * stack.capacity
     moved, hidden = visits * d * c, block.hidden // t.tp
     # In training each device brings its own tokens; in generation all of a group have the same.
-    met, brought, sent = stack.experts, float(t.ep), moved / (t.tp if t.sp else 1)
+    met, brought, sent = stack.experts, float(t.ep), moved / t.spread
     if t.serving:
         met, brought, sent = min(stack.experts, int(visits)), 1.0, moved / t.tp
         hidden = -(-block.hidden * t.ep // t.tp)
@@ -297,11 +268,7 @@ def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
     e, c, size = t.stream, t.product, rows * d
     branch = e if block.layer_scale else c
     if block.stack.dropout:
-        mask = c if t.host else 1.0
-        ahead = c, mask if t.fused else c + mask
-        to.move(
-            f"{name}.dropout", size, ahead, (c + mask, c), kind="dropout", kept=size * mask, group="masks"
-        )
+        to.dropout(f"{name}.dropout", size, c, merged=t.fused)
     if block.layer_scale:
         to.move(
             f"{name}.scale", size, (c, e), (c + 2 * e, 2 * e), kept=size * c, group="masks", weights=d, tensors=1

@@ -47,9 +47,8 @@ def describe(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
-        plan.token_order == "batch_first", device == "cpu", softmax_apart=software.softmax_apart,
-        norms_apart=software.norms_apart, chunked=plan.loss == "chunked", words=words,
-        real=real if plan.padding == "remove" else 1.0, gathers_keys=plan.cp_exchange == "gather",
+        plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
+        real=real if plan.padding == "remove" else 1.0, gathers_keys=plan.cp_exchange == "gather", software=software,
     )  # fmt: skip
     return described(model, terms)
 
@@ -71,6 +70,7 @@ def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
 @lru_cache(maxsize=4096)
 def described(model: ModelConfig, terms: Terms) -> Workload:
     """As `describe`, from the terms alone."""
+    alone = Terms(software=terms.software)
     to = Lister(terms)
     tied = _entrance(to, model)
     parts = [to.part("entrance")]
@@ -78,7 +78,7 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     for block in blocks:
         to = Lister(terms)
         list_block(to, block)
-        rows = terms.samples * block.tokens / terms.cp / (terms.tp if terms.sp else 1)
+        rows = terms.samples * block.tokens / terms.cp / terms.spread
         parts.append(to.part("block", block, entering=rows * block.stack.width * terms.stream))
     to = Lister(terms)
     _exit(to, model)
@@ -86,6 +86,8 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     return Workload(
         parts=tuple(parts), samples=terms.samples, tokens=counted_tokens(model), tied=tied,
         units=sum(block.count for block in blocks), vision=isinstance(model, ViTConfig),
+        whole=None if terms == alone or terms.serving else described(model, alone),
+        even_stages=terms.software.even_stages,
     )  # fmt: skip
 
 
@@ -102,17 +104,17 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     t, e = to.terms, to.terms.stream
     d = stacks(model)[0].width
     table = model.vocabulary * d
-    shared = len(stacks(model)) - 1 + (model.tied and _gives_words(model))
+    # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.
+    mine, tied = -(-table // t.tp), model.tied and _gives_words(model)
+    shared = len(stacks(model)) - 1 + tied
     if shared:
-        mine = -(-table // t.tp)
         added = shared * mine * e
         to.behind(
             Op(SHARED_TABLE, "pointwise", False, n=mine, read=2 * added, written=added, launches=shared)
         )
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
-        # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.
-        tables = [-(-table // t.tp)] if i == 0 else []
+        tables = [mine] if i == 0 else []
         if isinstance(model, EncoderConfig) and model.token_types:
             tables.append(model.token_types * d)
         if stack.positions == "learned":
@@ -123,38 +125,22 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
             Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=sum(tables),
                tensors=len(tables)),
             # The gradient is as large as the table, and cleared before rows are added to it.
-            3 * rows * d * e, rows * d * e, cleared=-(-table // t.tp) * e,
+            3 * rows * d * e, rows * d * e, cleared=mine * e,
         )  # fmt: skip
         if t.tp > 1:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
         _shared_out(to, rows * d)
         if model.embedding_norm:
-            to.norm(
-                "embedding_norm",
-                rows,
-                d,
-                rms=stack.norm == "rms",
-                shift=stack.norm_bias,
-                cast=not stack.norm_first,
-            )
+            to.norm("embedding_norm", rows, stack, cast=not stack.norm_first)
         if stack.dropout:
-            mask = e if t.host else 1.0
-            to.move(
-                "embedding.dropout",
-                rows * d,
-                (e, e + mask),
-                (e + mask, e),
-                kind="dropout",
-                kept=rows * d * mask,
-                group="masks",
-            )
-    return -(-table // t.tp) if model.tied and _gives_words(model) else 0
+            to.dropout("embedding.dropout", rows * d, e)
+    return mine if tied else 0
 
 
 def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
     """Tokens that sequence parallelism shares out before the first block, of whose gradients all devices need all; or
     that come together behind the `last` block, for what all devices compute alike."""
-    if to.terms.tp > 1 and to.terms.sp:
+    if to.terms.spread > 1:
         gather = Op("gather", "gather", last, read=numbers * to.terms.stream, axis="tensor")
         to.add(gather) if last else to.behind(gather)
 
@@ -191,10 +177,7 @@ def _stem(to: Lister, model: ViTConfig) -> None:
     if model.classifier == "token":
         to.move("class_token", tokens, (e, e), kind="copy", weights=d, tensors=1)
     if model.dropout:
-        mask = e if t.host else 1.0
-        to.move(
-            "dropout", tokens, (e, e + mask), (e + mask, e), kind="dropout", kept=tokens * mask, group="stem"
-        )
+        to.dropout("dropout", tokens, e, "stem")
 
 
 def _convolutions(to: Lister, model: ViTConfig, pixels: int) -> None:
@@ -227,8 +210,7 @@ def _exit(to: Lister, model: ModelConfig) -> None:
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         each = t.samples * tokens / t.cp
         if stack.norm_first:
-            mine = each / (t.tp if t.sp else 1)
-            to.norm("norm", mine, stack.width, rms=stack.norm == "rms", shift=stack.norm_bias)
+            to.norm("norm", each / t.spread, stack)
         if i < len(stacks(model)) - 1:
             # All blocks of the decoder read the memory, and each device's add a part to its gradient.
             before_split(to, each, stack.width, hides=False)
@@ -244,7 +226,7 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         to.gemm("head.dense", rows, d, d, bias=last.bias, fp8=False, group="output")
         size = rows * d
         to.move("head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output")
-        to.norm("head.norm", rows, d, rms=last.norm == "rms", shift=last.norm_bias)
+        to.norm("head.norm", rows, last)
     if model.scale_outputs:
         to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
@@ -310,23 +292,13 @@ def _of_all_words(to: Lister, rows: float) -> None:
 
 def _pooled(to: Lister, model: EncoderConfig) -> None:
     """The dense layer over the first token, and the classes."""
-    t, d = to.terms, model.width
-    to.gemm("pooler", t.samples, d, d, bias=True, fp8=False, group="output")
-    size = t.samples * d
-    to.move(
-        "pooler.tanh", size, (t.product, t.product), kind="activation", group="output", kept=size * t.product
-    )
+    samples, d, c = to.terms.samples, model.width, to.terms.product
+    to.gemm("pooler", samples, d, d, bias=True, fp8=False, group="output")
+    size = samples * d
+    to.move("pooler.tanh", size, (c, c), kind="activation", group="output", kept=size * c)
     if model.dropout:
-        mask = t.product if t.host else 1.0
-        to.move(
-            "pooler.dropout",
-            size,
-            (t.product, t.product + mask),
-            kind="dropout",
-            kept=size * mask,
-            group="output",
-        )
-    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)
+        to.dropout("pooler.dropout", size, c, "output")
+    to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
 
 
 def _loss(to: Lister, rows: float, columns: int) -> None:
@@ -334,10 +306,8 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
     the whole model is compiled."""
     t, size, c = to.terms, rows * columns, to.terms.product
     if t.whole:
-        cast = c + (2 if c == 2 else 0)
-        to.move(
-            "loss", size, (2 * c, 0), (c, cast), kind="softmax", kept=size * c, group="output", row=columns
-        )
+        back = c, c + (2 if c == 2 else 0)
+        to.move("loss", size, (2 * c, 0), back, kind="softmax", kept=size * c, group="output", row=columns)
     else:
         if c < 4:
             # The training loop still holds the output in half precision when its gradient is made.
@@ -360,7 +330,7 @@ def _classifier(to: Lister, model: ViTConfig) -> None:
         to.move("class_row", t.samples * d, (0, 0), (e, each * e), kind="copy", launches=0)
     elif not before:
         to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
-    to.norm("norm", t.samples * (each if before else 1), d, cast=not before)
+    to.norm("norm", t.samples * (each if before else 1), model, cast=not before)
     if before:
         to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
     to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)

@@ -10,9 +10,10 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
+from penstock.planner.layouts import vary
 from penstock.planner.prediction import Prediction, predict, room
-from penstock.planner.search import GIB, Found, default_batch, explore, needed_bytes, vary
-from penstock.report.units import duration
+from penstock.planner.search import Found, default_batch, explore, needed_bytes
+from penstock.report.units import GIB, duration
 
 SECOND_WORDS = {
     "gemm": "matrix products",
@@ -159,14 +160,9 @@ class Lever:
 
 
 def sensitivity(
-    model: ModelConfig,
-    machine: Machine,
-    gpus: int,
-    best: Prediction,
-    *,
-    base: Plan | None = None,
+    model: ModelConfig, machine: Machine, gpus: int, best: Prediction, *, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(),
-) -> list[Lever]:
+) -> list[Lever]:  # fmt: skip
     """What would help most, searched anew under each change; the largest gain first."""
     batch = best.global_batch or default_batch(model, gpus)
     link, node = machine.link_bytes_per_second, machine.node_bytes_per_second

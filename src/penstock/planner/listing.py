@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from penstock.config.stack import Stack
 from penstock.planner.operators import Op, OpKind, Part
 from penstock.planner.shapes import Block
+from penstock.planner.software import PENSTOCK, Software
 
 RMS_KERNELS = 8
 """Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
@@ -54,16 +56,18 @@ class Terms(NamedTuple):
     """Bytes of a weight as it is read, where these are not those of products."""
     cache: float = 0.0
     """The same of a number of the cache."""
-    softmax_apart: bool = False
-    """Whether the softmax of scores is computed in fp32, as single operators, even where other operators are fused."""
     chunked: bool = False
     """Whether the loss over a vocabulary is made of some tokens at a time."""
     real: float = 1.0
     """Share of an encoder's tokens that are computed."""
     words: float = 1.0
     """Share of tokens of which words are asked for."""
-    norms_apart: bool = False
-    """Whether a GPU has no kernel for RMSNorm either."""
+    software: Software = PENSTOCK
+
+    @property
+    def spread(self) -> int:
+        """Devices that share out the rows of what tensor parallelism leaves whole."""
+        return self.tp if self.sp else 1
 
     @property
     def statistic(self) -> float:
@@ -106,23 +110,10 @@ class Lister:
         self._gradients.append(gradients)
 
     def gemm(
-        self,
-        name: str,
-        rows: float,
-        n: int,
-        k: int,
-        *,
-        batch: int = 1,
-        bias: bool = False,
-        first: bool = False,
-        learned: int | None = None,
-        tensors: int | None = None,
-        kept: float | None = None,
-        group: str = "inputs",
-        fp8: bool | None = None,
-        kind: Literal["gemm", "conv"] = "gemm",
-        source: float | None = None,
-    ) -> None:
+        self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
+        learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
+        fp8: bool | None = None, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
+    ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
 
         `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
@@ -137,22 +128,21 @@ class Lister:
         own = weights + biases if learned is None else learned
         if kept is None:
             # Sequence parallelism keeps the device's rows and gathers the others again.
-            kept = inputs * c / (t.tp if t.sp and group == "inputs" else 1)
+            kept = inputs * c / (t.spread if group == "inputs" else 1)
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
-        mine = own
         if fp8:
             self._quantize(name, inputs, weights, outputs)
         if t.casts:
-            own = own or weights  # what is tied to an embedding is cast here alone
-            launches, cast = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
+            cast = own or weights  # what is tied to an embedding is cast here alone
+            launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
-                Op("cast.weights", "copy", read=4.0 * own, written=2.0 * own, kept=cast, group="cast_weights",
+                Op("cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, kept=stays, group="cast_weights",
                    launches=launches),
-                Op("cast.gradients", "copy", False, read=2.0 * own, written=4.0 * own, launches=launches),
+                Op("cast.gradients", "copy", False, read=2.0 * cast, written=4.0 * cast, launches=launches),
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
-            kept=kept, group=group, weights=mine, tensors=count, fp8=fp8,
+            kept=kept, group=group, weights=own, tensors=count, fp8=fp8,
         )  # fmt: skip
         moved = (outputs + weights) * size, inputs * c
         into = Op(f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8)
@@ -186,20 +176,9 @@ class Lister:
         )  # fmt: skip
 
     def move(
-        self,
-        name: str,
-        size: float,
-        ahead: Bytes,
-        behind: Bytes | None = None,
-        *,
-        kind: OpKind = "pointwise",
-        kept: float = 0.0,
-        group: str = "",
-        weights: int = 0,
-        tensors: int = 0,
-        launches: int = 1,
-        row: int = 0,
-    ) -> None:
+        self, name: str, size: float, ahead: Bytes, behind: Bytes | None = None, *, kind: OpKind = "pointwise",
+        kept: float = 0.0, group: str = "", weights: int = 0, tensors: int = 0, launches: int = 1, row: int = 0,
+    ) -> None:  # fmt: skip
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
         `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows."""
         one = Op(
@@ -211,17 +190,21 @@ class Lister:
             self.add(one)
             return
         back = Op(
-            name,
-            kind,
-            False,
-            row=row,
-            read=size * read,
-            written=size * written,
-            elements=size,
-            launches=launches,
-        )
+            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches, row=row
+        )  # fmt: skip
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))
+
+    def dropout(
+        self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0
+    ) -> None:  # fmt: skip
+        """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes on a GPU, numbers on a
+        CPU. One that is `merged` with what reads its result writes the mask alone."""
+        mask = each if self.terms.host else 1.0
+        self.move(
+            name, size, (each, mask if merged else each + mask), (each + mask, each), kind="dropout",
+            kept=size * (kept + mask), group=group,
+        )  # fmt: skip
 
     def table(self, ahead: Op, read: float, written: float, *, cleared: float = 0.0) -> None:
         """An operator that reads a table of learned vectors, and those that clear and add up their gradients."""
@@ -230,28 +213,20 @@ class Lister:
         )
         self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
 
-    def norm(
-        self, name: str, rows: float, width: int, *, rms: bool = False, shift: bool = True, cast: bool = True
-    ) -> None:
-        """A norm over rows of `width` numbers, and under autocast the cast of its output to the type of products.
-        `shift` says whether a layer norm has a bias."""
-        t = self.terms
-        e, c, size = t.stream, t.product, rows * width
-        autocast = t.stream == 4 and c == 2
-        kept = size * e + (1 if rms else 2) * rows * t.statistic
-        both = shift and not rms
-        learned, out = width * (2 if both else 1), e if autocast else c
-        if rms and (t.host or t.norms_apart) and not t.fused:
+    def norm(self, name: str, rows: float, stack: Stack, *, cast: bool = True) -> None:
+        """A stack's norm over rows of its width, and under autocast the cast of its output to the type of products."""
+        t, rms = self.terms, stack.norm == "rms"
+        e, c, size, tensors = t.stream, t.product, rows * stack.width, 1 + (stack.norm_bias and not rms)
+        autocast = e == 4 and c == 2
+        out, launches = e if autocast else c, 1
+        kept, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
+        if rms and (t.host or t.software.norms_apart) and not t.fused:
             # torch computes in fp32, and keeps what it normalised beside what it was given.
-            wide = size * 4 + (size * (4 - e) if t.host else size * c)
-            self.move(
-                name, size, (8 * e, e), (12 * e, 2 * e), kind="norm", kept=kept + wide, group="norms",
-                weights=learned, tensors=1, launches=RMS_KERNELS,
-            )  # fmt: skip
-        else:
-            self.move(
-                name, size, (e, out), (e + out, e), kind="norm", kept=kept, group="norms", weights=learned,
-                tensors=2 if both else 1,
-            )  # fmt: skip
+            kept += size * 4 + (size * (4 - e) if t.host else size * c)
+            ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
+        self.move(
+            name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * stack.width,
+            tensors=tensors, launches=launches,
+        )  # fmt: skip
         if autocast and cast:
             self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")

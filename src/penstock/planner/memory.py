@@ -16,9 +16,9 @@ from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, SHARED_TABLE, Part, Workload
-from penstock.planner.pipeline import in_flight, stage_blocks
+from penstock.planner.pipeline import fullest, in_flight, stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import DeviceShare, device_share, state_numbers
+from penstock.planner.states import DeviceShare, device_share, state_numbers, updated_bytes
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 """What nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages, of 8
@@ -51,12 +51,15 @@ class Held(NamedTuple):
 def held(work: Workload, plan: Plan) -> Held:
     """What a micro-batch keeps, and what its backward pass needs besides."""
     made = BYTES[numerics_of(plan).gradients]
-    replicas = plan.dp * plan.cp
-    # Gradients outlive the step where they have a flat buffer, and the micro-batch where they accumulate. Then each is
-    # made beside the one that it is added to.
-    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1 or replicas > 1
-    shared = plan.sharding in ("fsdp", "hsdp") and replicas > 1 and plan.pp == 1
-    return _held(work, Recompute.of(plan, work), 0.0 if standing else made, 0.0 if shared else made)
+    shared = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
+    stand = _stand(plan) or plan.replicas > 1
+    return _held(work, Recompute.of(plan, work), 0.0 if stand else made, 0.0 if shared else made)
+
+
+def _stand(plan: Plan) -> bool:
+    """Whether gradients outlive the step, as in a flat buffer, or the micro-batch, as where they accumulate: then each
+    is made beside the one that it is added to."""
+    return plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
 
 
 def group_bytes(constants: Constants = DEFAULT) -> float:
@@ -119,7 +122,6 @@ def memory(
     measured.
     """
     mine, numerics = device_share(work, plan), numerics_of(plan)
-    shards = plan.dp * plan.cp
     weights = mine.sharded if mine.gathers else mine.held
     parts = {
         "weights": BYTES[numerics.weights] * weights,
@@ -132,7 +134,7 @@ def memory(
         if mine.gathers:
             parts["weights"] = 0.0
     parts |= _moments(work, plan, mine, cpu=cpu)
-    groups = (plan.tp > 1) + (plan.pp > 1) + (shards > 1) + (plan.ep > 1)
+    groups = (plan.tp > 1) + (plan.pp > 1) + (plan.replicas > 1) + (plan.ep > 1)
     found = parts["activations"] + parts["output"] + parts["working"]
     parts["communication"] = 0.0 if cpu else groups * group_bytes(constants)
     parts["fragmentation"] = 0.0 if cpu else constants.fragmentation * found
@@ -144,11 +146,11 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
     has ended."""
     numerics = numerics_of(plan)
     reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
-    shards = plan.dp * plan.cp
+    shards = plan.replicas
     found = worst_stage(work, plan)
     buckets = 0.0
     # Gradients that were let go of after the last step come as activations go.
-    standing = plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
+    standing = _stand(plan)
     if mine.gathers or (shards > 1 and plan.sharding == "zero2"):
         whole = mine.sharded * reduced
         # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
@@ -197,8 +199,7 @@ def shared_table(work: Workload) -> int:
 def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:
     """What an update allocates in between: the gradients in fp32 for master weights, and of an unfused AdamW the root
     of the second moment, per tensor or of all at once."""
-    numerics = numerics_of(plan)
-    number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
+    numerics, number = numerics_of(plan), updated_bytes(plan)
     cast = 4.0 * mine.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     if plan.optimizer == "foreach":
         return cast + mine.kept * number
@@ -214,15 +215,15 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
     activations, output = blocks + one.entrance, one.output + one.exit
     if plan.pp > 1:
-        first, _, last = stage_blocks(depth, plan.pp)
-        front = ((blocks / depth * first + one.entrance) * in_flight(plan), 0.0)
+        front = ((blocks / depth * fullest(work, plan) + one.entrance) * in_flight(plan), 0.0)
         if plan.schedule == "zero_bubble":
             # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
             put_off = min(plan.pp, plan.accumulate) - 1
             blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
         # Under gpipe all micro-batches' outputs wait for their backward passes.
         waiting = (plan.accumulate - 1) * one.exit if plan.schedule == "gpipe" else 0.0
-        back = (blocks / depth * last * rested(plan) + waiting, output)
+        last = blocks / depth * stage_blocks(work, plan.pp, plan.virtual).last
+        back = (last * in_flight(plan, plan.pp - 1) + waiting, output)
         activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
     # The output and a block's backward pass never need memory together.
     if output >= one.working:
@@ -236,12 +237,3 @@ def weight_inputs(part: Part) -> float:
     micro-batch between the two halves of a split backward pass."""
     products = [op for op in part.forward if op.kind == "gemm" and op.weights]
     return sum(op.kept + op.written for op in products)
-
-
-def rested(plan: Plan) -> float:
-    """The same of the last stage: one, but all under GPipe, and of each chunk but the last p when interleaved."""
-    if plan.schedule == "gpipe":
-        return float(plan.accumulate)
-    if plan.virtual > 1:
-        return min(float(plan.accumulate), ((plan.virtual - 1) * plan.pp + 1) / plan.virtual)
-    return 1.0

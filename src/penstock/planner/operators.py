@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from penstock.config.machine import ProductForm
@@ -109,6 +110,11 @@ class Part:
     block: Block | None = None
 
     @property
+    def learned(self) -> int:
+        """All learned numbers."""
+        return self.parameters + self.experts
+
+    @property
     def model_flops(self) -> float:
         """Forward and backward. Room that experts make for more tokens than come is no work of the model's."""
         capacity = self.block.stack.capacity if self.block else 1.0
@@ -136,11 +142,29 @@ class Workload:
     """Pieces that weights are gathered in where they are shared out: the blocks."""
     vision: bool = False
     """Whether a sample is an image."""
+    whole: Workload | None = None
+    """One sample of the model on one device, by whose work pipelines are cut; None is this workload itself."""
+    even_stages: bool = False
+    """Whether they are cut evenly, whatever entrance and exit take."""
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:
         """The parts that repeat."""
         return tuple(part for part in self.parts if part.block is not None)
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[Part, ...], ...]:
+        """The same by stack: an encoder's, a decoder's."""
+        runs = groupby(self.blocks, lambda part: part.block is not None and part.block.cross > 0)
+        return tuple(tuple(run) for _, run in runs)
+
+    def each(self, of: Callable[[Part], float]) -> list[float]:
+        """What every block has of a quantity, in the order of blocks; kinds that alternate have their mean."""
+        found: list[float] = []
+        for stack in self.stacks:
+            count = sum(part.count for part in stack)
+            found += [sum(part.count * of(part) for part in stack) / count] * count
+        return found
 
     @cached_property
     def depth(self) -> int:
@@ -155,7 +179,7 @@ class Workload:
     @cached_property
     def parameters(self) -> int:
         """Learned numbers on this device, with all stages and before data parallel sharding."""
-        return sum(part.count * (part.parameters + part.experts) for part in self.parts)
+        return sum(part.count * part.learned for part in self.parts)
 
     @cached_property
     def tensors(self) -> int:

@@ -1,40 +1,120 @@
-"""How blocks fall on the stages of a pipeline, and the bubble of one whose backward pass is split in two."""
+"""How a pipeline shares out a model's blocks, in runs and predictions alike, what it keeps, and how long it idles."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from penstock.config.plan import Plan
+from penstock.planner.operators import Workload
 
 StageTimes = tuple[float, float, float]
 """Of one micro-batch on one stage: forward, gradients of inputs, gradients of weights."""
 
 
-@lru_cache(maxsize=4096)
-def stage_blocks(depth: int, stages: int) -> tuple[int, int, int]:
-    """Blocks of the first, a middle and the last stage.
+def evenly(depth: int, stages: int) -> tuple[int, ...]:
+    """As many of `depth` blocks for each stage. Where they come out even only with entrance and exit in a block's place
+    each, so; else the first stages take one more than the others."""
+    ends = depth % stages > 0 and (depth + 2) % stages == 0
+    each, more = divmod(depth + 2 * ends, stages)
+    return tuple(each + (i < more) - (ends and i in (0, stages - 1)) for i in range(stages))
 
-    Even where `stages` divides `depth`. Else, where it divides `depth + 2`, entrance and exit take a block's place
-    each. Else the first stages take one more than the others, of which the last is one.
+
+def balanced(
+    costs: Sequence[float], stages: int, *, entrance: float = 0.0, end: float = 0.0
+) -> tuple[int, ...]:
+    """Blocks of each of `stages` in a row, no more of them than blocks; the first has the entrance besides and the last
+    the exit. They are shared out `evenly`, unless another cut leaves the costliest stage with less: then, of those
+    that leave it with least, one whose stages are near the mean.
+
+    costs: those of blocks, in any unit.
     """
+    count, even = len(costs), evenly(len(costs), stages)
     if stages == 1:
-        return depth, depth, depth
-    if depth % stages == 0:
-        return depth // stages, depth // stages, depth // stages
-    if (depth + 2) % stages == 0:
-        each = (depth + 2) // stages
-        return each - 1, each, each - 1
-    each = -(-depth // stages)
-    return each, each, each - 1
+        return even
+    ends = [entrance, *[0.0] * (stages - 2), end]
+    before = [0.0, *accumulate(costs)]
+
+    def fits(at: int, stage: int, most: float) -> bool:
+        """Whether `stage` and those after it can share out the blocks from `at` on with no more than `most` each."""
+        for number in range(stage, stages):
+            far = bisect_right(before, before[at] + most - ends[number]) - 1
+            begun, at = at, min(far, count - (stages - number - 1))
+            if at <= begun:
+                return False
+        return at == count
+
+    edges = [0, *accumulate(even)]
+    high = max(before[to] - before[at] + own for at, to, own in zip(edges, edges[1:], ends))
+    if not fits(0, 0, high * (1 - 1e-9)):
+        return even
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(0, 0, middle) else (middle, high)
+    found, at, most = [], 0, high * (1 + 1e-9)
+    for stage, own in enumerate(ends[:-1]):
+        mean = (before[-1] - before[at] + sum(ends[stage:])) / (stages - stage)
+        options = [
+            to for to in range(at + 1, count - (stages - stage - 1) + 1)
+            if own + before[to] - before[at] <= most and fits(to, stage + 1, most)
+        ]  # fmt: skip
+        to = min(options, key=lambda to: abs(own + before[to] - before[at] - mean))
+        found.append(to - at)
+        at = to
+    return (*found, count - at)
 
 
-def blocks_by_stage(depth: int, stages: int) -> list[tuple[int, int]]:
-    """Stages in a row and the blocks of each, as `stage_blocks` has them, for two stages at least; of those between the
-    first and the last the later ones may have one less."""
-    first, middle, last = stage_blocks(depth, stages)
-    fewer = first + last + (stages - 2) * middle - depth
-    return [(1, first), (stages - 2 - fewer, middle), (fewer, middle - 1), (1, last)]
+@lru_cache(maxsize=4096)
+def stage_counts(work: Workload, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage of a model: `balanced` by FLOPs of forward and backward."""
+    work = work.whole or work
+    if work.even_stages:
+        return evenly(work.depth, stages)
+    ends = [part.model_flops for part in work.parts if part.block is None]
+    return balanced(work.each(attrgetter("model_flops")), stages, entrance=ends[0], end=ends[-1])
+
+
+class Blocks(NamedTuple):
+    """Blocks of each device of a pipeline, those of all its chunks together."""
+
+    first: float
+    middle: float
+    """The most between the first and the last; 0 where there is none."""
+    last: float
+    runs: tuple[tuple[int, float], ...]
+    """Of devices in a row that have equally many: how many devices, and how many blocks. The ends stand alone."""
+
+
+def stage_blocks(
+    work: Workload,
+    pp: int,
+    virtual: int = 1,
+    of: Literal["model_flops", "learned", "experts"] = "model_flops",
+) -> Blocks:
+    """The blocks of each of `pp` devices that hold `virtual` stages each. Those of an encoder–decoder count for what
+    they have of a quantity over the mean of all: their number times that mean is what a device has of it."""
+    return _stage_blocks(work.whole or work, pp, virtual, of)
+
+
+@lru_cache(maxsize=4096)
+def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> Blocks:
+    each = [1.0] * work.depth
+    if len(work.stacks) > 1:
+        sizes = work.each(attrgetter(of))
+        mean = sum(sizes) / len(sizes) or 1.0
+        each = [size / mean for size in sizes]
+    found, at = [0.0] * pp, 0
+    for stage, count in enumerate(stage_counts(work, pp * virtual)):
+        found[stage % pp] += sum(each[at : at + count])
+        at += count
+    first, between, last = found[0], found[1:-1], found[-1]
+    runs = [(len([*run]), blocks) for blocks, run in groupby(between)]
+    return Blocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
 
 
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
@@ -65,12 +145,22 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
     return makespan - micro_batches * slowest
 
 
-def in_flight(plan: Plan) -> float:
-    """Micro-batches whose activations the first stage keeps at the most (Narayanan et al. 2021; Korthikanti et al.
-    2022, section 4.2.3 for interleaving)."""
-    m = float(plan.accumulate)
+def in_flight(plan: Plan, rank: int = 0) -> float:
+    """Micro-batches whose activations a device keeps at the most, by its place in the pipeline (Narayanan et al. 2021;
+    Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
+    m, behind = float(plan.accumulate), plan.pp - 1 - rank
     if plan.schedule == "gpipe":
         return m
     if plan.virtual > 1:
-        return min(m, plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.virtual)))
-    return min(m, float(plan.pp))
+        return min(m, ((plan.virtual - 1) * plan.pp + 2 * behind + 1) / plan.virtual)
+    return min(m, float(behind + 1))
+
+
+def fullest(work: Workload, plan: Plan) -> float:
+    """Blocks of the fullest of those devices that keep as many micro-batches as the first one."""
+    most, rank, found = in_flight(plan), 0, 0.0
+    for devices, blocks in stage_blocks(work, plan.pp, plan.virtual).runs:
+        if in_flight(plan, rank) == most:
+            found = max(found, blocks)
+        rank += devices
+    return found

@@ -106,14 +106,9 @@ def room(machine: Machine) -> float:
 
 
 def predict(
-    model: ModelConfig,
-    machine: Machine,
-    plan: Plan,
-    software: Software = PENSTOCK,
-    *,
-    real: float = 1.0,
+    model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
     words: float = 1.0,
-) -> Prediction:
+) -> Prediction:  # fmt: skip
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
     `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like: see `describe`.
@@ -140,15 +135,9 @@ def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
 
 
 def predicted(
-    work: Workload,
-    machine: Machine,
-    plan: Plan,
-    rates: Rates,
-    parameters: int,
-    *,
-    parts: dict[str, float] | None = None,
-    software: Software = PENSTOCK,
-) -> Prediction:
+    work: Workload, machine: Machine, plan: Plan, rates: Rates, parameters: int, *,
+    parts: dict[str, float] | None = None, software: Software = PENSTOCK,
+) -> Prediction:  # fmt: skip
     """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
     time = step(work, rates, plan, software)
     seconds = time.total
@@ -157,38 +146,20 @@ def predicted(
     useful, again = work.model_flops, repeated_flops(work, Recompute.of(plan, work))
     # All devices of a replica share one micro-batch.
     each = plan.accumulate / (plan.pp * seconds)
-    kinds = held(work, plan).activations
+    kinds, activations = held(work, plan).activations, parts["activations"]
     whole = sum(kinds.values())
-    activations = parts["activations"]
     return Prediction(
-        plan=plan,
-        machine=machine.name,
-        iteration_seconds=seconds,
-        samples_per_second=plan.global_batch / seconds,
-        memory_bytes=needed,
-        fits=needed <= room(machine),
-        model_flops_per_second_per_gpu=useful * each,
-        mfu=useful * each / rates.peak,
-        hfu=(useful + again) * each / rates.peak,
-        peak_flops=rates.peak,
-        peak_name=rates.peak_name,
-        seconds=time.seconds,
-        memory={name: int(size) for name, size in parts.items()},
-        activations={
-            name: int(activations * size / whole) for name, size in kinds.items() if size and activations
-        },
-        micro_batches_held=in_flight(plan) if plan.pp > 1 else 1.0,
-        gpus=plan.gpus,
-        global_batch=plan.global_batch,
-        tokens_per_sample=work.tokens,
-        parameters=parameters,
-        bubble_fraction=time.bubble_fraction,
-        forward_seconds=time.forward_seconds,
-        backward_seconds=time.backward_seconds,
-        weight_gradient_seconds=time.weight_gradient_seconds,
-        memory_limit_bytes=int(machine.memory_bytes),
+        plan=plan, machine=machine.name, iteration_seconds=seconds, samples_per_second=plan.global_batch / seconds,
+        memory_bytes=needed, fits=needed <= room(machine), model_flops_per_second_per_gpu=useful * each,
+        mfu=useful * each / rates.peak, hfu=(useful + again) * each / rates.peak, peak_flops=rates.peak,
+        peak_name=rates.peak_name, seconds=time.seconds, memory={name: int(size) for name, size in parts.items()},
+        activations={name: int(activations * size / whole) for name, size in kinds.items() if size and activations},
+        micro_batches_held=in_flight(plan) if plan.pp > 1 else 1.0, gpus=plan.gpus, global_batch=plan.global_batch,
+        tokens_per_sample=work.tokens, parameters=parameters, bubble_fraction=time.bubble_fraction,
+        forward_seconds=time.forward_seconds, backward_seconds=time.backward_seconds,
+        weight_gradient_seconds=time.weight_gradient_seconds, memory_limit_bytes=int(machine.memory_bytes),
         interval=interval_of(vision=work.vision, machine=machine),
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=8192)

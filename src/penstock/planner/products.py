@@ -86,15 +86,8 @@ class Products(NamedTuple):
     """On a CPU, the share of its rate that a product has whose rows of outputs begin inside of a vector."""
 
     def seconds(
-        self,
-        m: float,
-        n: float,
-        k: float,
-        batch: float = 1,
-        *,
-        form: ProductForm = "forward",
-        over_rows: bool = False,
-    ) -> float:
+        self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False
+    ) -> float:  # fmt: skip
         """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
 
         `over_rows` says that both factors lie with their inner length from row to row, as those of a weight's gradient

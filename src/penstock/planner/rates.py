@@ -107,32 +107,21 @@ def _rates(
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
-    products = _products(machine, type_, constants, multiprocessors, memory)
     return Rates(
-        machine=machine,
-        constants=constants,
-        peak=machine.peak_flops[peak_name],
-        peak_name=peak_name,
-        products=products,
+        machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
+        products=_products(machine, type_, constants, multiprocessors, memory),
         fp8=_products(machine, "fp8", constants, multiprocessors, memory) if fp8 else None,
-        product_rate=_sustained(machine, type_, constants),
-        attention=forward,
-        attention_backward=backward,
-        exponentials=exponentials,
-        memory=memory,
-        kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds,
-        cpu=cpu,
-        kernels=_kernels(machine, type_, numerics),
-        compute=BYTES[numerics.compute],
-        link=link,
+        product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
+        exponentials=exponentials, memory=memory,
+        kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
+        kernels=_kernels(machine, type_, numerics), compute=BYTES[numerics.compute], link=link,
         gathering=(machine.gather_bytes_per_second or link) / link,
-        scattering=(machine.scatter_bytes_per_second or link) / link,
-        sending=machine.send_bytes_per_second or link,
+        scattering=(machine.scatter_bytes_per_second or link) / link, sending=machine.send_bytes_per_second or link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
-    )
+    )  # fmt: skip
 
 
 def _products(
@@ -148,7 +137,8 @@ def _products(
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
         found = Products(measured, machine.peak_flops[type_] if measured else best, None)
-        even = [rate / found.rate(*map(math.exp, sizes)) for *sizes, rate in measured.get("ragged", ())]
+        exp, odd = math.exp, measured.get("ragged", ())
+        even = [rate / found.rate(exp(m), exp(n), exp(k)) for m, n, k, rate in odd]
         return found._replace(ragged=min(1.0, *even)) if even else found
     return Products(measured, best, Chip(best, multiprocessors, constants.tile_depth, memory))
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.planner.operators import COLLECTIVE, Op, Part, Workload
-from penstock.planner.pipeline import in_flight, stage_blocks
+from penstock.planner.pipeline import fullest, in_flight
+from penstock.report.units import GIB
 
 CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
 """What a budget chooses from."""
@@ -147,10 +148,9 @@ def _kind(op: Op) -> str:
 
 def allowed_bytes(work: Workload, plan: Plan) -> float:
     """Bytes that one micro-batch may keep in all blocks, so that those of the fullest stage stay within the budget."""
-    allowed = plan.budget * 2**30
+    allowed = plan.budget * GIB
     if plan.pp > 1 and work.depth:
-        first, _, _ = stage_blocks(work.depth, plan.pp)
-        allowed *= work.depth / (first * in_flight(plan))
+        allowed *= work.depth / (fullest(work, plan) * in_flight(plan))
     return allowed
 
 

@@ -101,16 +101,11 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     room = machine.memory_bytes - weights - WORKSPACE_BYTES
     total = prefill + serving.generated * decode
     return InferencePrediction(
-        serving=serving,
-        prefill_seconds=prefill,
-        decode_seconds_per_token=decode,
-        tokens_per_second=serving.batch * serving.generated / total,
-        weights_bytes=int(weights),
-        cache_bytes=int(cache),
-        memory_bytes=needed,
-        fits=not machine.memory_bytes or needed <= machine.memory_bytes,
+        serving=serving, prefill_seconds=prefill, decode_seconds_per_token=decode,
+        tokens_per_second=serving.batch * serving.generated / total, weights_bytes=int(weights), cache_bytes=int(cache),
+        memory_bytes=needed, fits=not machine.memory_bytes or needed <= machine.memory_bytes,
         largest_batch=max(0, int(room / (each * length))),
-    )
+    )  # fmt: skip
 
 
 def weights_bytes(model: ModelConfig, serving: Serving) -> float:
@@ -270,16 +265,16 @@ class StepCosts:
 
     def prefill(self, tokens: float) -> float:
         """Seconds of reading one prompt."""
-        return _between(self.prefills, tokens)
+        return _linear(self.prefills, tokens)
 
     def decode(self, batch: int, cached: float) -> float:
         """Seconds of one token for each of `batch` sequences that look at `cached` tokens."""
         empty = [(size, seconds) for size, seconds, _ in self.decodes]
         each = [(size, seconds) for size, _, seconds in self.decodes]
-        return _between(empty, batch) + max(0.0, _between(each, batch)) * cached
+        return _linear(empty, batch) + max(0.0, _linear(each, batch)) * cached
 
 
-def _between(points: Sequence[tuple[float, float]], where: float) -> float:
+def _linear(points: Sequence[tuple[float, float]], where: float) -> float:
     """Linear between the points, and on beyond the last ones."""
     if len(points) == 1:
         return points[0][1]

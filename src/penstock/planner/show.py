@@ -10,9 +10,8 @@ from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.figures import Stack, stacked_bars
 from penstock.report.page import Cell, Section, Tile, page
-from penstock.report.units import duration
+from penstock.report.units import GIB, duration
 
-GIB = 2**30
 SHOWN = 8
 """Layouts that figures have."""
 

@@ -19,6 +19,8 @@ class Software(NamedTuple):
     """Whether the softmax of scores is computed in fp32, by single operators, even where other operators are fused."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
+    even_stages: bool = False
+    """Whether a pipeline's stages have as many blocks each, whatever the output takes, as Megatron's have."""
 
 
 PENSTOCK = Software()

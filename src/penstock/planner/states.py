@@ -83,13 +83,13 @@ class DeviceShare(NamedTuple):
 
 def device_share(work: Workload, plan: Plan) -> DeviceShare:
     """What each device of a layout holds."""
-    shards = plan.dp * plan.cp
-    group = min(plan.shard, shards) if plan.sharding == "hsdp" else shards
-    return _device_share(work, plan.pp, group, plan.ep, plan.sharding if shards > 1 else "ddp")
+    group = min(plan.shard, plan.replicas) if plan.sharding == "hsdp" else plan.replicas
+    sharding = plan.sharding if plan.replicas > 1 else "ddp"
+    return _device_share(work, plan.pp, plan.virtual, group, plan.ep, sharding)
 
 
 @lru_cache(maxsize=8192)
-def _device_share(work: Workload, pp: int, group: int, ep: int, sharding: str) -> DeviceShare:
+def _device_share(work: Workload, pp: int, virtual: int, group: int, ep: int, sharding: str) -> DeviceShare:
     ends = [part.parameters for part in work.parts if part.block is None]
     held, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
     experts = float(sum(part.count * part.experts for part in work.blocks))
@@ -97,11 +97,11 @@ def _device_share(work: Workload, pp: int, group: int, ep: int, sharding: str) -
     if not work.depth:
         dense, end = end, 0
     elif pp > 1:
-        first, middle, last = stage_blocks(depth, pp)
+        first, middle, last, _ = stage_blocks(work, pp, virtual, "learned")
         entrance, exit_ = ends[0], ends[1] + work.tied
         one, end = dense + sparse, max(entrance, exit_)
         held = max(first * one + entrance, middle * one, last * one + exit_)
-        experts = sparse * max(first, middle, last)
+        experts = sparse * max(stage_blocks(work, pp, virtual, "experts")[:3])
     alike = max(1, group // ep)
     # Experts are shared out over fewer replicas, for ep has split them already.
     sharded = (held - experts) / group + experts / alike
@@ -124,12 +124,11 @@ def update_bytes(plan: Plan, states: float | None = None) -> float:
 
     `states` are the numbers that the optimizer keeps per weight, where they are not those of `numerics`.
     """
-    numerics = numerics_of(plan)
+    numerics, number = numerics_of(plan), updated_bytes(plan)
     moments = numerics.moments_per_weight if states is None else states
     gradient, moment = BYTES[numerics.reduction], BYTES[numerics.moments]
     if numerics.masters == "remainder":
         return 2.0 * (2.0 + 2.0) + 2.0 * moments * moment + 2.0 * gradient
-    number = 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
     more, more_eager = MORE_ACCESSES.get(plan.algorithm, (0, 0))
     if plan.optimizer in ("loop", "foreach"):
         moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3 + more_eager) * number
@@ -140,6 +139,12 @@ def update_bytes(plan: Plan, states: float | None = None) -> float:
         # The gradient becomes one in fp32, and the new weight one in half.
         moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.loss_scale + 4.0 + 2.0
     return moved
+
+
+def updated_bytes(plan: Plan) -> float:
+    """Bytes of a number that an update computes with."""
+    numerics = numerics_of(plan)
+    return 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
 
 
 def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool = False) -> int:

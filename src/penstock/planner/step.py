@@ -32,7 +32,7 @@ from penstock.planner import traffic
 from penstock.planner.collectives import exposed_seconds
 from penstock.planner.memory import held
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
-from penstock.planner.pipeline import StageTimes, blocks_by_stage, stage_blocks, zero_bubble_idle
+from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
@@ -198,7 +198,7 @@ class Step:
 class _Stage(NamedTuple):
     """What the slowest stage holds."""
 
-    blocks: int
+    blocks: float
     ends: float
     """Seconds of the entrance or the exit, where it holds one, for one micro-batch."""
     others: float
@@ -227,12 +227,8 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         found["bubble"] = _bubble(work, plan, times, stage)
         found["pipeline"] = traffic.stage_seconds(work, rates, plan, forward / plan.virtual)
         result.bubble_fraction = found["bubble"] / (m * (forward + backward + stage.ends))
-    replicas = plan.dp * plan.cp
-    nodes = -(-replicas * plan.tp // rates.machine.devices_per_node)
-    waiting = replicas > 1 and nodes > 1
-    found["straggling"] = (
-        rates.constants.straggling * math.log2(nodes) * sum(found.values()) if waiting else 0.0
-    )
+    nodes = -(-plan.replicas * plan.tp // rates.machine.devices_per_node) if plan.replicas > 1 else 1
+    found["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(found.values())
     found |= _host(work, rates, plan, times.launches, mine, sum(found.values()))
     return result
 
@@ -267,13 +263,12 @@ def _slowest(work: Workload, plan: Plan, times: _Times) -> _Stage:
     if plan.pp == 1:
         return _Stage(n, times.entrance + times.exit, 0.0)
     one = times.block.forward.total + times.block.back
-    first, middle, last = stage_blocks(n, plan.pp)
-    stages = [
-        (first * one + times.entrance, first, times.entrance), (last * one + times.exit, last, times.exit)
-    ]  # fmt: skip
-    if plan.pp > 2:
-        stages.append((middle * one, middle, 0.0))
-    slowest, blocks, ends = max(stages)
+    first, middle, last, _ = stage_blocks(work, plan.pp, plan.virtual)
+    slowest, blocks, ends = max(
+        (first * one + times.entrance, first, times.entrance),
+        (middle * one, middle, 0.0),
+        (last * one + times.exit, last, times.exit),
+    )
     return _Stage(blocks, ends, n * one + times.entrance + times.exit - slowest)
 
 
@@ -284,7 +279,7 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     forward, backward, weights = times.block.forward.total, times.block.back, times.block.weights
     every: list[tuple[int, StageTimes]] = [
         (count, (n * forward, n * (backward - weights), n * weights))
-        for count, n in blocks_by_stage(work.depth, plan.pp)
+        for count, n in stage_blocks(work, plan.pp).runs
     ]
     # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
     (_, (f, i, w)), (_, (last_f, last_i, last_w)) = every[0], every[-1]

@@ -17,15 +17,8 @@ _ALONE = MATRIX | {"attention"}
 
 
 def recorded(
-    operators: Iterable[Op],
-    *,
-    samples: int,
-    parameters: int,
-    tensors: int,
-    kept: int,
-    working: int,
-    units: int = 1,
-) -> Workload:
+    operators: Iterable[Op], *, samples: int, parameters: int, tensors: int, kept: int, working: int, units: int = 1
+) -> Workload:  # fmt: skip
     """The workload of a model that was seen with one batch only; `kept` and `working` are bytes of activations."""
     operators = tuple(operators)
     part = Part(
@@ -74,15 +67,12 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
 
 def _casts(operators: Iterable[Op], part: Part) -> list[Op]:
     """What autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
-    casts = []
-    forward = True
+    casts, forward = [], True
     for op in operators:
         forward = op.forward
         if op.kind == "norm":
-            moved = op.elements * 2
-            casts.append(
-                Op("cast.norm", "copy", op.forward, read=2 * moved, written=moved, elements=op.elements)
-            )
+            size = op.elements
+            casts.append(Op("cast.norm", "copy", forward, read=4 * size, written=2 * size, elements=size))
     moved = 2.0 * part.parameters
     read, written = (2 * moved, moved) if forward else (moved, 2 * moved)
     casts.append(Op("cast.weights", "copy", forward, read=read, written=written, launches=part.tensors))

@@ -8,7 +8,6 @@ import math
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.collectives import (
-    Group,
     exposed_seconds,
     gather_seconds,
     group_of,
@@ -33,22 +32,31 @@ LEAST_EXPOSED = 0.1
 
 
 def data_seconds(
-    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, blocks: int, forward: float, backward: float
+    work: Workload,
+    rates: Rates,
+    plan: Plan,
+    mine: DeviceShare,
+    blocks: float,
+    forward: float,
+    backward: float,
 ) -> float:
     """Of a step: gathering weights and reducing gradients over replicas, beside a stage of so many blocks that takes
     `forward` and `backward` seconds for a micro-batch."""
-    numerics = numerics_of(plan)
-    size, found = BYTES[numerics.reduction], 0.0
+    numerics, found = numerics_of(plan), 0.0
+    whole, size = BYTES[numerics.gathered], BYTES[numerics.reduction]
     if plan.pp > 1 and work.tied:
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         found = reduce_seconds(pair, work.tied * size)
-    replicas = plan.dp * plan.cp
     if not mine.gathers:
         return found + _reduced(work, rates, plan, mine, forward, backward)
-    # Context parallel devices hold the same weights, so they share them out too. With hsdp a group of replicas does.
-    inner = min(plan.shard, replicas) if plan.sharding == "hsdp" else replicas
-    group, hides = group_of(rates, inner, plan.tp), plan.overlap and not rates.cpu
-    gather, again, scatter = _shared_out(work, rates, plan, mine, group)
+    group, hides = group_of(rates, mine.replicas, plan.tp), plan.overlap and not rates.cpu
+    alike = group_of(rates, mine.expert_replicas, plan.tp * plan.ep)
+    # Of one block on the mean: its weights for the forward pass, again for the backward pass, and its gradients.
+    gather = scatter = 0.0
+    for members, moved in ((group, mine.block_dense), (alike, mine.block_experts)):
+        gather += gather_seconds(members, moved * whole, work.pieces)
+        scatter += gather_seconds(members, moved * size, work.pieces, scatters=True)
+    again = 0.0 if plan.pp > 1 else gather
     each = gather + again + scatter
     if hides:
         each = exposed_seconds(rates, gather, forward / blocks)
@@ -57,7 +65,6 @@ def data_seconds(
         each += (gather + scatter) / max(1, work.units)
     # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
     # the last, behind nothing.
-    whole = BYTES[numerics.gathered]
     ends = gather_seconds(group, mine.ends * whole) + gather_seconds(group, mine.ends * size, scatters=True)
     # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
     # its division by the number of replicas.
@@ -70,7 +77,7 @@ def data_seconds(
     found += times * ends
     if plan.sharding == "hsdp":
         # Between the groups, behind what the transfers within them leave of the backward pass.
-        outer = group_of(rates, max(1, replicas // inner), plan.tp * inner)
+        outer = group_of(rates, max(1, plan.replicas // mine.replicas), plan.tp * mine.replicas)
         reduced = reduce_seconds(outer, mine.sharded * size)
         left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
         shown = max(LEAST_EXPOSED * reduced, exposed_seconds(rates, reduced, left))
@@ -78,25 +85,11 @@ def data_seconds(
     return found
 
 
-def _shared_out(
-    work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, group: Group
-) -> tuple[float, float, float]:
-    """Seconds of gathering one block's weights for its forward pass, again for its backward pass, and of scattering its
-    gradients, on the mean over blocks."""
-    numerics = numerics_of(plan)
-    alike = group_of(rates, mine.expert_replicas, plan.tp * plan.ep)
-    gather = scatter = 0.0
-    for members, size in ((group, mine.block_dense), (alike, mine.block_experts)):
-        gather += gather_seconds(members, size * BYTES[numerics.gathered], work.pieces)
-        scatter += gather_seconds(members, size * BYTES[numerics.reduction], work.pieces, scatters=True)
-    return gather, 0.0 if plan.pp > 1 else gather, scatter
-
-
 def _reduced(
     work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, forward: float, backward: float
 ) -> float:
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
-    group = group_of(rates, plan.dp * plan.cp, plan.tp)
+    group = group_of(rates, plan.replicas, plan.tp)
     if group.size == 1:
         return 0.0
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
@@ -175,7 +168,7 @@ def offload_seconds(
     if plan.offload == "none":
         return 0.0
     if plan.offload == "activations":
-        blocks = max(stage_blocks(work.depth, plan.pp)) / work.depth
+        blocks = max(stage_blocks(work, plan.pp, plan.virtual)[:3]) / work.depth
         one = blocks * held(work, plan).blocks / rates.host
         return m * (max(0.0, one - forward) + max(0.0, one - backward))
     gradient = BYTES[numerics.reduction]

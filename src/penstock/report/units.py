@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+GIB = 2**30
 _TIMES = (
     (86400.0 * 365.25, "years"),
     (86400.0, "days"),

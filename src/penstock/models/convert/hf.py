@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.boundary.files import quoted
-from penstock.config.convert import Count, Positive, Probability, field_types
+from penstock.config.convert import Count, Positive, Probability
+from penstock.config.kinds import field_types
 from penstock.config.load import from_dict
 from penstock.config.model import Pixels, ViTConfig
 from penstock.config.stack import Mlp

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import Annotated, Any, Literal, cast
 
 from penstock.boundary.files import quoted, shown
-from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, field_types, told
+from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, told
+from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
 from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, Tokens, Words, stacks
 from penstock.config.stack import Rotary, Scaling

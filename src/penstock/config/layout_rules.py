@@ -1,0 +1,306 @@
+"""Rules of what can be predicted: types, kernels and device features, and degrees of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.convert import word
+from penstock.config.machine import Machine
+from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
+from penstock.config.rule import Rules, divisors
+
+CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
+"""Attention backends that exist on a CPU (torch/nn/attention)."""
+HALF_ONLY_ATTENTION = ("flash", "cudnn")
+"""Attention backends that compute only in half precision on a GPU."""
+FLASH_HEAD_WIDTH = 256
+"""The widest heads that flash attention supports."""
+
+LAYOUT_RULES = Rules()
+
+# Contradictions within the Plan.
+
+
+@LAYOUT_RULES.of("types")
+def _dtype_has_an_effect(plan: Plan) -> Iterator[str]:
+    """`dtype` is set only if something is computed in half precision."""
+    if plan.precision == "O0" and plan.dtype != "bf16":
+        yield (
+            f"plan.dtype={plan.dtype} has no effect with plan.precision=O0, which computes in fp32; "
+            "choose precision=O1, O2 or O3, or leave dtype out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _half_norms_are_of_o2(plan: Plan) -> Iterator[str]:
+    """`norms=half` is set with O2 only, the one level that has a choice."""
+    if plan.norms == "half" and plan.precision != "O2":
+        has = "half ones anyway" if plan.precision == "O3" else "fp32 ones"
+        yield (
+            f"plan.norms=half has no effect with plan.precision={plan.precision}, which has {has}; use precision=O2, "
+            "or leave norms out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
+    """`master=remainder` needs O2 in bf16, a fused optimizer, and weights that are not sharded."""
+    if plan.master != "remainder":
+        return
+    if (plan.precision, plan.dtype, plan.optimizer) != ("O2", "bf16", "fused"):
+        yield (
+            "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
+            "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
+        )
+    if plan.sharding != "ddp":
+        yield (
+            f"plan.master=remainder keeps whole weights, and plan.sharding={plan.sharding} shards them; use "
+            "master=copy, whose shards are the fp32 weights alone."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
+    """`fp8` replaces the bf16 products of O1 or O2."""
+    if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
+        yield (
+            f"plan.fp8={word(plan.fp8)} replaces the bf16 products of plan.precision=O1 or O2 with dtype=bf16, "
+            f"but the plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _budget_is_of_its_recomputation(plan: Plan) -> Iterator[str]:
+    """`budget` is set with `recompute=budget` only, which leaves `recompute_every` alone."""
+    if plan.budget and plan.recompute != "budget":
+        yield (
+            f"plan.budget={word(plan.budget)} has no effect with plan.recompute={plan.recompute}; use "
+            "recompute=budget, or leave budget out."
+        )
+    if plan.recompute == "budget" and plan.recompute_every != 1:
+        yield (
+            f"plan.recompute_every={word(plan.recompute_every)} says which blocks recompute, and plan.recompute=budget "
+            "chooses for each by itself; leave recompute_every out, or use another recompute."
+        )
+
+
+@LAYOUT_RULES.of("degrees")
+def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
+    """`shard` is set only with `sharding=hsdp`, and divides the number of replicas."""
+    replicas = plan.replicas
+    if plan.sharding != "hsdp":
+        if plan.shard > 1:
+            yield f"plan.shard={plan.shard} needs plan.sharding=hsdp; use shard=1, or sharding=hsdp."
+    elif replicas % plan.shard:
+        named = f"plan.dp={plan.dp}" + (f" times plan.cp={plan.cp}" if plan.cp > 1 else "")
+        yield f"plan.shard={plan.shard} does not divide the replicas, {named}; use a shard that does."
+
+
+@LAYOUT_RULES.of("degrees")
+def _sequence_parallel_needs_tensor_parallel(plan: Plan) -> Iterator[str]:
+    """`sp` needs tensor parallelism."""
+    if plan.sp and plan.tp == 1:
+        yield "plan.sp=true splits what tensor parallelism does not, but plan.tp=1; use sp=false, or a larger tp."
+
+
+@LAYOUT_RULES.of("degrees")
+def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
+    """`virtual` above 1 needs an interleaved schedule over several stages, and a multiple of `pp`
+    micro-batches."""
+    if plan.virtual == 1:
+        return
+    if plan.schedule != "interleaved":
+        yield (
+            f"plan.virtual={plan.virtual} needs plan.schedule=interleaved, which plan.schedule={plan.schedule} is not."
+        )
+    elif plan.accumulate % plan.pp:
+        yield (
+            f"plan.accumulate={plan.accumulate} is not a multiple of plan.pp={plan.pp}, but an interleaved schedule "
+            "takes micro-batches in groups of pp; use a multiple, or schedule=1f1b with virtual=1."
+        )
+    if plan.pp == 1:
+        yield f"plan.virtual={plan.virtual} cuts pipeline stages into chunks, but plan.pp=1; use virtual=1."
+
+
+@LAYOUT_RULES.of("degrees")
+def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
+    """`ep` divides `dp`."""
+    if plan.dp % plan.ep:
+        yield f"plan.ep={plan.ep} must divide plan.dp={plan.dp}, because experts are split over replicas."
+
+
+# Rules that need the model.
+
+
+@LAYOUT_RULES.of("degrees")
+def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the heads of
+    keys."""
+    if plan.tp == 1:
+        return
+    for stack in stacks(model):
+        if stack.heads % plan.tp:
+            yield (
+                f"plan.tp={plan.tp} cannot split the model's {stack.heads} attention heads evenly; "
+                f"use a tp of {divisors(stack.heads)}."
+            )
+        elif stack.kv % plan.tp and plan.tp % stack.kv:
+            yield (
+                f"plan.tp={plan.tp} neither divides the model's {stack.kv} heads of keys nor is a multiple of them; "
+                f"use a tp that divides {stack.kv}, or a multiple of it."
+            )
+        dense = not stack.experts or stack.expert_every > 1
+        widths = [stack.mlp_width] * dense + [stack.expert_width or stack.mlp_width] * bool(stack.experts)
+        for width in dict.fromkeys(widths):
+            if width % plan.tp:
+                yield (
+                    f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; "
+                    "use a tp that divides it."
+                )
+
+
+@LAYOUT_RULES.of("degrees")
+def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`cp` divides the tokens of a sample."""
+    if plan.cp == 1:
+        return
+    for tokens in sequences(model):
+        if tokens % plan.cp:
+            yield (
+                f"plan.cp={plan.cp} cannot split the model's {tokens} tokens evenly; use a cp that divides them."
+            )
+
+
+@LAYOUT_RULES.of("degrees")
+def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`pp` times `virtual` is at most the number of blocks, and divides it where `virtual` is above 1, with or without
+    embedding and head."""
+    chunks = plan.pp * plan.virtual
+    if chunks == 1:
+        return
+    depth = sum(stack.depth for stack in stacks(model))
+    asked = f"plan.pp={plan.pp}" + f" times plan.virtual={plan.virtual}" * (plan.virtual > 1)
+    if chunks > depth:
+        yield f"{asked} leaves stages without a block: the model has {depth}; use at most that."
+    elif plan.virtual > 1 and depth % chunks and (depth + 2) % chunks:
+        yield (
+            f"{asked} does not divide the model's {depth} blocks (nor {depth + 2} with embedding and head); choose "
+            "another virtual."
+        )
+
+
+@LAYOUT_RULES.of("degrees")
+def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`ep` divides the model's experts."""
+    if plan.ep == 1:
+        return
+    experts = max(stack.experts for stack in stacks(model))
+    if not experts:
+        yield f"plan.ep={plan.ep} splits experts, but the model has none; use ep=1."
+    elif experts % plan.ep:
+        yield (
+            f"plan.ep={plan.ep} cannot split the model's {experts} experts evenly; use an ep of "
+            f"{divisors(experts)}."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Flash attention supports heads of at most 256 features."""
+    if plan.attention != "flash":
+        return
+    widest = max(stack.head_width for stack in stacks(model))
+    if widest > FLASH_HEAD_WIDTH:
+        yield (
+            f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "
+            f"{widest}; use more model.heads, or attention=math."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _chunked_loss_is_over_words(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`loss=chunked` needs a model whose outputs are logits over a vocabulary."""
+    words = not isinstance(model, ViTConfig | EncoderConfig) or getattr(model, "head", None) == "words"
+    if plan.loss == "chunked" and not words:
+        yield (
+            "plan.loss=chunked cuts up logits over a vocabulary, which this model's outputs are not; leave loss out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _padding_is_left_out_of_encoders(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`padding=remove` needs an encoder, or an encoder–decoder's."""
+    if plan.padding == "remove" and not isinstance(model, EncoderConfig | Seq2SeqConfig):
+        yield (
+            "plan.padding=remove leaves padding out of an encoder, which this model does not have; leave padding out."
+        )
+
+
+# Rules that need the machine.
+
+
+@LAYOUT_RULES.of("types")
+def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
+    """The machine has units for the types that the Plan computes in."""
+    if numerics_of(plan).half and plan.dtype not in machine.peak_flops:
+        able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
+        remedy = f"use dtype={able[0]}" if able else "use precision=O0"
+        yield f"plan.dtype={plan.dtype} cannot be computed on machine {machine.name}; {remedy}."
+    if not numerics_of(plan).half and "fp32" not in machine.peak_flops:
+        yield (
+            f"plan.precision={plan.precision} computes in fp32, and machine {machine.name} has rates for "
+            f"{', '.join(machine.peak_flops)} only; use precision=O1, O2 or O3, or give machine.peak_flops.fp32."
+        )
+    if plan.fp8 and "fp8" not in machine.peak_flops:
+        yield (
+            f"plan.fp8={word(plan.fp8)} needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
+            f"{machine.name} has none; leave it out."
+        )
+    if plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
+        yield (
+            f"plan.matmul={plan.matmul} asks for TF32, which machine {machine.name} does not have; "
+            "use matmul=highest."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _host_memory_matters_on_cpus(plan: Plan, machine: Machine) -> Iterator[str]:
+    """`host_memory` affects only CPUs."""
+    if plan.host_memory != "release" and machine.device == "cuda":
+        yield (
+            f"plan.host_memory={plan.host_memory} has no effect on a GPU's step, and machine {machine.name} is "
+            "one; leave it out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _activations_leave_a_gpu(plan: Plan, machine: Machine) -> Iterator[str]:
+    """`offload=activations` affects only GPUs."""
+    if plan.offload == "activations" and machine.device == "cpu":
+        yield (
+            f"plan.offload=activations takes activations to host memory, where a CPU such as {machine.name} has them "
+            "already; leave it out."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
+    """The attention backend exists on the machine, in the type that the Plan computes in."""
+    if machine.device == "cpu" and plan.attention not in CPU_ATTENTION:
+        yield (
+            f"plan.attention={plan.attention} exists on GPUs only, and machine {machine.name} is a CPU; "
+            f"use one of {', '.join(CPU_ATTENTION)}."
+        )
+    if machine.device == "cuda" and plan.attention in HALF_ONLY_ATTENTION:
+        if not numerics_of(plan).half:
+            yield (
+                f"plan.attention={plan.attention} computes in half precision only, but plan.precision=O0 is "
+                "fp32; use precision=O1, O2 or O3, or attention=efficient."
+            )
+        if "bf16" not in machine.peak_flops:
+            yield (
+                f"plan.attention={plan.attention} needs a GPU of compute capability 8.0, which machine "
+                f"{machine.name} is not; use attention=efficient or math."
+            )

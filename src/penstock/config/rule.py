@@ -1,0 +1,45 @@
+"""What a rule of Plans is, and how functions become rules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["types", "degrees", "run"]
+Check = Callable[..., Iterator[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One condition that a Plan must meet."""
+
+    name: str
+    kind: Kind
+    text: str
+    """What it requires, in one sentence."""
+    check: Check
+    takes: tuple[str, ...]
+    """The names of its parameters, out of plan, model and machine."""
+
+
+class Rules(list[Rule]):
+    """Rules in the order in which their problems are reported."""
+
+    def of(self, kind: Kind) -> Callable[[Check], Check]:
+        """Enrols the function that it decorates."""
+
+        def enrol(check: Check) -> Check:
+            text = " ".join((inspect.getdoc(check) or "").split())
+            takes = tuple(inspect.signature(check).parameters)
+            self.append(Rule(check.__name__.strip("_"), kind, text, check, takes))
+            return check
+
+        return enrol
+
+
+def divisors(number: int) -> str:
+    """Those of a number, in words: `1, 2 or 4`."""
+    found = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

@@ -1,0 +1,111 @@
+"""Rules of what can be predicted but not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.convert import word
+from penstock.config.model import ModelConfig, stacks
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
+from penstock.config.rule import Rules, divisors
+from penstock.config.trainable import model_problems, plan_problems
+
+SKIPS_ON_DEVICE = ("fused", "contiguous")
+"""Optimizer forms that can skip an overflowed step without making the host wait."""
+
+RUN_RULES = Rules()
+
+
+@RUN_RULES.of("run")
+def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
+    """fp16 needs a loss scale, which needs an optimizer that can skip a step on the device."""
+    if numerics_of(plan).loss_scale and plan.optimizer not in SKIPS_ON_DEVICE:
+        yield (
+            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
+            f"step without making the host wait; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
+        )
+
+
+@RUN_RULES.of("run")
+def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
+    """Training supports every setting of the Plan."""
+    yield from plan_problems(plan)
+
+
+@RUN_RULES.of("run")
+def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
+    """A pipeline's stages take no `compile=whole`, and for `zero_bubble` plain linears and whole weights."""
+    if plan.pp == 1:
+        if plan.schedule != "1f1b":
+            yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
+        return
+    if plan.compile == "whole":
+        yield f"plan.compile=whole cannot be run with plan.pp={plan.pp}, which cuts the model; use compile=blocks."
+    if plan.schedule == "zero_bubble":
+        whole = {"fp8": False, "sharding": "ddp"}
+        for name, value in whole.items():
+            if getattr(plan, name) != value:
+                yield (
+                    "plan.schedule=zero_bubble takes the backward pass of linears apart, which cannot be done with "
+                    f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
+                )
+
+
+@RUN_RULES.of("run")
+def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """In training, `tp` divides the heads of keys."""
+    for stack in stacks(model):
+        if plan.tp > 1 and stack.kv % plan.tp and not plan.tp % stack.kv:
+            yield (
+                f"plan.tp={plan.tp} would copy the model's {stack.kv} heads of keys, which can be predicted but not "
+                f"trained yet; use a tp of {divisors(stack.kv)}."
+            )
+
+
+@RUN_RULES.of("run")
+def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
+    """In training, `tp` goes with neither `fp8` nor `master=remainder`."""
+    if plan.tp > 1 and plan.fp8:
+        yield f"plan.fp8={word(plan.fp8)} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
+    if plan.tp > 1 and plan.master == "remainder":
+        yield (
+            f"plan.master=remainder keeps whole weights, and plan.tp={plan.tp} splits them; use master=copy, or tp=1."
+        )
+
+
+@RUN_RULES.of("run")
+def _split_tokens_have_whole_shards(plan: Plan) -> Iterator[str]:
+    """In training, `cp` divides `shard`."""
+    if plan.sharding == "hsdp" and plan.shard % plan.cp:
+        yield (
+            f"plan.shard={plan.shard} would separate the plan.cp={plan.cp} ranks that split a sample's tokens; use a "
+            f"shard that plan.cp divides."
+        )
+
+
+@RUN_RULES.of("run")
+def _offloaded_blocks_run_eagerly(plan: Plan) -> Iterator[str]:
+    """Activations are offloaded from blocks that are neither compiled nor recomputed."""
+    for name in ("compile", "recompute"):
+        if plan.offload == "activations" and getattr(plan, name) != "none":
+            yield (
+                f"plan.offload=activations takes what blocks keep, which plan.{name}={getattr(plan, name)} decides by "
+                f"itself; use {name}=none, or offload=none."
+            )
+
+
+@RUN_RULES.of("run")
+def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
+    """The optimizer is offloaded only if its states are sharded."""
+    if plan.offload == "optimizer" and (plan.sharding == "ddp" or plan.dp == 1):
+        yield (
+            "plan.offload=optimizer keeps shards in host memory, but the plan shards nothing; use "
+            "plan.sharding=fsdp with plan.dp of 2 or more, or offload=none."
+        )
+
+
+@RUN_RULES.of("run")
+def _family_can_be_trained(model: ModelConfig) -> Iterator[str]:
+    """The model's family can be built."""
+    yield from model_problems(model)

@@ -1,0 +1,155 @@
+"""Every legal layout of a model on so many devices: degrees, micro-batches, interleaving, sharding, recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
+
+from penstock.config import rules
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, sequences, stacks
+from penstock.config.plan import Plan
+from penstock.planner.describe import attention_form
+
+LEAST_TOKENS = 8192
+CONTEXT_DEGREES = (1, 2, 4, 8, 16)
+AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
+SEARCHED = (*AXES, "dp", "accumulate", "schedule")
+_FIELDS = tuple(f.name for f in fields(Plan))
+_VALUES = attrgetter(*_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search tries. Empty tuples mean every legal value."""
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = ()
+    """Left empty: powers of two that leave each device at least `LEAST_TOKENS` of a sample."""
+    ep: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    virtual: tuple[int, ...] = ()
+    sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+    shard: tuple[int, ...] = ()
+    """Of hsdp. Left empty: as many replicas as lie in a node, and that doubled."""
+    recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
+    sp: tuple[bool, ...] = (True,)
+    """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
+
+
+def vary(plan: Plan, **changes: Any) -> Plan:
+    """A copy of `plan` with fields changed to values known to be sound: without the checks of construction."""
+    other = object.__new__(Plan)
+    for name, value in (*zip(_FIELDS, _VALUES(plan)), *changes.items()):
+        object.__setattr__(other, name, value)
+    return other
+
+
+def layouts(
+    model: ModelConfig, machine: Machine, gpus: int, batch: int, base: Plan, space: Space,
+    fixed: frozenset[str] = frozenset(),
+) -> Iterator[Plan]:  # fmt: skip
+    """Every legal layout in `space` that has the `fixed` fields of `base`."""
+    held = {name: getattr(base, name) for name in SEARCHED if name in fixed}
+    space = replace(space, **{name: (value,) for name, value in held.items() if name in AXES})
+    if "selective" in space.recompute and attention_form(base, model, machine.device) == "fused":
+        # Nothing keeps scores that could be computed again.
+        space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
+    per_node, experts = machine.devices_per_node, max(stack.experts for stack in stacks(model))
+    degrees = itertools.product(
+        space.tp or divisors(min(gpus, per_node)), space.pp or stages(model, gpus),
+        space.cp or _context_degrees(model), space.ep or divisors(max(1, experts)),
+    )  # fmt: skip
+    for tp, pp, cp, ep in degrees:
+        dp = gpus // (tp * pp * cp)
+        if dp * tp * pp * cp != gpus or batch % dp:
+            continue
+        corner = vary(
+            base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sharding="ddp", shard=1, sp=False, virtual=1, schedule="1f1b"
+        )  # fmt: skip
+        if not rules.problems(corner, model):
+            plain = base.schedule if base.schedule in ("gpipe", "zero_bubble") else "1f1b"
+            for plan in _within(model, corner, machine, batch // dp, space, plain):
+                if all(getattr(plan, name) == value for name, value in held.items()):
+                    yield plan
+
+
+def _within(
+    model: ModelConfig, corner: Plan, machine: Machine, samples: int, space: Space, plain: str
+) -> Iterator[Plan]:
+    """Micro-batches, chunks, sharding and recomputation at the degrees of `corner`; `plain` is the schedule of a stage
+    in one chunk."""
+
+    def legal(**changes: Any) -> bool:
+        return not rules.problems(vary(corner, **changes), model)
+
+    shardings = [
+        (kind, size)
+        for kind, size in _shardings(corner, machine.devices_per_node // corner.tp, space)
+        if legal(sharding=kind, shard=size)
+    ]
+    splits = sorted({sp and legal(sp=True) for sp in space.sp})
+    chunks = _chunks(model, corner.pp, space.virtual)
+    sizes = [size for size in space.micro_batch or divisors(samples) if samples % size == 0]
+    for micro, virtual, (sharding, shard), kind, sp in itertools.product(
+        sizes, chunks, shardings, space.recompute, splits
+    ):
+        if virtual == 1 or samples // micro % corner.pp == 0:
+            yield vary(
+                corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
+                schedule="interleaved" if virtual > 1 else plain, sharding=sharding, shard=shard, recompute=kind, sp=sp,
+            )  # fmt: skip
+
+
+def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
+    """Kinds of sharding, with the replicas of a group of hsdp: such as are neither one nor all of them."""
+    replicas = corner.replicas
+    if replicas == 1:
+        # One device alone shares nothing out, whatever the kind is that was asked for.
+        only = space.sharding[0] if len(space.sharding) == 1 else "ddp"
+        yield only if only != "hsdp" else "ddp", 1
+        return
+    sizes = space.shard or [max(1, per_node) << i for i in range(6)]
+    for kind in space.sharding:
+        if kind != "hsdp":
+            yield kind, 1
+        else:
+            yield from ((kind, size) for size in sizes if 1 < size < replicas)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return small + [number // i for i in reversed(small) if i * i != number]
+
+
+def depth(model: ModelConfig) -> int:
+    """Blocks of all stacks."""
+    return sum(stack.depth for stack in stacks(model))
+
+
+def stages(model: ModelConfig, gpus: int) -> list[int]:
+    """Numbers of stages that share the blocks out evenly, entrance and exit counted or not."""
+    n = depth(model)
+    return [p for p in range(1, min(n, gpus) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
+
+
+def _context_degrees(model: ModelConfig) -> list[int]:
+    """Those that leave each device enough of the tokens."""
+    most = max(1, min(sequences(model)) // LEAST_TOKENS)
+    return [degree for degree in CONTEXT_DEGREES if degree <= most]
+
+
+def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:
+    """Numbers of equal chunks of a stage, each of a block at the least. Embedding and head count as a block each where
+    only so the stages come out even."""
+    if pp == 1:
+        return [1]
+    blocks = depth(model)
+    pieces = next((n for n in (blocks, blocks + 2) if n % pp == 0), pp)
+    return [v for v in wanted or divisors(pieces // pp) if pieces % (pp * v) == 0 and pp * v <= blocks]

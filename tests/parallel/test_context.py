@@ -21,7 +21,8 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.attention import Scores, attention
-from penstock.kernels.context import Cut, Shared
+from penstock.kernels.context import Shared
+from penstock.kernels.token_cut import Cut
 from penstock.models import create
 from penstock.parallel import ParallelDims, dims_of
 from penstock.parallel.context import split_tokens

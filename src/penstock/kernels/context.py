@@ -7,9 +7,6 @@ parts are put together by the logarithms of their sums of exponentials. Nothing 
 outputs and these logarithms is kept for the backward pass, in which keys and values travel again, and their gradients
 home.
 
-Under a causal mask the first tokens have little to look at and the last much. So samples are cut into twice as many
-chunks as there are devices, of which device i has the i-th and the i-th but last: all then have equal work.
-
 Shapes: B samples, H heads, G heads of keys and values, K features per head; N tokens of whole samples, n of this
 device's, M of the keys at hand.
 """
@@ -24,98 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from penstock.config.plan import AttentionBackend, ContextExchange
+from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores
+from penstock.kernels.token_cut import Cut
 
 QUERIES = 1024
 """Queries whose scores are in memory at one time, where they are."""
-
-
-class Cut:
-    """How samples are cut over the ranks of a group."""
-
-    def __init__(self, group: Any, rank: int, size: int, *, causal: bool, exchange: ContextExchange) -> None:
-        self.group: Any = distributed.group.WORLD if group is None and distributed.is_initialized() else group
-        self.rank, self.size = rank, size
-        self.causal, self.ring = causal, exchange == "ring"
-
-    def __deepcopy__(self, memo: Any) -> Cut:
-        return self  # a copy of a model belongs to the same group
-
-    def unordered(self) -> Cut:
-        """How the same ranks cut samples whose tokens all see each other."""
-        return Cut(self.group, self.rank, self.size, causal=False, exchange="ring" if self.ring else "gather")
-
-    @property
-    def chunks(self) -> int:
-        """Into how many chunks a sample is cut."""
-        return 2 * self.size if self.causal else self.size
-
-    def held(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank."""
-        return (rank, 2 * self.size - 1 - rank) if self.causal else (rank,)
-
-    def chunk(self, tokens: int) -> int:
-        """Tokens of a chunk; the last ones may be padding."""
-        return -(-tokens // self.chunks)
-
-    def places(self, rank: int, tokens: int, device: torch.device) -> Tensor:
-        """Which of N tokens a rank has, (n,); numbers from N on are padding."""
-        each = self.chunk(tokens)
-        return torch.cat([torch.arange(c * each, (c + 1) * each, device=device) for c in self.held(rank)])
-
-    def take(self, x: Tensor, dim: int, filling: float = 0) -> Tensor:
-        """This rank's tokens of a tensor that has all of them along `dim`."""
-        each = self.chunk(x.shape[dim])
-        missing = each * self.chunks - x.shape[dim]
-        if missing:
-            padding = [0, 0] * (x.dim() - 1 - dim) + [0, missing]
-            x = F.pad(x, padding, value=filling)
-        return torch.cat([x.narrow(dim, c * each, each) for c in self.held(self.rank)], dim)
-
-    def whole(self, x: Tensor, dim: int, tokens: int) -> Tensor:
-        """All N tokens of a tensor of which each rank has its own along `dim`.
-
-        All ranks go on with the same, so that the same gradients come back on all. What this rank takes of them counts
-        once for each, because gradients of weights are averaged over the ranks later.
-        """
-        return _Whole.apply(x, self, dim, tokens)  # type: ignore[no-any-return, no-untyped-call]
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; of gradients see `whole`."""
-        return _Summed.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut, dim: int, tokens: int) -> Tensor:
-        ctx.cut, ctx.dim = cut, dim
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cut.size)]
-        distributed.all_gather(parts, x.contiguous(), group=cut.group)
-        each = cut.chunk(tokens)
-        by_chunk = {
-            chunk: part.narrow(dim, at * each, each)
-            for rank, part in enumerate(parts)
-            for at, chunk in enumerate(cut.held(rank))
-        }
-        return torch.cat([by_chunk[i] for i in range(cut.chunks)], dim).narrow(dim, 0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.cut.take(grad, ctx.dim) * ctx.cut.size, None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        total = x.clone()
-        distributed.all_reduce(total, group=cut.group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.cut.size, None
 
 
 class Shared:

@@ -17,8 +17,8 @@ from torch import nn
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
-from penstock.kernels.context import Cut
 from penstock.kernels.sdpa import Switch, set_sdpa, switch_of
+from penstock.kernels.token_cut import Cut
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)

@@ -1,4 +1,4 @@
-"""Our models with a share of the tokens of each sample on every rank: `penstock.kernels.context` cuts them.
+"""Our models with a share of the tokens of each sample on every rank: `penstock.kernels.token_cut` cuts them.
 
 All ranks are given whole samples, and all get the same outputs, or the same sum of losses. In between each has its own
 tokens: of text from the table of embeddings to the output, of images from the first block to the last.
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.context import Cut, Shared
+from penstock.kernels.context import Shared
 from penstock.kernels.linear_cross_entropy import IGNORED
 from penstock.kernels.padding import Real
+from penstock.kernels.token_cut import Cut
 from penstock.models.block import Context
 from penstock.models.encoder import Pooler
 from penstock.models.positions import alibi, places_of, rotation

@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes some of the tokens of every sample, and keys and values travel between them.
 
-Ranks of one group are given the same samples. `penstock.kernels.context` says how tokens are cut and attention is put
-together, the model's family how its parts take a share of the tokens.
+Ranks of one group are given the same samples. `penstock.kernels.token_cut` says how tokens are cut, `context` beside it
+how attention is put together, and the model's family how its parts take a share of the tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.kernels.context import Cut
+from penstock.kernels.token_cut import Cut
 from penstock.models.anatomy import share_tokens
 from penstock.parallel.dims import ParallelDims
 

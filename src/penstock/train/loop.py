@@ -131,16 +131,9 @@ class _Run:
     """One start of a run: from being built, or rebuilt, until it ends or is stopped."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        device: torch.device,
-        dims: ParallelDims,
-        records: Records,
-        *,
-        resume: bool,
-        profile: bool,
-        trace: bool,
-    ) -> None:
+        self, config: RunConfig, device: torch.device, dims: ParallelDims, records: Records, *, resume: bool,
+        profile: bool, trace: bool,
+    ) -> None:  # fmt: skip
         self.output = Path(config.output)
         self.device = device
         self.dims = dims
@@ -174,15 +167,9 @@ class _Run:
         # The model, its samples, and whoever looks at its losses.
         seed_random(config.seed, dims.random_rank)
         self.built = build(
-            config.model,
-            config.plan,
-            device=device,
-            recipe=config.recipe,
-            loss=self.task,
-            seed=config.seed,
-            machine=self.machine,
-            dims=dims,
-        )
+            config.model, config.plan, device=device, recipe=config.recipe, loss=self.task, seed=config.seed,
+            machine=self.machine, dims=dims,
+        )  # fmt: skip
         self.loader = self._loader(train_source, augment=config.recipe.augment)
         shared = None if dims.alone else lambda value: average(value, dims)
         self.monitor = LossMonitor(
@@ -201,12 +188,9 @@ class _Run:
         """Those of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
-            self.prediction,
-            self.machine,
-            device,
-            lambda: self.loader.wait_seconds,
+            self.prediction, self.machine, device, lambda: self.loader.wait_seconds,
             tokens=sum(sequences(config.model)),
-        )
+        )  # fmt: skip
         self.memory = MemoryMeter(device)
         self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
         self.trace = PipelineTrace(
@@ -270,16 +254,10 @@ class _Run:
         finite = [loss for loss in numbers.losses if math.isfinite(loss)]
         self.state.loss = statistics.fmean(finite or [self.state.loss])
         self._record(
-            "steps",
-            epoch=self.calendar.epoch(self.step),
-            loss=self.state.loss,
-            losses=numbers.losses,
-            grad_norm=numbers.grad_norm,
-            lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
-            **self.speedometer.read(),
-            memory_bytes=peak_memory(self.device),
-            **observed,
-        )
+            "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
+            grad_norm=numbers.grad_norm, lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
+            **self.speedometer.read(), memory_bytes=peak_memory(self.device), **observed,
+        )  # fmt: skip
         if self.monitor.rewind_because_of:
             self._rewind(self.monitor.rewind_because_of)
 
@@ -310,13 +288,10 @@ class _Run:
                 shown = task.sample(model, self.val_source, self.device)
         self.state.evaluation, self.state.evaluated_at = found, self.step
         self._record(
-            "evaluation",
-            epoch=self.calendar.epoch(self.step),
-            **found.record(),
-            ema=self.config.recipe.ema_decay is not None,
-            seconds=time.perf_counter() - started,
+            "evaluation", epoch=self.calendar.epoch(self.step), **found.record(),
+            ema=self.config.recipe.ema_decay is not None, seconds=time.perf_counter() - started,
             **({"sample": shown} if shown else {}),
-        )
+        )  # fmt: skip
 
     def _evaluation_is_due(self) -> bool:
         return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
@@ -369,14 +344,9 @@ class _Run:
                 measured=speed | self.memory.read(),
             )
         return TrainResult(
-            steps=self.step,
-            resumed_at=self.resumed_at,
-            loss=self.state.loss,
-            evaluation=self.state.evaluation,
-            output=self.output,
-            export=folder,
-            metrics=self.records.path,
-        )
+            steps=self.step, resumed_at=self.resumed_at, loss=self.state.loss, evaluation=self.state.evaluation,
+            output=self.output, export=folder, metrics=self.records.path,
+        )  # fmt: skip
 
     @contextmanager
     def _final_weights(self) -> Iterator[None]:
@@ -389,17 +359,11 @@ class _Run:
         """This rank's batches of a split: endless for training, else one pass."""
         seed = self.config.seed if endless else 0
         return Loader(
-            source,
-            self.task.prepare(source, self.config.model, augment=augment, seed=seed),
-            batch=self.config.plan.micro_batch,
-            seed=seed,
-            device=self.device,
-            workers=self.config.data.workers,
-            rank=self.dims.data_rank,
-            world=self.dims.data_world,
-            endless=endless,
+            source, self.task.prepare(source, self.config.model, augment=augment, seed=seed),
+            batch=self.config.plan.micro_batch, seed=seed, device=self.device, workers=self.config.data.workers,
+            rank=self.dims.data_rank, world=self.dims.data_world, endless=endless,
             group=self.config.plan.global_batch,
-        )
+        )  # fmt: skip
 
     def _record(self, event: str, **values: Any) -> None:
         self.records.write(event, self.step, **values)
@@ -412,21 +376,12 @@ class _Run:
         """Say what runs and what was predicted of it, before the first step."""
         self.records.display.begin(self.calendar.total, self.step, self.task)
         self._record(
-            "resume" if self.resumed_at else "start",
-            plan=self.config.plan.line(),
-            machine=self.machine.name,
-            device=str(self.device),
-            peak=self.speedometer.peak,
-            parameters=self.built.parameters,
-            model=self.task.describe_model(self.config.model),
-            unit=self.task.unit,
-            data=self.data,
-            samples=self.calendar.samples,
-            padding=self.loader.padding_share,
-            batch=self.calendar.batch,
-            total=self.calendar.total,
-            output=str(self.output),
-        )
+            "resume" if self.resumed_at else "start", plan=self.config.plan.line(), machine=self.machine.name,
+            device=str(self.device), peak=self.speedometer.peak, parameters=self.built.parameters,
+            model=self.task.describe_model(self.config.model), unit=self.task.unit, data=self.data,
+            samples=self.calendar.samples, padding=self.loader.padding_share, batch=self.calendar.batch,
+            total=self.calendar.total, output=str(self.output),
+        )  # fmt: skip
         self._record("prediction", **_of_prediction(self.prediction))
 
 

@@ -62,9 +62,13 @@ class Case:
             for _ in range(batch)
         ]
 
-    def ours(self, kind: str, rows: list[list[int]], new: int) -> Callable[[], Any]:
+    def ours(
+        self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False, shortlist: int = 0
+    ) -> Callable[[], Any]:
         line, weights, _ = TYPES[kind]
-        made = Generator(self.folder, Plan.parse(line), weights=weights, start=START, ends=())
+        plan = Plan.parse(line.replace("baseline", "") + " compile=whole" if compiled else line)
+        listed = range(10, 10 + shortlist)
+        made = Generator(self.folder, plan, weights=weights, start=START, ends=(), shortlist=listed)
         settings = Decoding(max_tokens=new, beams=BEAMS if self.both else 1)
         return lambda: made.generate(rows, settings)
 
@@ -185,6 +189,10 @@ def main() -> None:
     parser.add_argument("--types", default="fp32,bf16,int8")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of the longest prompt or source")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
+    parser.add_argument("--compiled", action="store_true", help="measure our compiled steps, too")
+    parser.add_argument(
+        "--shortlist", type=int, default=0, help="measure ours with so many tokens alone, too"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path)
@@ -199,6 +207,14 @@ def main() -> None:
                     rows = case.prompts(batch, given.prompt)
                     every = {
                         "penstock": case.ours(kind, rows, given.new),
+                        "compiled": case.ours(kind, rows, given.new, compiled=True)
+                        if given.compiled
+                        else None,
+                        "shortlist": (
+                            case.ours(kind, rows, given.new, shortlist=given.shortlist)
+                            if given.shortlist
+                            else None
+                        ),
                         "transformers": case.theirs(kind, rows, given.new),
                         "ctranslate2": case.ctranslate2(kind, rows, given.new, given.threads),
                     }

@@ -21,7 +21,14 @@ from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
+from penstock.models.anatomy import (
+    anatomy_of,
+    let_recompile,
+    set_attention,
+    set_loss,
+    set_padding,
+    set_token_order,
+)
 from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
@@ -53,7 +60,6 @@ __all__ = ["Built", "Loss", "build", "compile_model"]
 
 
 _log = logging.getLogger(__name__)
-_RECOMPILE_LIMIT = 64
 _FP16_EPS = 1e-6
 """Measured on a small ViT: 1e-6 learns, 1e-5 to 1e-3 as well as fp32, 1e-8 ends in NaN within 30 steps."""
 
@@ -312,12 +318,7 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     """
     if plan.compile == "none":
         return
-    # One cache of compiled code is shared by all models of a class, and past the limit torch runs eagerly with no more
-    # than a warning: with several Plans in one process, eager code would be measured under the name of compiled.
-    from torch.compiler import config  # late: reading it takes a second
-
-    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _RECOMPILE_LIMIT)
+    let_recompile()
     options = {"dynamic": False, **options}
     if plan.compile == "whole":
         model.compile(**options)

@@ -13,6 +13,7 @@ from helpers.generation import BOTH, DECODERS, WORDS, tiny
 from penstock.config.decoding import Decoding
 from penstock.errors import ConfigError
 from penstock.infer.engine import Engine, Request
+from penstock.infer.static import Compiled
 from penstock.models.encoder import Encoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel
@@ -133,3 +134,16 @@ def test_full_slots_and_full_caches_wait() -> None:
     engine.release(0)
     assert engine.free == 8
     assert engine.admit(large) == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"])
+def test_compiled_steps_of_all_slots_change_no_token(name: str) -> None:
+    model = tiny(name)
+    draw = random.Random(2)
+    requests = [
+        Request(ids=tuple(draw.choices(range(WORDS), k=draw.randint(1, 9))), decoding=Decoding(max_tokens=9))
+        for _ in range(7)
+    ]
+    expected = [plain(model, request.ids, 9) for request in requests]
+    engine = Engine(model, slots=3, chunk=4, start=0, compiled=Compiled(model, backend="eager"))
+    assert [text for text, _ in served(engine, requests, late=3)] == expected

@@ -47,7 +47,14 @@ def generate(
     # One rank reads, for several cannot read one pipe, and shows what all have made.
     main = launched() == 1 or os.environ["RANK"] == "0"
     texts = words(prompts, file) if main else []
-    with Generator(model, plan, weights=config.weights, draft=config.draft, device=config.device) as made:
+    with Generator(
+        model,
+        plan,
+        weights=config.weights,
+        draft=config.draft,
+        shortlist=() if config.shortlist is None else config.shortlist,
+        device=config.device,
+    ) as made:
         texts = told(texts, made.dims)
         if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
             for piece in made.stream(texts[0], decoding):

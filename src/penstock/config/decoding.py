@@ -164,9 +164,13 @@ class GenerateConfig(InferConfig, where=""):
     decoding: Decoding = field(default_factory=Decoding)
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
+    shortlist: str | None = None
+    """A file of token numbers: nothing else is generated but what ends a text, and the output is computed for these
+    alone."""
     plan: str = ""
     """What several devices do, each with a process of its own (`penstock launch --procs N -- generate …`): `tp=2`
-    splits each layer, `pp=2` gives each half of the blocks, `dp=2` shares out the texts."""
+    splits each layer, `pp=2` gives each half of the blocks, `dp=2` shares out the texts. Besides,
+    `compile=whole` compiles the step that makes the next tokens."""
 
     @property
     def as_plan(self) -> Plan:

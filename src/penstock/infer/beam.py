@@ -1,10 +1,10 @@
 """Beam search, and its form in groups that differ from each other (Vijayakumar et al., AAAI 2018).
 
 All beams of a text are tokens side by side: they share the keys and values of the prompt, of the source and of their
-common ancestors, which are never copied; what follows a beam is a line of a table that says whom it sees. Which
-candidates are kept, when a beam has finished and when the search ends is as transformers defines it.
+common ancestors, which are never copied; what follows a beam is a line of a table that says whom it sees. Nor are their
+tokens: each step keeps which beam the new ones continue, and texts are read back from these at the end.
 
-Shapes: B texts, b beams of a group, K candidates, T steps, V vocabulary.
+Shapes: B texts, b beams of a group, T steps, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.config.decoding import Decoding
 from penstock.infer.choose import NOTHING, adjusted
 from penstock.infer.sample import history_of
 from penstock.infer.stages import stages_of
-from penstock.infer.texts import Generating, Prompts, Texts, sharded
-from penstock.kernels.top import log_total, top
+from penstock.infer.static import Compiled, bucket
+from penstock.infer.texts import ASK, Generating, Prompts, Texts, sharded
+from penstock.kernels.beam_step import beam_step, texts_of
+from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.parallel.sequence import added
 from penstock.parallel.tensor import line_of
 
-_OUT = -1e9
-"""Score of what must not be chosen; transformers' own, for sums of it are compared."""
 _SWEEP = 16
 """Steps between two times at which columns that no beam sees any more are left out."""
 
@@ -44,21 +44,25 @@ class _Group:
     """The beams of one group, those that have finished and those that go on."""
 
     def __init__(
-        self, decoding: Decoding, prompts: Prompts, stops: Tensor | None, dtype: torch.dtype
+        self, decoding: Decoding, prompts: Prompts, stops: Sequence[int], dtype: torch.dtype
     ) -> None:
         rows, device = len(prompts), prompts.tokens.device
-        self.decoding, self.stops = decoding, stops
-        self.size = decoding.beams // decoding.beam_groups
-        self.steps = decoding.max_tokens
-        self.kept = max(2, 1 + (0 if stops is None else len(stops))) * self.size
-        self.scores = torch.full((rows, self.size), _OUT, dtype=dtype, device=device)
-        self.scores[:, 0] = 0.0  # at first all beams are the same
-        self.tokens = torch.full((rows, self.size, self.steps), NOTHING, device=device)
-        self.done = self.tokens.clone()
-        self.done_scores = torch.full_like(self.scores, _OUT)
-        self.finished = torch.zeros_like(self.scores, dtype=torch.bool)
-        self.hopeful = torch.ones(rows, 1, dtype=torch.bool, device=device)
-        """Whether a beam can still become better than one that has finished."""
+        self.decoding = decoding
+        self.terms = Terms(
+            size=decoding.beams // decoding.beam_groups,
+            steps=decoding.max_tokens,
+            stops=tuple(stops),
+            length_penalty=decoding.length_penalty,
+            stopping=decoding.early_stopping,
+        )
+        self.beams = Beams.first(rows, self.terms.size, dtype, device)
+        self.parents: list[Tensor] = []
+        self.chosen: list[Tensor] = []
+        self._stops = torch.tensor(self.terms.stops, device=device) if stops else None
+        self._tokens: Tensor | None = None
+        """(B, b, T), where the next tokens depend on them."""
+        if decoding.looks_back:
+            self._tokens = torch.full((rows, self.terms.size, self.terms.steps), NOTHING, device=device)
 
     def step(
         self, logits: Tensor, step: int, history: Tensor | None, others: Tensor | None, cover: Tensor | None
@@ -68,96 +72,48 @@ class _Group:
         `others` (B, n) are tokens that earlier groups chose in this step, `cover` (B, b) the penalty for what of the
         source each beam has not looked at.
         """
-        values, tokens = self._candidates(logits.flatten(0, 1), step, history, others)
-        rows, size, each = len(logits), self.size, values.shape[1]
-        totals = (values.view(rows, size, each) + self.scores[:, :, None]).flatten(1)
-        scores, places = totals.topk(min(self.kept, size * each))
-        parents = places // each
-        chosen = tokens.view(rows, size * each).gather(1, places)
-        ending = torch.zeros_like(parents, dtype=torch.bool)
-        if self.stops is not None:
-            ending = torch.isin(chosen, self.stops)
-        hits = ending if step + 1 < self.steps else torch.ones_like(ending)
-        self._finish(scores, parents, chosen, hits, ending, step, cover)
-        running, on = (scores + hits * _OUT).topk(size)
-        parents, chosen = parents.gather(1, on), chosen.gather(1, on)
-        self.scores = running
-        self.tokens = self.tokens.gather(1, parents[:, :, None].expand(-1, -1, self.steps))
-        self.tokens[:, :, step] = chosen
-        self._look_ahead(step + 1)
-        return parents, chosen
+        decoding, logits = self.decoding, logits.flatten(0, 1)
+        changed = bool(decoding.looks_back or decoding.bias or decoding.min_tokens or others is not None)
+        if changed:
+            logits = self._changed(torch.log_softmax(logits, dim=-1), step, history, others)
+        found = beam_step(logits, self.beams, step, self.terms, normed=changed, cover=cover)
+        self.beams = found.beams
+        self.parents.append(found.parents)
+        self.chosen.append(found.chosen)
+        if self._tokens is not None:
+            lines = found.parents[:, :, None].expand(-1, -1, self.terms.steps)
+            self._tokens = self._tokens.gather(1, lines)
+            self._tokens[:, :, step] = found.chosen
+        return found.parents, found.chosen
 
-    def _candidates(
-        self, logits: Tensor, step: int, history: Tensor | None, others: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens of each beam with their log-probabilities, twice (B·b, k). More of one beam cannot be
-        among the K of all."""
-        decoding, wanted = self.decoding, min(self.kept, logits.shape[1])
-        if not (decoding.looks_back or decoding.bias or decoding.min_tokens or others is not None):
-            values, tokens = top(logits, wanted)
-            return values - log_total(logits).to(values.dtype), tokens
-        logits = torch.log_softmax(logits, dim=-1)
-        if history is not None:
-            history = torch.cat([history, self.tokens[:, :, :step].flatten(0, 1)], dim=1)
-        logits = adjusted(logits, decoding, history, step, self.stops)
+    def _changed(self, shares: Tensor, step: int, history: Tensor | None, others: Tensor | None) -> Tensor:
+        """Log-probabilities (B·b, V) after penalties."""
+        if history is not None and self._tokens is not None:
+            history = torch.cat([history, self._tokens[:, :, :step].flatten(0, 1)], dim=1)
+        shares = adjusted(shares, self.decoding, history, step, self._stops)
         if others is not None:
-            others = others.repeat_interleave(self.size, dim=0)
-            taken = torch.full_like(others, -decoding.diversity_penalty, dtype=logits.dtype)
-            logits = logits.scatter_add(1, others, taken)
-        return top(logits, wanted)
-
-    def _finish(
-        self,
-        scores: Tensor,
-        parents: Tensor,
-        chosen: Tensor,
-        hits: Tensor,
-        ending: Tensor,
-        step: int,
-        cover: Tensor | None,
-    ) -> None:
-        """Take over candidates that end among the best b, if they are better than what has finished."""
-        counts = hits & (torch.arange(hits.shape[1], device=hits.device) < self.size)
-        scores = scores / (step + 1) ** self.decoding.length_penalty
-        if cover is not None:
-            scores = scores + cover.gather(1, parents)
-        if self.decoding.early_stopping == "full":
-            scores = scores + self.finished.all(1, keepdim=True) * _OUT
-        scores = scores + (~self.hopeful) * _OUT + (~counts) * _OUT
-        if (
-            self.stops is not None
-            and step + 1 < self.steps
-            and counts.device.type == "cpu"
-            and not counts.any()
-        ):
-            return
-        merged, best = torch.cat([self.done_scores, scores], dim=1).topk(self.size)
-        told = self.tokens.gather(1, parents[:, :, None].expand(-1, -1, self.steps))
-        told[:, :, step] = torch.where(ending, NOTHING, chosen)
-        every = torch.cat([self.done, told], dim=1)
-        self.done = every.gather(1, best[:, :, None].expand(-1, -1, self.steps))
-        self.done_scores = merged
-        self.finished = torch.cat([self.finished, counts], dim=1).gather(1, best)
-
-    def _look_ahead(self, made: int) -> None:
-        """Whether the best beam, at the length that suits it, beats the worst that has finished."""
-        decoding = self.decoding
-        longest = decoding.early_stopping == "never" and decoding.length_penalty > 0
-        best = self.scores[:, :1] / (self.steps if longest else made) ** decoding.length_penalty
-        worst = torch.where(self.finished, self.done_scores.amin(1, keepdim=True), _OUT)
-        self.hopeful = self.hopeful & (best > worst).any(1, keepdim=True)
+            others = others.repeat_interleave(self.terms.size, dim=0)
+            taken = torch.full_like(others, -self.decoding.diversity_penalty, dtype=shares.dtype)
+            shares = shares.scatter_add(1, others, taken)
+        return shares
 
     def going(self) -> Tensor:
         """Which texts are still searched, (B,)."""
-        going = self.hopeful.squeeze(1)
+        going = self.beams.hopeful.squeeze(1)
         if self.decoding.early_stopping == "full":
-            going = going & ~self.finished.all(1)
+            going = going & ~self.beams.finished.all(1)
         return going
+
+    def done(self) -> Tensor:
+        """Tokens (B, b, T) of the texts that have finished."""
+        return texts_of(self.beams.done, self.parents, self.chosen, self.terms.steps)
 
     def only(self, rows: Tensor) -> None:
         """Leave all but some texts out."""
-        for name in ("scores", "tokens", "done", "done_scores", "finished", "hopeful"):
-            setattr(self, name, getattr(self, name)[rows])
+        self.beams = self.beams.only(rows)
+        self.parents = [parents[rows] for parents in self.parents]
+        self.chosen = [chosen[rows] for chosen in self.chosen]
+        self._tokens = None if self._tokens is None else self._tokens[rows]
 
 
 class _Sight:
@@ -165,20 +121,21 @@ class _Sight:
 
     def __init__(self, texts: Texts, beams: int, steps: int) -> None:
         self.texts, self.beams = texts, beams
-        rows, prompt = texts.prompts.tokens.shape
-        self.seen = torch.zeros(
-            rows, beams, prompt + steps * beams, dtype=torch.bool, device=texts.prompts.tokens.device
-        )
-        self.seen[:, :, :prompt] = True
-        self.own = torch.eye(beams, dtype=torch.bool, device=self.seen.device)
+        prompts = texts.prompts
+        rows, prompt = prompts.tokens.shape
+        device = prompts.tokens.device
+        self.seen = torch.zeros(rows, beams, bucket(prompt + steps * beams), dtype=torch.bool, device=device)
+        real = torch.arange(prompt, device=device) < prompts.lengths[:, None]
+        self.seen[:, :, :prompt] = real[:, None]
+        self.own = torch.eye(beams, dtype=torch.bool, device=device)
 
     def follow(self, parents: Tensor) -> Tensor:
-        """Each beam sees what its parent saw, and itself: (B, beams, columns) of the next pass."""
+        """Each beam sees what its parent saw, and itself: (B, beams, columns) of the next pass and later ones."""
         filled = self.texts.filled
         lines = parents[:, :, None].expand(-1, -1, filled)
         self.seen[:, :, :filled] = self.seen[:, :, :filled].gather(1, lines)
         self.seen[:, :, filled : filled + self.beams] = self.own
-        return self.seen[:, :, : filled + self.beams]
+        return self.seen
 
     def sweep(self, parents: Tensor) -> None:
         """Leave out columns that no beam sees that is still there."""
@@ -199,38 +156,49 @@ class _Sight:
 
 
 @torch.no_grad()
-def search(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int]) -> Found:
+def search(
+    model: Generating,
+    prompts: Prompts,
+    decoding: Decoding,
+    *,
+    ends: Sequence[int],
+    compiled: Compiled | None = None,
+) -> Found:
     """The best texts that beam search finds for each prompt. `ends` are the tokens that end a text.
 
     Ranks that share a model's weights must all call this with as many tokens to make; they take all steps together.
     """
     together, device, steps = sharded(model), prompts.tokens.device, decoding.max_tokens
     beams, best = decoding.beams, decoding.best
-    texts = Texts(model, prompts, steps=steps, side_by_side=beams)
-    stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
+    covers = bool(decoding.coverage_penalty) and prompts.source is not None
+    texts = Texts(model, prompts, steps=steps, side_by_side=beams, compiled=None if covers else compiled)
     sight = _Sight(texts, beams, steps)
-    cover = _Cover(texts, decoding) if decoding.coverage_penalty and prompts.source is not None else None
+    cover = _Cover(texts, decoding) if covers else None
     logits = texts.first()
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    stops = () if decoding.ignore_end else ends
     groups = [_Group(decoding, prompts, stops, dtype) for _ in range(decoding.beam_groups)]
-    size = groups[0].size
+    size = groups[0].terms.size
     logits = logits.repeat_interleave(beams, dim=0)
     history = history_of(prompts).repeat_interleave(size, dim=0) if decoding.looks_back else None
     tokens = torch.full((len(prompts), best, steps), NOTHING, device=device)
-    scores = torch.full((len(prompts), best), _OUT, dtype=dtype, device=device)
+    scores = torch.full((len(prompts), best), OUT, dtype=dtype, device=device)
     rows = torch.arange(len(prompts), device=device)
     for step in range(steps):
         shaped = logits.to(dtype).view(len(rows), beams, -1)
         parents, chosen = _step_groups(groups, shaped, step, history, cover)
-        going = torch.stack([group.going() for group in groups]).any(0)
-        if step + 1 == steps or (not together and not bool(going.any())):
+        if step + 1 == steps:
+            break
+        going = None if any(group.beams.fresh for group in groups) else _going(groups)
+        asks = going is not None and not together and (device.type == "cpu" or step % ASK == ASK - 1)
+        if asks and going is not None and not bool(going.any()):
             break
         if step % _SWEEP == _SWEEP - 1:
             sight.sweep(parents)
-        if not together and int(going.sum()) < 0.75 * len(rows):
+        kept = texts.remaining(going) if asks and going is not None else None
+        if kept is not None:
             tokens[rows], scores[rows] = _best(groups, best)
-            kept = going.nonzero().squeeze(1)
-            rows, parents, chosen = rows[kept], parents[kept], chosen[kept]
+            count, rows, parents, chosen = len(rows), rows[kept], parents[kept], chosen[kept]
             for part in (
                 texts.keep,
                 sight.only,
@@ -238,7 +206,7 @@ def search(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: Seq
                 *([cover.only] if cover else []),
             ):
                 part(kept)
-            history = None if history is None else history.view(len(going), size, -1)[kept].flatten(0, 1)
+            history = None if history is None else history.view(count, size, -1)[kept].flatten(0, 1)
         logits = texts.following(chosen, sight.follow(parents))
         if cover is not None:
             cover.follow(parents)
@@ -246,20 +214,26 @@ def search(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: Seq
     return Found(tokens, scores)
 
 
+def _going(groups: list[_Group]) -> Tensor:
+    """Which texts some group still searches, (B,)."""
+    return torch.stack([group.going() for group in groups]).any(0)
+
+
 def _step_groups(
     groups: list[_Group], logits: Tensor, step: int, history: Tensor | None, cover: _Cover | None
 ) -> tuple[Tensor, Tensor]:
     """One step of all groups, each after those before it: parents and tokens of all beams, twice (B, beams)."""
-    size = groups[0].size
+    size = groups[0].terms.size
     penalties = None if cover is None else cover.penalties()
+    if len(groups) == 1:
+        return groups[0].step(logits, step, history, None, penalties)
     parents: list[Tensor] = []
     chosen: list[Tensor] = []
     for number, group in enumerate(groups):
         own = slice(number * size, (number + 1) * size)
         others = torch.cat(chosen, dim=1) if chosen and group.decoding.diversity_penalty else None
-        part = logits if len(groups) == 1 else logits[:, own].contiguous()
         penalty = None if penalties is None else penalties[:, own]
-        found, token = group.step(part, step, history, others, penalty)
+        found, token = group.step(logits[:, own].contiguous(), step, history, others, penalty)
         parents.append(found + number * size)
         chosen.append(token)
     return torch.cat(parents, dim=1), torch.cat(chosen, dim=1)
@@ -267,8 +241,8 @@ def _step_groups(
 
 def _best(groups: list[_Group], best: int) -> tuple[Tensor, Tensor]:
     """The best texts of all groups."""
-    done = torch.cat([group.done for group in groups], dim=1)
-    scores, places = torch.cat([group.done_scores for group in groups], dim=1).topk(best)
+    done = torch.cat([group.done() for group in groups], dim=1)
+    scores, places = torch.cat([group.beams.done_scores for group in groups], dim=1).topk(best)
     return done.gather(1, places[:, :, None].expand(-1, -1, done.shape[2])), scores
 
 

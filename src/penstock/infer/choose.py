@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
+from penstock.kernels.beams import NOTHING as NOTHING
 from penstock.kernels.top import largest, top
 
-NOTHING = -1
-"""What fills up histories on their left."""
 _NUCLEUS = 1024
 """Tokens among which `top_p` is looked for first; a sort of all is slow."""
 

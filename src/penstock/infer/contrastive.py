@@ -47,6 +47,7 @@ def contrast(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: S
         seen = torch.ones(
             len(rows), candidates.shape[1], begin + candidates.shape[1], dtype=torch.bool, device=device
         )
+        seen[:, :, : padding.shape[1]] = ~padding[:, None]
         seen[:, :, begin:] = torch.eye(candidates.shape[1], dtype=torch.bool, device=device)
         features = texts.following_features(candidates, seen)
         unit = F.normalize(features.float(), dim=-1)

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.infer.blocks import Blocks, Table
 from penstock.infer.choose import NOTHING, adjusted, chosen
 from penstock.infer.past import Columns, Pages, Past
+from penstock.infer.static import Compiled, bucket
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel
@@ -90,11 +91,13 @@ class Engine:
         chunk: int = 512,
         start: int | None = None,
         ends: Sequence[int] = (),
+        compiled: Compiled | None = None,
     ) -> None:
         """`context` are the most tokens of one text, prompt and new ones; none: as many as the model has positions.
         With `cache=paged` all texts together have room for `tokens` (none: every slot's `context`) in blocks of `block`
         tokens, and prompts that begin alike share them. A step reads at most `chunk` tokens of prompts. `start` is what
-        an encoder–decoder's decoder begins with, `ends` are the tokens that end a text.
+        an encoder–decoder's decoder begins with, `ends` are the tokens that end a text. `compiled` makes the tokens of
+        all slots at once, with `cache=slots`.
 
         Raises ConfigError for a model that does not generate.
         """
@@ -102,6 +105,9 @@ class Engine:
             raise ConfigError(
                 f"A {type(model).__name__} does not generate text; give a decoder or an encoder–decoder."
             )
+        if compiled is not None and cache != "slots":
+            raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")
+        self._compiled = compiled
         self.model = model.eval()
         config = model.config
         source, most = positions(config)[0], positions(config)[-1]
@@ -249,7 +255,7 @@ class Engine:
 
     def _decode(self, ready: list[int]) -> Tensor:
         """Logits (r, V) after the newest token of each of these slots."""
-        low, high = ready[0], ready[-1] + 1
+        low, high = (ready[0], ready[-1] + 1) if self._compiled is None else (0, self.slots)
         texts = [self._texts[slot] if slot in ready else None for slot in range(low, high)]
         tokens = torch.tensor([[text.ids[-1] if text else 0] for text in texts], device=self.device)
         places = torch.tensor([[text.kept if text else 0] for text in texts], device=self.device)
@@ -258,11 +264,16 @@ class Engine:
         columns = torch.tensor([[text.kept if text else 0] for text in spare], device=self.device)
         columns = columns.clamp(max=self.context - 1)
         width = int(columns.max()) + 1
-        self._look(texts)
-        even = len(ready) == high - low and bool((places == places[0]).all())
-        self._past.at(places, columns=columns, width=width, rows=slice(low, high), alone=even)
         wanted = torch.tensor([slot - low for slot in ready], device=self.device)
-        logits = self._run(tokens, wanted)
+        if self._compiled is not None:
+            assert isinstance(self._past.store, Columns)
+            width = bucket(max(width, self._past.store.width))
+            logits = self._compiled(self._past, tokens, places, columns, width)[wanted]
+        else:
+            self._look(texts)
+            even = len(ready) == high - low and bool((places == places[0]).all())
+            self._past.at(places, columns=columns, width=width, rows=slice(low, high), alone=even)
+            logits = self._run(tokens, wanted)
         for text in texts:
             if text is not None:
                 text.kept += 1

@@ -23,8 +23,10 @@ from penstock.infer.engine import Engine, Finished, Request
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import everyones, own, together, told
 from penstock.infer.sample import sample
+from penstock.infer.shortlist import read_shortlist
 from penstock.infer.speculate import Draft, Guessing, LookUp, speculate
 from penstock.infer.stages import in_parts, stages_of
+from penstock.infer.static import Compiled
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
 from penstock.infer.texts import Generating, Prompts
 from penstock.models.decoder import Decoder
@@ -58,7 +60,9 @@ class Generator:
 
     `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Qwen 2 or
     3, T5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and `weights` how they
-    are kept: see `penstock.infer.weights`. `draft` is a smaller model with the same vocabulary, for `speculate`.
+    are kept: see `penstock.infer.weights`. With `compile=whole` or `compile=blocks` each step that makes the next
+    tokens is one compiled graph, which takes its time when it is first met: see `penstock.infer.static`. `draft` is a
+    smaller model with the same vocabulary, for `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
     `penstock.infer.ranks`. They are those of the process group that is there, or those that `penstock launch` or
@@ -78,17 +82,22 @@ class Generator:
         start: int | None = None,
         ends: Sequence[int] | None = None,
         draft: str | Path | Decoder | Seq2Seq | None = None,
+        shortlist: Sequence[int] | str | Path = (),
         device: torch.device | str = "cpu",
     ) -> None:
         """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
-        as the folder of the model says, or its tokenizer. Of several ranks, `cuda` is the GPU of each."""
+        as the folder of the model says, or its tokenizer. With a `shortlist`, token numbers or a file of them, nothing
+        else is generated but what ends a text, and the output's product is taken over these alone. Of several ranks,
+        `cuda` is the GPU of each."""
         plan, self.device = plan or Plan(), torch.device(device)
         self.dims = ALONE
         with ExitStack() as joining:
             if plan.gpus > 1:
                 self.device = local_device(self.device)
                 self.dims = joining.enter_context(together(plan, self.device))
-            found = self._open(model, plan, weights, tokenizer)
+            listed = read_shortlist(shortlist) if isinstance(shortlist, str | Path) else tuple(shortlist)
+            listed = (*listed, *(ends or ())) if listed else ()
+            found = self._open(model, plan, weights, tokenizer, listed)
             self.model: Generating = found.model
             self.tokenizer = found.tokenizer
             self.start = found.start if start is None else start
@@ -107,10 +116,33 @@ class Generator:
                         "A draft model must be of the same family and vocabulary as the model it drafts for."
                     )
                 self._draft = small
+            self._compiled: Compiled | None = None
+            if plan.compile != "none":
+                if self.dims.tp > 1 or self.dims.pp > 1:
+                    raise ConfigError(
+                        f"plan.compile={plan.compile} makes one graph of a step, within which ranks of plan.tp and "
+                        "plan.pp speak to each other; leave plan.compile out, or use plan.dp."
+                    )
+                self._compiled = Compiled(self.model)
             self._joined = joining.pop_all()
 
-    def _open(self, model: Any, plan: Plan, weights: Weights, tokenizer: Tokenizer | None) -> Loaded:
-        found = loaded(model, plan, weights=weights, tokenizer=tokenizer, device=self.device, dims=self.dims)
+    def _open(
+        self,
+        model: Any,
+        plan: Plan,
+        weights: Weights,
+        tokenizer: Tokenizer | None,
+        shortlist: Sequence[int] = (),
+    ) -> Loaded:
+        found = loaded(
+            model,
+            plan,
+            weights=weights,
+            tokenizer=tokenizer,
+            device=self.device,
+            dims=self.dims,
+            shortlist=shortlist,
+        )
         if not isinstance(found.model, Decoder | Seq2Seq):
             raise ConfigError(
                 f"A {type(found.model).__name__} does not generate text. Give a decoder or an encoder–decoder; for "
@@ -151,7 +183,7 @@ class Generator:
         """`decoding.best` texts for each of some prompts, each drawn by a seed of its own."""
         scores: list[float] | None = None
         if decoding.beams > 1:
-            found = search(self.model, self._prompts(rows), decoding, ends=self.ends)
+            found = search(self.model, self._prompts(rows), decoding, ends=self.ends, compiled=self._compiled)
             tokens, scores = found.tokens.flatten(0, 1), found.scores.flatten().tolist()
         elif decoding.contrastive:
             tokens = contrast(self.model, self._prompts(rows), decoding, ends=self.ends)
@@ -164,7 +196,14 @@ class Generator:
                 ]
             if decoding.stop and self.tokenizer is not None:
                 return self._by_slots(rows, seeds, decoding)
-            tokens = sample(self.model, self._prompts(rows), decoding, ends=self.ends, seeds=seeds)
+            tokens = sample(
+                self.model,
+                self._prompts(rows),
+                decoding,
+                ends=self.ends,
+                seeds=seeds,
+                compiled=self._compiled,
+            )
         made = [_until(row) for row in tokens.tolist()]
         return [
             self._told(ids, decoding, None if scores is None else score)
@@ -262,7 +301,7 @@ class Generator:
         longest = 1 if isinstance(self.model, Seq2Seq) else max(map(len, rows))
         return Engine(
             self.model, slots=min(len(rows), 32), context=longest + decoding.max_tokens, chunk=1 << 30,
-            start=self.start, ends=self.ends,
+            start=self.start, ends=self.ends, compiled=self._compiled,
         )  # fmt: skip
 
     def _by_slots(

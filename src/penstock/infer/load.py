@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError
+from penstock.infer.shortlist import shorten
 from penstock.infer.stages import cut, stages_of
 from penstock.infer.texts import sharded
 from penstock.infer.weights import ROUNDED, pack, suited
@@ -59,11 +61,13 @@ def loaded(
     device: torch.device | str = "cpu",
     dims: ParallelDims = ALONE,
     careful: bool = False,
+    shortlist: Sequence[int] = (),
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
     changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
-    device gets this rank's part. `careful` is as `pack` takes it.
+    device gets this rank's part. `careful` is as `pack` takes it. Of a model that generates,
+    tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -77,6 +81,11 @@ def loaded(
         raise ConfigError(
             f"weights={weights} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
             "texts would change with tp. Use weights=auto, or plan.dp in place of tp."
+        )
+    if dims.tp > 1 and shortlist:
+        raise ConfigError(
+            f"A shortlist takes rows of the output, of which with plan.tp={dims.tp} each rank has others; use plan.dp "
+            "in place of tp, or leave the shortlist out."
         )
     said: dict[str, Any] | None = None
     first = False
@@ -99,9 +108,12 @@ def loaded(
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
-    module = pack(module, suited(module, weights, own=said is not None), careful=careful)
+    own = said is not None
     said = said or {}
     start, ends = _marks(said, tokenizer)
+    if shortlist:
+        shorten(module, (*shortlist, *ends))
+    module = pack(module, suited(module, weights, own=own), careful=careful)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}

@@ -92,13 +92,8 @@ class Given(Past):
 
     def recall(self, memory: Pairs, mask: Tensor) -> None:
         """Set keys and values of a source, and which of its tokens (B, M) are no padding."""
-        self._memory, self.remembers = memory, True
+        self.memory, self.remembers = memory, True
         self.remember(mask.sum(1), mask.shape[1])
-
-    @property
-    def memory(self) -> Pairs:
-        """Keys and values of the source."""
-        return self._memory
 
     def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
         # A table of all positions, which serves many passes, would be made anew in each.

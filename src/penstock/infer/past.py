@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
+from penstock.infer.looks import folded, mask_of, turned
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
 from penstock.models.block import Context
@@ -48,13 +49,13 @@ class Columns:
             self._grow(layer, past.width)
         found = []
         for store, new in zip(self.layers[layer], (k, v)):
-            rows = store[past.rows]
+            rows = store if past.whole else store[past.rows]
             if isinstance(past.columns, int):
-                rows[:, :, past.columns : past.columns + new.shape[2]] = new
+                rows.narrow(2, past.columns, new.shape[2]).copy_(new)
             else:
                 texts = torch.arange(len(rows), device=new.device)[:, None]
                 rows.transpose(1, 2)[texts, past.columns] = new.transpose(1, 2)
-            found.append(rows[:, :, : past.width])
+            found.append(rows.narrow(2, 0, past.width))
         return found[0], found[1]
 
     def _grow(self, layer: int, width: int) -> None:
@@ -63,6 +64,16 @@ class Columns:
         columns = min(self.columns, max(width, 2 * there, _FIRST))
         k, v = (F.pad(store, (0, 0, 0, columns - there)) for store in self.layers[layer])
         self.layers[layer] = k, v
+
+    @property
+    def width(self) -> int:
+        """Columns for which there is room now."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def fix(self, width: int) -> None:
+        """Have room for so many columns, no more and no fewer."""
+        if self.width != width:
+            self.layers = [(_wide(k, width), _wide(v, width)) for k, v in self.layers]
 
     def only(self, rows: Tensor) -> None:
         """Leave all but some rows out."""
@@ -78,6 +89,10 @@ class Columns:
         for pair in self.layers:
             for store in pair:
                 store[:, :, target] = store[torch.arange(len(store), device=store.device), :, source]
+
+
+def _wide(store: Tensor, width: int) -> Tensor:
+    return F.pad(store, (0, 0, 0, width - store.shape[2]))
 
 
 def _gathered(store: Tensor, places: Tensor) -> Tensor:
@@ -155,7 +170,7 @@ class Past:
         self.key_places = places if self.in_order else torch.full((rows, columns), NEVER, device=device)
         """(R, C) or (1, C), positions of the tokens in the columns."""
         self.places = self.key_places.new_zeros(0)
-        self.rows, self.width = slice(None), 0
+        self.rows, self.whole, self.width = slice(None), True, 0
         self.columns: int | Tensor = 0
         self.remembers = False
         self.watched: Tensor | None = None
@@ -165,10 +180,11 @@ class Past:
         self._causal = False
         self._alone = False
         self._kept = self.key_places
-        self._memory: list[tuple[Tensor, Tensor]] = []
+        self._in_order = self.key_places[:, :0]
+        self.memory: list[tuple[Tensor, Tensor]] = []
         self._memory_shape = (rows, memory) if memory else None
-        self._memory_mask: Tensor | None = None
-        self._tables: dict[str, Any] = {}
+        self.memory_mask: Tensor | None = None
+        self.tables: dict[str, Any] = {}
 
     def at(
         self,
@@ -185,13 +201,13 @@ class Past:
         """Set where the next pass's tokens stand.
 
         `places` (N,) or (r, N) are their positions, `columns` where their keys go: the first of N, or (r, N). They look
-        at `width` columns, of which they see those whose positions are not after their own, and where `seen` (r, N,
-        width) is true. `key_places` (r, N) are the positions under which others see them, if not `places`: that of
+        at `width` columns, of which they see those whose positions are not after their own, or those that `seen` (r, N,
+        width) says. `key_places` (r, N) are the positions under which others see them, if not `places`: that of
         padding is `NEVER`. `first`: nothing is in the cache, and columns are the tokens of this pass in order. `alone`:
         one token looks at columns that it sees all of.
         """
         self.places, self.columns, self.width = places, columns, width
-        self.rows = rows
+        self.rows, self.whole = rows, rows == slice(None)
         if not self.in_order:
             assert isinstance(columns, int)
             told = places if key_places is None else key_places
@@ -223,15 +239,11 @@ class Past:
         return context._replace(memory=memory, memory_mask=_LookAcross(self))
 
     def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
-        if "turn" not in self._tables:
+        if "turn" not in self.tables:
             every = torch.arange(self.positions, device=self.places.device)
-            self._tables["turn"] = rotation(sizes, every, sequence_first=False)
-        cosine, sine = (table[0].index_select(0, self.places.flatten()) for table in self._tables["turn"])
-        shape = (*self.places.shape, *cosine.shape[1:])
-        cosine, sine = cosine.view(shape), sine.view(shape)
-        if self.places.dim() == 1:
-            cosine, sine = cosine[None], sine[None]
-        return (cosine.transpose(0, 1), sine.transpose(0, 1)) if sequence_first else (cosine, sine)
+            self.tables["turn"] = rotation(sizes, every, sequence_first=False)
+        places = self.places if self.places.dim() == 2 else self.places[None]
+        return turned(self.tables["turn"], places, sequence_first=sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Numbers to add to scores, (r or 1, H or 1, N, width); None where all is seen, or a causal mask is enough."""
@@ -240,49 +252,75 @@ class Past:
         if not narrow and not biased and (self._causal or self._alone):
             return None
         places = self.places if self.places.dim() == 2 else self.places[None]
-        behind = places[:, :, None] - self._kept[:, None]  # (r, N, width)
-        seen = behind >= 0
-        if narrow:
-            assert window is not None
-            seen &= behind < window
-        if self._seen is not None:
-            seen = seen & self._seen
-        if self._causal:
-            # A prompt's padding sees itself: a row of −∞ alone would be NaN.
-            seen = seen | torch.eye(self.width, dtype=torch.bool, device=seen.device)[: seen.shape[1]]
-        if not biased:
-            none = torch.zeros((), dtype=dtype, device=seen.device)
-            return none.masked_fill(~seen, -math.inf).unsqueeze(1)
-        bias = self._by_distance(stack)[:, behind.clamp(0, self.positions - 1)].transpose(0, 1)
-        return bias.masked_fill(~seen.unsqueeze(1), -math.inf).to(dtype)
+        return mask_of(
+            places,
+            self._kept,
+            dtype=dtype,
+            seen=self._seen,
+            window=window if narrow else None,
+            biases=self._by_distance(stack) if biased else None,
+            itself=self._causal,
+        )
 
     def _by_distance(self, stack: Any) -> Tensor:
         """Biases (H, positions) by how far a token lies behind the one that looks."""
-        if "bias" not in self._tables:
+        if "bias" not in self.tables:
             device, count = self.places.device, self.positions
             if stack.relative is not None:
                 table = stack.relative(count, 1)
             else:
                 table = alibi(stack.sizes.heads, count, 1, device)[:, stack.heads]
-            self._tables["bias"] = table[0, :, :, 0]
-        found: Tensor = self._tables["bias"]
+            self.tables["bias"] = table[0, :, :, 0]
+        found: Tensor = self.tables["bias"]
         return found
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
         """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
-        self._memory_mask = None
+        self.memory_mask = None
         if lengths is not None:
             real = torch.arange(memory, device=lengths.device) < lengths[:, None]
             none = torch.zeros((), device=lengths.device)
-            self._memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
+            self.memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
+
+    def fix(self, width: int) -> Tensor:
+        """Have this many columns, for passes whose shapes do not change: (1 or R, width) their positions, which such a
+        pass writes itself where they are not in order."""
+        assert isinstance(self.store, Columns)
+        self.store.fix(width)
+        if self.in_order:
+            if self._in_order.shape[1] != width:
+                self._in_order = torch.arange(width, device=self.key_places.device)[None]
+            return self._in_order
+        rows, there = self.key_places.shape
+        if there != width or rows != self.store.rows:
+            wide = F.pad(self.key_places, (0, width - there), value=NEVER)
+            self.key_places = wide.expand(self.store.rows, -1).contiguous()
+        return self.key_places
+
+    def fix_memory(self, width: int) -> None:
+        """Have room for so many tokens of a source; none sees those that are new."""
+        assert self.memory_mask is not None
+        more = width - self.memory_mask.shape[3]
+        if more:
+            self.memory = [(_wide(k, width), _wide(v, width)) for k, v in self.memory]
+            self.memory_mask = F.pad(self.memory_mask, (0, more), value=-math.inf)
+
+    def take(self, given: Any) -> None:
+        """Have other tensors in the place of its own, as of `penstock.infer.static.Given`."""
+        self.store.layers, self.memory = given.layers, given.memory
+        self.memory_mask, self.tables = given.memory_mask, given.tables
+        if self.in_order:
+            self._in_order = given.kept
+        else:
+            self.key_places = given.kept
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts of a batch out from now on."""
         assert isinstance(self.store, Columns)
         self.store.only(rows)
-        self._memory = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self._memory]
-        if self._memory_mask is not None:
-            self._memory_mask = self._memory_mask.index_select(0, rows)
+        self.memory = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.memory]
+        if self.memory_mask is not None:
+            self.memory_mask = self.memory_mask.index_select(0, rows)
         if len(self.key_places) > 1:
             self.key_places = self.key_places.index_select(0, rows)
 
@@ -310,7 +348,7 @@ class _Look:
         self.layer += 1
         if past._causal:
             return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
-        return _folded(q, keys, values, mask, backend, scores.scale)
+        return folded(q, keys, values, mask, backend, scores.scale)
 
 
 class _LookAcross:
@@ -326,39 +364,23 @@ class _LookAcross:
         self.layer += 1
         if k.shape[2]:
             if past._memory_shape is None:
-                past._memory.append((k.contiguous(), v.contiguous()))
+                past.memory.append((k.contiguous(), v.contiguous()))
             else:
-                if layer == len(past._memory):
+                if layer == len(past.memory):
                     rows, columns = past._memory_shape
                     shape = (rows, k.shape[1], columns, k.shape[3])
-                    past._memory.append((k.new_zeros(shape), v.new_zeros(shape)))
-                for store, new in zip(past._memory[layer], (k, v)):
+                    past.memory.append((k.new_zeros(shape), v.new_zeros(shape)))
+                for store, new in zip(past.memory[layer], (k, v)):
                     store[past.rows, :, : new.shape[2]] = new
             past.remembers = True
-        keys, values = (store[past.rows] for store in past._memory[layer])
-        mask = past._memory_mask
-        mask = mask if mask is None else mask[past.rows].to(q.dtype)
-        if past.watched is not None and layer == len(past._memory) - 1:
+        (keys, values), mask = past.memory[layer], past.memory_mask
+        if not past.whole:
+            keys, values = keys[past.rows], values[past.rows]
+            mask = mask if mask is None else mask[past.rows]
+        mask = mask if mask is None else mask.to(q.dtype)
+        if past.watched is not None and layer == len(past.memory) - 1:
             shared = q.shape[1] // keys.shape[1]
             products = q @ keys.repeat_interleave(shared, dim=1).transpose(2, 3)
             products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
             past.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
-        return _folded(q, keys, values, mask, backend, scores.scale)
-
-
-def _folded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scale: float | None
-) -> Tensor:
-    """Attention where heads that share keys are taken for more tokens of one head, so that these are read once."""
-    texts, heads, tokens, features = q.shape
-    groups = k.shape[1]
-    if groups == heads:
-        return attention(q, k, v, backend, Scores(mask, scale=scale))
-    shared = heads // groups
-    if mask is not None:
-        if mask.shape[1] == 1:
-            mask = mask.repeat(1, 1, shared, 1)
-        else:
-            mask = torch.unflatten(mask, 1, (groups, shared)).flatten(2, 3)
-    folded = q.reshape(texts, groups, shared * tokens, features)
-    return attention(folded, k, v, backend, Scores(mask, scale=scale)).reshape(texts, heads, tokens, features)
+        return folded(q, keys, values, mask, backend, scores.scale)

@@ -10,12 +10,8 @@ from torch import Tensor, nn
 
 from penstock.config.decoding import Decoding
 from penstock.infer.choose import NOTHING, adjusted, chosen
-from penstock.infer.texts import Prompts, Texts, eagerly, sharded
-
-_FEW = 0.75
-"""Share of texts still going on below which the others are left out of what is computed."""
-_ASK = 16
-"""Steps of a GPU between two questions whether all texts have ended: each waits for it."""
+from penstock.infer.static import Compiled
+from penstock.infer.texts import ASK, Prompts, Texts, eagerly, sharded
 
 
 def uniforms(seeds: Sequence[int | None], steps: int, device: torch.device) -> Tensor:
@@ -32,22 +28,30 @@ def sample(
     *,
     ends: Sequence[int],
     seeds: Sequence[int | None] = (),
+    compiled: Compiled | None = None,
 ) -> Tensor:
     """New tokens of each text, (B, steps) int64: up to the first of `ends`, which is left out, and then −1.
 
     `seeds` are those of the texts, where tokens are drawn. Ranks that share a model's weights must all call this with
     as many tokens to make; they take all steps together.
     """
+    if compiled is not None:
+        return _sampled(model, prompts, decoding, ends, seeds, compiled)
     with eagerly():
         return _sampled(model, prompts, decoding, ends, seeds)
 
 
 def _sampled(
-    model: nn.Module, prompts: Prompts, decoding: Decoding, ends: Sequence[int], seeds: Sequence[int | None]
+    model: nn.Module,
+    prompts: Prompts,
+    decoding: Decoding,
+    ends: Sequence[int],
+    seeds: Sequence[int | None],
+    compiled: Compiled | None = None,
 ) -> Tensor:
     together = sharded(model)
     steps, device = decoding.max_tokens, prompts.tokens.device
-    texts = Texts(model, prompts, steps=steps)
+    texts = Texts(model, prompts, steps=steps, compiled=compiled)
     uniform = uniforms(seeds, steps, device) if decoding.draws else None
     stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
     found = torch.full((len(prompts), steps), NOTHING, device=device)
@@ -66,12 +70,11 @@ def _sampled(
         found[rows, step] = torch.where(going, newest, NOTHING)
         if step + 1 == steps:
             break
-        if stops is not None and not together and (device.type == "cpu" or step % _ASK == _ASK - 1):
-            left = int(going.sum())
-            if not left:
+        if stops is not None and not together and (device.type == "cpu" or step % ASK == ASK - 1):
+            if not bool(going.any()):
                 break
-            if left < _FEW * len(rows):
-                kept = going.nonzero().squeeze(1)
+            kept = texts.remaining(going)
+            if kept is not None:
                 texts.keep(kept)
                 rows, newest, going = rows[kept], newest[kept], going[kept]
                 history = None if history is None else history[kept]

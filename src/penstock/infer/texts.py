@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from penstock.infer.past import NEVER, Columns, Past
+from penstock.infer.static import Compiled, bucket
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.shards import TENSOR
 
 Generating = Decoder | Seq2Seq
+_FEW = 0.75
+"""Share of texts still going on below which the others are left out of what is computed."""
+ASK = 16
+"""Steps of a GPU between two questions whether all texts have ended: each waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,23 @@ class Prompts:
 class Texts:
     """Texts of a batch. Each call of `following` puts in new tokens of each, side by side (beams), or in a row."""
 
-    def __init__(self, model: Any, prompts: Prompts, *, steps: int, side_by_side: int = 1) -> None:
-        """There is room for `steps` calls of `following` with `side_by_side` tokens each."""
-        self.model, self.prompts = model, prompts
+    def __init__(
+        self,
+        model: Any,
+        prompts: Prompts,
+        *,
+        steps: int,
+        side_by_side: int = 1,
+        compiled: Compiled | None = None,
+    ) -> None:
+        """There is room for `steps` calls of `following` with `side_by_side` tokens each, which runs `compiled`, if it
+        is given."""
+        self.model, self.prompts, self.compiled = model, prompts, compiled
         rows, longest = prompts.tokens.shape
         columns = longest + steps * side_by_side
-        in_order = prompts.even and side_by_side == 1
+        # Compiled code has one form for all: columns are told their positions.
+        in_order = prompts.even and side_by_side == 1 and compiled is None
+        columns = columns if compiled is None else bucket(columns)
         self.past = Past(
             Columns(rows, columns),
             rows=1 if prompts.even else rows,
@@ -82,7 +98,8 @@ class Texts:
         rows, longest = prompts.tokens.shape
         self._begin()
         last = torch.arange(rows, device=prompts.tokens.device) * longest + prompts.lengths - 1
-        return self._run(prompts.tokens, last, prompts.source)
+        with nullcontext() if self.compiled is None else eagerly():
+            return self._run(prompts.tokens, last, prompts.source)
 
     def first_features(self) -> Tensor:
         """As `first`, but all features (B, P, D) in place of logits."""
@@ -101,10 +118,24 @@ class Texts:
             past.remember(prompts.source_lengths, prompts.source.shape[1])
 
     def following(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Put in the next tokens, (B, N), all at one position: logits (B·N, V). `seen` (B, N, columns) says which
-        columns each sees; none: all before it."""
+        """Put in the next tokens, (B, N), all at one position: logits (B·N, V). `seen` (B, N, columns or more) says
+        which columns each sees; none: all before it."""
+        if self.compiled is not None:
+            return self._fixed(self.compiled, tokens, seen)
         self._follow(tokens.shape[1], seen)
         return self._run(tokens, None)
+
+    def _fixed(self, compiled: Compiled, tokens: Tensor, seen: Tensor | None) -> Tensor:
+        begin, self.filled = self.filled, self.filled + tokens.shape[1]
+        assert isinstance(self.past.store, Columns)
+        width = bucket(max(self.filled, self.past.store.width))
+        if len(self.lengths) != len(tokens):
+            self.lengths = self.lengths.expand(len(tokens), -1).contiguous()
+        columns = torch.arange(begin, self.filled, device=tokens.device)[None]
+        seen = None if seen is None else seen[:, :, :width].contiguous()
+        logits = compiled(self.past, tokens, self.lengths, columns, width, seen)
+        self.lengths = self.lengths + 1
+        return logits
 
     def following_features(self, tokens: Tensor, seen: Tensor) -> Tensor:
         """As `following`, but features (B, N, D) in place of logits."""
@@ -113,6 +144,7 @@ class Texts:
 
     def _follow(self, count: int, seen: Tensor | None) -> None:
         begin, self.filled = self.filled, self.filled + count
+        seen = None if seen is None else seen[:, :, : self.filled]
         places = self.lengths if count == 1 else self.lengths.expand(-1, count)
         alone = self.past.in_order and count == 1
         places = places[0] if len(places) == 1 else places
@@ -133,6 +165,19 @@ class Texts:
             memory = model.encode(source, self.prompts.source_lengths)
         found: Tensor = model.decoder(model.embed(tokens), memory=memory, past=self.past)
         return found
+
+    def remaining(self, going: Tensor) -> Tensor | None:
+        """Of texts (B,), some of which still go on: those that are worth computing from now on, with all that go on
+        among them; None: all."""
+        left = int(going.sum())
+        if self.compiled is not None and self.compiled.rounds:
+            left = (
+                1 << (left - 1).bit_length()
+            )  # some that have ended stay, so that few numbers of texts occur
+            if left > len(going) // 2:
+                return None
+            return (~going).to(torch.uint8).argsort(stable=True)[:left].sort().values
+        return going.nonzero().squeeze(1) if left < _FEW * len(going) else None
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts out from now on."""

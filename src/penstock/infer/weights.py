@@ -20,7 +20,9 @@ A packed layer cannot be trained, saved or moved to another device.
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from torch.nn import functional as F
 
 from penstock.config.decoding import Weights
 from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.infer.shortlist import Shortlist
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Linear, Perceptron
 from penstock.parallel.parts import in_place_of
@@ -47,21 +50,51 @@ _FEW = 16
 class Packed(nn.Module):
     """A linear layer whose weights are kept in another form: (…, in) to (…, out)."""
 
+    wide = False
+    """Whether `kernel` returns fp32, whatever it is given."""
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape  # of a split layer, this rank's
         self.dtype = linear.weight.dtype
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.number = next(_numbers)
+        _known[self.number] = self
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):
+        if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
-        return self.product(rows).view(*x.shape[:-1], self.out_features)
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
         """(N, in) to (N, out), for N of at least 1."""
         raise NotImplementedError
+
+    def kernel(self, x: Tensor) -> Tensor:
+        """(…, in) to (…, out) by what torch.compile cannot look into."""
+        raise NotImplementedError
+
+    def called(self, x: Tensor) -> Tensor:
+        """`kernel`; in compiled code as one operation."""
+        if torch.compiler.is_compiling():
+            return torch.ops.penstock.packed(x, self.number)  # type: ignore[no-any-return]
+        return self.kernel(x)
+
+
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
+torch.library.define("penstock::packed", "(Tensor x, int number) -> Tensor")
+
+
+@torch.library.impl("penstock::packed", "CPU")
+def _called(x: Tensor, number: int) -> Tensor:
+    return _known[number].kernel(x)
+
+
+@torch.library.register_fake("penstock::packed")  # type: ignore[untyped-decorator]
+def _shape(x: Tensor, number: int) -> Tensor:
+    layer = _known[number]
+    return x.new_empty((*x.shape[:-1], layer.out_features), dtype=torch.float32 if layer.wide else x.dtype)
 
 
 class OneDnn(Packed):
@@ -71,7 +104,10 @@ class OneDnn(Packed):
         super().__init__(linear)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
 
-    def product(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(x) if x.numel() else x.new_empty(*x.shape[:-1], self.out_features)
+
+    def kernel(self, x: Tensor) -> Tensor:
         found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x.contiguous(), self.weight, self.bias, "none", [], ""
         )
@@ -80,6 +116,8 @@ class OneDnn(Packed):
 
 class Int8(Packed):
     """Weights and inputs in int8."""
+
+    wide = True
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -98,11 +136,15 @@ class Int8(Packed):
         # The kernel has one scale for all rows. So each is divided by its largest number first: one row with an outlier
         # would leave the others few levels.
         sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
-        found = self.multiplied(x.float() / sizes) * sizes
-        return (found if self.bias is None else found + self.bias).to(x.dtype)
+        found = self.multiplied(x.float() / sizes)
+        found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
+        return found.to(x.dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
         """Rows (N, in) of numbers from −1 to 1 by the weights, in fp32."""
+        return self.called(x)
+
+    def kernel(self, x: Tensor) -> Tensor:
         return torch.ops.quantized.linear_dynamic.default(x, self.weight, self.narrow)  # type: ignore[no-any-return]
 
 
@@ -198,6 +240,8 @@ def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Mod
             twice = careful and weights == "int8" and role.name in normed
             found = tied.setdefault(id(linear), Int8Twice(linear) if twice else _packed(linear, weights))
             _put(model, role.name, found)
+        elif isinstance(linear, Shortlist) and isinstance(linear.rows, nn.Linear):
+            linear.rows = _packed(linear.rows, weights)
     return model
 
 

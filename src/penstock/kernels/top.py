@@ -1,9 +1,9 @@
-"""The largest numbers of each row, and the logarithm of the sum of exponentials, over rows as long as a vocabulary.
+"""The largest numbers of each row, and their log-probabilities, over rows as long as a vocabulary.
 
 On a CPU torch looks at one number after the other to find the largest, and vectors only help it to find how large it
 is. So rows are cut into spans: the largest number of each is found with vectors, and only the spans with the largest
 of these are searched. Of 4 rows of 58,101 numbers the largest eight take 0.07 ms in place of 0.29, and of 128 rows 2.1
-in place of 35. The references are `torch.topk` and `torch.logsumexp`.
+in place of 35. The references are `torch.topk` and `torch.log_softmax`.
 
 Shapes: R rows of V numbers, k of which are wanted.
 """
@@ -46,15 +46,18 @@ def largest(x: Tensor) -> Tensor:
     return top(x, 1)[1].squeeze(1)
 
 
-def log_total(x: Tensor) -> Tensor:
-    """log Σ exp(x) of each row, (R, 1) in fp32."""
+def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of each row of logits, the largest first, and where they stand: twice (R, k). In
+    fp32 at least.
+    """
+    values, places = top(x, k)
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if x.device.type != "cpu":
-        return torch.logsumexp(x.float(), dim=-1, keepdim=True)
-    pieces = torch.split(x, max(1, _PIECE // x.shape[1]))
-    return torch.cat([piece[:, :1].float() - _first(piece) for piece in pieces])
-
-
-def _first(piece: Tensor) -> Tensor:
-    """The log-probability of each row's first number: torch makes all of them in one pass, where `logsumexp` takes
-    several."""
-    return torch.log_softmax(piece, dim=-1, dtype=torch.float32)[:, :1]
+        return values.to(wide) - torch.logsumexp(x.to(wide), dim=-1, keepdim=True), places
+    # torch makes all log-probabilities in one pass, where `logsumexp` takes several.
+    rows = max(1, _PIECE // x.shape[1])
+    if rows >= len(x):
+        return torch.log_softmax(x, dim=-1, dtype=wide).gather(1, places), places
+    pieces = zip(torch.split(x, rows), torch.split(places, rows))
+    found = [torch.log_softmax(piece, dim=-1, dtype=wide).gather(1, at) for piece, at in pieces]
+    return torch.cat(found), places

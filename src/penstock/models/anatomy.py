@@ -23,6 +23,7 @@ from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
 T = TypeVar("T")
+_RECOMPILE_LIMIT = 64
 WHOLE = "_penstock_anatomy"
 """Attribute of a model that was cut into stages: its anatomy from before, which names what other processes hold too."""
 ELSEWHERE = "_penstock_elsewhere"
@@ -260,6 +261,16 @@ _NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
+
+
+def let_recompile() -> None:
+    """Have torch keep compiled code of many models and shapes. All models of a class share a limit, past which torch
+    runs eagerly with no more than a warning: eager code would go under the name of compiled.
+    """
+    from torch.compiler import config  # late: reading it takes a second
+
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _RECOMPILE_LIMIT)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -1,0 +1,305 @@
+"""The step that makes the next tokens as one compiled graph, over a cache whose width only grows from bucket to bucket.
+
+An eager step asks Python for some hundred operations. Here torch.compile makes one graph of them: columns are written
+by tensors of their numbers and masks say what is seen, so that the next step is the same graph with other numbers. Of
+the sizes that change from batch to batch, texts, columns, tokens of a source, the code is independent; one text alone,
+and one token of each in place of beams side by side, have code of their own.
+
+On a GPU each step is recorded once for each bucket of widths and texts, and played back from then on as a whole (CUDA
+graphs): its tensors stay where they are.
+
+The eager pass of `penstock.infer.past` is the reference. It reads the prompts, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.plan import AttentionBackend
+from penstock.config.stack import Stack
+from penstock.infer.looks import folded, mask_of, turned
+from penstock.infer.past import Columns, Past
+from penstock.kernels.attention import Scores
+from penstock.models.anatomy import let_recompile
+from penstock.models.block import Context
+from penstock.models.seq2seq import Seq2Seq
+
+BACKEND = "inductor"
+"""Of torch.compile."""
+_LEAST = 64
+"""Columns of the smallest bucket."""
+_RECORDED = 16
+"""CUDA graphs that are kept; each has a cache of its own."""
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
+"""Takes a function, and returns what does the same again, and the tensor in which its result will be."""
+
+
+def bucket(count: int) -> int:
+    """The least size of a bucket that holds so many: 64, 128, 192, 256, and then four for each doubling, of which at
+    most a fifth is empty."""
+    step = max(_LEAST, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+class Given(NamedTuple):
+    """Tensors of one step, with R texts of N tokens each and W columns."""
+
+    tokens: Tensor
+    """(R, N)"""
+    places: Tensor
+    """(R, 1), positions of the tokens."""
+    columns: Tensor
+    """(R or 1, N), where their keys and values go."""
+    kept: Tensor
+    """(R or 1, W), positions of what is in the columns."""
+    seen: Tensor | None
+    """(R, N, W), which columns each sees; none: those whose positions are not after its own."""
+    layers: list[tuple[Tensor, Tensor]]
+    """Of each block, keys and values (R, G, W, K), into which the new ones are written."""
+    memory: list[tuple[Tensor, Tensor]]
+    """Those of the source, (R, G, M, K)."""
+    memory_mask: Tensor | None
+    """(R, 1, 1, M)"""
+    tables: dict[str, Any]
+    """As of `Past`."""
+    written: bool
+    """Whether `kept` has to be told where the new tokens are."""
+
+
+class _Step:
+    """What a model needs of the past in one compiled step: see `penstock.models.block.Past`."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        texts, tokens = given.tokens.shape
+        self.places = given.places.expand(-1, tokens)
+        self.columns = given.columns.expand(texts, -1)
+        self.remembers = bool(given.memory)
+        if given.written:
+            given.kept.scatter_(1, self.columns, self.places)
+
+    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
+        """See `penstock.infer.past.Past.context`."""
+        sizes: Stack = stack.sizes
+        tables, turn = self.given.tables, None
+        if sizes.positions == "rotary":
+            turn = turned(tables["turn"], self.places, sequence_first=stack.sequence_first)
+        biased = sizes.positions in ("relative", "alibi")
+        masks: dict[bool, Tensor] = {}
+        windowed = [sizes.windowed(block) for block in range(sizes.depth)]
+        for narrow in windowed:
+            if narrow not in masks:
+                masks[narrow] = mask_of(
+                    self.places,
+                    self.given.kept,
+                    dtype=x.dtype,
+                    seen=self.given.seen,
+                    window=sizes.window if narrow else None,
+                    biases=tables["bias"] if biased else None,
+                )
+        look = _Look(self, masks, windowed)
+        context = Context(mask=look, near=look, rotation=turn)
+        if not self.remembers:
+            return context
+        # Blocks make keys and values of a source that is given. There is none any more.
+        nothing = x.new_zeros(1, 0, x.shape[2])
+        nothing = nothing.transpose(0, 1) if stack.sequence_first else nothing
+        return context._replace(memory=nothing, memory_mask=_LookAcross(self.given))
+
+
+class _Look:
+    """A `Sight` of the columns: of each block in turn."""
+
+    def __init__(self, step: _Step, masks: dict[bool, Tensor], windowed: list[bool]) -> None:
+        self.step, self.masks, self.windowed, self.layer = step, masks, windowed, 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        keys, values = self.step.given.layers[self.layer]
+        mask = self.masks[self.windowed[self.layer]]
+        self.layer += 1
+        texts = torch.arange(k.shape[0], device=k.device)[:, None]
+        keys[texts, :, self.step.columns] = k.transpose(1, 2)
+        values[texts, :, self.step.columns] = v.transpose(1, 2)
+        return folded(q, keys, values, mask, backend, scores.scale)
+
+
+class _LookAcross:
+    """A `Sight` of a source whose keys and values are there."""
+
+    def __init__(self, given: Given) -> None:
+        self.given, self.layer = given, 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        keys, values = self.given.memory[self.layer]
+        self.layer += 1
+        mask = self.given.memory_mask
+        return folded(q, keys, values, mask if mask is None else mask.to(q.dtype), backend, scores.scale)
+
+
+class Compiled:
+    """The compiled step of one model; caches are the callers'. `backend` is torch.compile's. `record` makes something
+    that plays a step back; none: CUDA graphs on a GPU, and nothing elsewhere."""
+
+    def __init__(self, model: nn.Module, *, backend: Any = None, record: Record | None = None) -> None:
+        both = isinstance(model, Seq2Seq)
+
+        def step(given: Given) -> Tensor:
+            past = _Step(given)
+            if both:
+                found = model(None, given.tokens, past=past)
+            else:
+                found = model(given.tokens, past=past)
+            return found.flatten(0, 1)  # type: ignore[no-any-return]
+
+        let_recompile()
+        self._step: Callable[[Given], Tensor] = torch.compile(
+            step, fullgraph=True, dynamic=False, backend=backend or BACKEND
+        )
+        self._met: set[Any] = set()
+        on_gpu = next(model.parameters()).is_cuda
+        self._record = record or (_recorded if on_gpu else None)
+        self._plays: OrderedDict[Any, _Play] = OrderedDict()
+
+    def _run(self, given: Given) -> Tensor:
+        sizes = (
+            given.tokens.shape,
+            given.kept.shape,
+            given.seen is None,
+            tuple(given.memory[0][0].shape if given.memory else ()),
+        )
+        if sizes not in self._met:
+            self._met.add(sizes)
+            _mark(given)
+        return self._step(given)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether every number of texts costs something anew, so that few should be used."""
+        return self._record is not None
+
+    def __call__(
+        self,
+        past: Past,
+        tokens: Tensor,
+        places: Tensor,
+        columns: Tensor,
+        width: int,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (R·N, V) of one step, and the past with its keys and values. `width` is of a bucket, and the other
+        tensors are as in `Given`. The next call may write over the logits.
+        """
+        assert isinstance(past.store, Columns)
+        if self.rounds and past.memory and past.memory_mask is not None:
+            past.fix_memory(bucket(past.memory[0][0].shape[2]))
+        kept = past.fix(width)
+        given = Given(
+            tokens, places, columns, kept, seen, past.store.layers, past.memory, past.memory_mask, past.tables,
+            not past.in_order,
+        )  # fmt: skip
+        if self._record is None:
+            return self._run(given)
+        # A tensor made for inference alone cannot be written to elsewhere.
+        key = (torch.is_inference_mode_enabled(), *((each.shape, each.dtype) for each in _tensors(given)))
+        play = self._plays.get(key)
+        if play is None:
+            play = self._plays[key] = _Play(self._run, given, self._record)
+            if len(self._plays) > _RECORDED:
+                self._plays.popitem(last=False)
+        self._plays.move_to_end(key)
+        return play(past, given)
+
+
+def _mark(given: Given) -> None:
+    """Say which sizes change from batch to batch, so that code does not depend on them. Where there is one, it does."""
+    from torch._dynamo import maybe_mark_dynamic  # late: reading it takes a second
+
+    changing: list[tuple[Any, tuple[int, ...]]] = [
+        (given.tokens, (0, 1)),
+        (given.places, (0,)),
+        (given.columns, (0, 1)),
+        (given.kept, (0, 1)),
+        (given.seen, (0, 1, 2)),
+        (given.memory_mask, (0, 3)),
+        (given.layers, (0, 2)),
+        (given.memory, (0, 2)),
+        (given.tables, (1,)),
+    ]
+    for some, dims in changing:
+        for tensor in _tensors(some):
+            several = [dim for dim in dims if tensor.shape[dim] > 1]
+            maybe_mark_dynamic(tensor, several)
+
+
+class _Play:
+    """One step, recorded, and the tensors that it reads and writes."""
+
+    def __init__(self, run: Callable[[Given], Tensor], given: Given, record: Record) -> None:
+        self.given = _mapped(given, torch.clone)
+        self.replay, self.logits = record(lambda: run(self.given))
+        self.owner: weakref.ref[Past] | None = None
+
+    def __call__(self, past: Past, given: Given) -> Tensor:
+        before = None if self.owner is None else self.owner()
+        if before is not None and before is not past and self._holds(before):
+            before.take(_mapped(self.given, torch.clone))
+        for own, new in zip(_tensors(self.given), _tensors(given), strict=True):
+            if own is not new:
+                own.copy_(new)
+        past.take(self.given)
+        self.owner = weakref.ref(past)
+        self.replay()
+        return self.logits
+
+    def _holds(self, past: Past) -> bool:
+        """Whether a past's keys and values are still here."""
+        layers = past.store.layers
+        return bool(layers) and layers[0][0] is self.given.layers[0][0]
+
+
+def _recorded(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+    """A CUDA graph. It is run first, which compiles it, and writes what the first playback writes again."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = run()
+    return graph.replay, logits
+
+
+def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with all its tensors changed."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, Given):
+        return Given(*(_mapped(each, change) for each in x))
+    if isinstance(x, list | tuple):
+        return type(x)(_mapped(each, change) for each in x)
+    if isinstance(x, dict):
+        return {name: _mapped(each, change) for name, each in x.items()}
+    return x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors, in one order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(x, note)
+    return found

@@ -1,0 +1,91 @@
+"""What a beam search is led by, and where its beams stand: see `penstock.kernels.beam_step`.
+
+Shapes: B texts, b beams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+OUT = -1e9
+"""Score of what must not be chosen; transformers' own, for sums of it are compared."""
+NOTHING = -1
+"""In the place of a token, where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """By what a search is led; the same in all its steps."""
+
+    size: int
+    """Beams of a text."""
+    steps: int
+    """Tokens of a text at the most."""
+    stops: tuple[int, ...] = ()
+    """Tokens that end a text."""
+    length_penalty: float = 1.0
+    stopping: Literal["never", "heuristic", "full"] = "heuristic"
+    """As `Decoding.early_stopping`."""
+
+    @property
+    def kept(self) -> int:
+        """Candidates of a text: so many that, whichever end, `size` of them go on."""
+        return (max(2, 1 + len(self.stops)) if self.stops else 1) * self.size
+
+    def divisors(self, step: int) -> tuple[float, float]:
+        """By which scores of texts that end in a step are divided, and those of beams that may still become longer."""
+        longest = self.stopping == "never" and self.length_penalty > 0
+        ahead = self.steps if longest else step + 1
+        return (step + 1) ** self.length_penalty, ahead**self.length_penalty
+
+
+class Beams(NamedTuple):
+    """Where the beams of texts stand."""
+
+    scores: Tensor
+    """(B, b), sums of log-probabilities."""
+    done_scores: Tensor
+    """(B, b), of the best texts that have ended."""
+    done: Tensor
+    """(B, b), their codes."""
+    finished: Tensor
+    """(B, b), which of these there are."""
+    hopeful: Tensor
+    """(B, 1), whether a beam can still become better than one that has ended."""
+    fresh: bool
+    """Whether no text can have ended yet, as far as the host knows without waiting."""
+
+    @classmethod
+    def first(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Beams:
+        """Before the first step."""
+        scores = torch.full((rows, size), OUT, dtype=dtype, device=device)
+        done = torch.zeros(rows, size, dtype=torch.int64, device=device)
+        begin = scores.clone()
+        begin[:, 0] = 0.0  # at first all beams are the same
+        hopeful = torch.ones(rows, 1, dtype=torch.bool, device=device)
+        return cls(begin, scores, done, done.bool(), hopeful, device.type == "cpu")
+
+    def only(self, rows: Tensor) -> Beams:
+        """Those of some texts."""
+        return Beams(
+            self.scores[rows],
+            self.done_scores[rows],
+            self.done[rows],
+            self.finished[rows],
+            self.hopeful[rows],
+            self.fresh,
+        )
+
+
+class Step(NamedTuple):
+    """What a step made."""
+
+    beams: Beams
+    parents: Tensor
+    """(B, b), the beam that each new one continues."""
+    chosen: Tensor
+    """(B, b), the token that it continues it with."""

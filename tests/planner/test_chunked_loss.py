@@ -12,6 +12,8 @@ from penstock.build import build
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import LOSS_BUDGET, Plan
+from penstock.models import create
+from penstock.models.stack import TextModel, Vocabulary
 from penstock.planner import predict
 from penstock.planner.describe import describe, described
 from penstock.step.memory import step_with_memory
@@ -83,3 +85,21 @@ def test_large_vocabularies_then_fit() -> None:
     whole, chunked = (predict(model, machine, Plan.parse(line + form)) for form in ("whole", "chunked"))
     assert whole.memory_bytes > 80e9 > chunked.memory_bytes
     assert chunked.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.25)
+
+
+def test_the_gradients_of_a_shared_table_are_torchs_to_the_bit() -> None:
+    """The head's gradient is a tensor of its own, to which that of the embedding is added in place."""
+    small = replace(MODEL, vocabulary=101, tied=True)
+    tokens = torch.randint(0, 101, (3, 16))
+    found = []
+    for tied in (True, False):
+        torch.manual_seed(0)
+        model = create(small).double()
+        assert isinstance(model, TextModel)
+        assert isinstance(model.head, Vocabulary)
+        assert model.head.tied
+        model.head.tied = tied  # without it, torch's own linear
+        model(tokens, targets=tokens).backward()
+        model(tokens).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

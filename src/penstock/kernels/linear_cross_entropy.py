@@ -13,6 +13,7 @@ and b.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     budget: int | None = None,
     share: Share | None = None,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
@@ -45,11 +47,12 @@ def linear_cross_entropy(
     logits and what is made of them may take at one time, at least those of one row; None holds them all, in the plain
     form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
     differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
-    are numbers in all of it, and the gradient of x is what these entries add to it.
+    are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
+    plain form.
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
-        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share)
+        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
@@ -67,9 +70,10 @@ def plain_linear_cross_entropy(
     targets: Tensor,
     smoothing: float = 0.0,
     share: Share | None = None,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
-    logits = F.linear(x, weight, bias)
+    logits = linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if share is not None:
         return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)

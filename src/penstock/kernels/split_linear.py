@@ -41,11 +41,17 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     return _Split.apply(x, module.weight, module.bias, module.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def linear_apart(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, whose weight's gradient is a tensor of its own, never put off. That of torch's is a view of a view:
+    autograd adds no second gradient to it in place, but makes a third tensor as large as the weight."""
+    return _Split.apply(x, weight, bias, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Split(torch.autograd.Function):
     """F.linear. Under autocast it computes in half precision, and so does its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor | None) -> Tensor:
         out = F.linear(x, weight, bias)
         ctx.save_for_backward(x.to(out.dtype), weight)
         ctx.kind = x.dtype
@@ -61,7 +67,7 @@ class _Split(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return into, None, bias, None
         later, found = _present[0], partial(_of_weight, rows, x.flatten(0, -2), weight.dtype)
-        if later is None:
+        if later is None or ctx.owner is None:
             return into, found(), bias, None
         later.append(partial(_add, ctx.owner, found))
         return into, None, bias, None

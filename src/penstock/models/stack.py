@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
@@ -18,6 +19,7 @@ from penstock.kernels.attention import Sight
 from penstock.kernels.documents import Documents
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.padding import Real
+from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
 from penstock.kernels.windows import Windows
 from penstock.models.base import Switched, Undrawn
@@ -164,9 +166,13 @@ class TokenStack(nn.Module):
 
 def _type_of_scores(x: Tensor) -> torch.dtype:
     """The type of queries and keys that are made of x."""
+    return torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
+
+
+def _autocast(x: Tensor) -> bool:
+    """Whether torch.autocast casts products of x."""
     kind = x.device.type
-    known = torch.amp.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else x.dtype
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Vocabulary(nn.Linear):
@@ -174,15 +180,27 @@ class Vocabulary(nn.Linear):
 
     chunked = False
     """Whether logits of which only the loss is asked for are made for some rows at a time."""
+    tied = False
+    """Whether the weight is the table that embeds tokens, too."""
     share: Share | None = None
     """The entries of the vocabulary whose weights lie here, where ranks share them out."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+        # Of a table that embeds tokens too, two gradients are added.
+        added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        linear = linear_apart if added and not _autocast(x) else F.linear
         if targets is None:
-            return super().forward(x)
+            return linear(x, self.weight, self.bias)
         budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
         return linear_cross_entropy(
-            x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share
+            x,
+            self.weight,
+            self.bias,
+            targets,
+            smoothing=smoothing,
+            budget=budget,
+            share=self.share,
+            linear=linear,
         )
 
 
@@ -263,6 +281,8 @@ class TextModel(Switched):
         """Draw all weights anew, as `config.init` says: biases 0, norms 1."""
         if self.config.tied and self.head is not None and self._gives_words:
             self.head.weight = self.tokens.weight
+            if isinstance(self.head, Vocabulary):
+                self.head.tied = True
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 if module.weight is not self.tokens.weight:

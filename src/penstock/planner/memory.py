@@ -181,9 +181,10 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum. torch
-    # adds in place where the output's gradient is laid out like the table, as that of a chunked loss is.
-    added = shared_table(work) * made * ((3 if standing else 2) - (plan.loss == "chunked"))
+    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum where
+    # the whole step is compiled, but for a chunked loss, which stays an operator of its own.
+    in_place = plan.compile != "whole" or plan.loss == "chunked"
+    added = shared_table(work) * made * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, mine))
     after = {"gradients": whole, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after

@@ -182,3 +182,12 @@ def test_describe_names_every_property() -> None:
 def test_names_of_before_are_answered_with_the_new_ones(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         properties_of("O2", **options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"loss_scale": "102e=" * 1000}, {"loss_scale": "1" * 5000}, {"outputs": "k" * 5000}]
+)
+def test_what_is_refused_is_quoted_in_few_words(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        properties_of("O1", dtype="fp16", **wrong)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 400

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, Literal, get_args
 
 import torch
@@ -144,7 +145,7 @@ def properties_of(
         )
     overrides = {name: value for name, value in overrides.items() if value is not None}
     problems = [
-        f"{name} is {value!r}, but must be one of {', '.join(map(repr, _CHOICES[name]))}."
+        f"{name} is {brief(value)}, but must be one of {', '.join(map(repr, _CHOICES[name]))}."
         for name, value in overrides.items()
         if name in _CHOICES and value not in _CHOICES[name]
     ]
@@ -216,8 +217,8 @@ def _level(level: str) -> Level:
             f'precision={text!r} begins with {what}; the levels are written with the capital letter O: "O{text[1]}".'
         )
     raise ConfigError(
-        f'There is no precision {text!r}; choose "O0" (fp32), "O1" (each operation by lists), "O2" (half weights with '
-        'fp32 master weights) or "O3" (half throughout).'
+        f'There is no precision {brief(text)}; choose "O0" (fp32), "O1" (each operation by lists), "O2" (half weights '
+        'with fp32 master weights) or "O3" (half throughout).'
     )
 
 
@@ -244,7 +245,7 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
         known = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
         meant = known.get(str(asked).removeprefix("torch."))
         hint = f"write {meant}" if meant else "choose bf16, fp16 or auto"
-        raise ConfigError(f"dtype={asked!r} is not known; {hint}.")
+        raise ConfigError(f"dtype={brief(asked)} is not known; {hint}.")
     if name == "fp16" and device.type == "cpu":
         _once(
             "fp16 on a CPU is emulated and several times slower than fp32: it serves to study numerics. "
@@ -286,14 +287,14 @@ def _scale_problems(value: Any) -> Iterator[str]:
     if value == "dynamic":
         return
     if isinstance(value, str) and re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value):
-        yield f"loss_scale is the string {value!r}; write the number {value}."
+        yield f"loss_scale is the string {brief(value)}; write the number {value[:30]}."
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        yield f'loss_scale is {value!r}, but must be "dynamic" or a finite number above 0, such as 1024.0.'
+        yield f'loss_scale is {brief(value)}, but must be "dynamic" or a finite number above 0, such as 1024.0.'
     elif not _FP32.tiny <= value <= _FP32.max:
         yield (
-            f"loss_scale is {value!r}, which is beyond the numbers of fp32, in which losses are scaled; choose one "
-            f"from {_FP32.tiny:.2g} to {_FP32.max:.2g}, such as 1024.0."
+            f"loss_scale is {brief(value)}, which is beyond the numbers of fp32, in which losses are scaled; choose "
+            f"one from {_FP32.tiny:.2g} to {_FP32.max:.2g}, such as 1024.0."
         )
 
 

@@ -1,25 +1,27 @@
-"""Generation against transformers' `generate` and CTranslate2: seconds of a batch of texts, side by side.
+"""Generation against transformers' `generate`, eager and compiled, CTranslate2 and ONNX Runtime: seconds of a batch of
+texts, side by side.
 
-    pip install ctranslate2
-    python benchmarks/generate.py --threads 1 --output benchmarks/results/generate_cpu.json
+    pip install 'penstock[export]'
+    python benchmarks/generate.py --threads 2 --output benchmarks/results/generate_cpu.json
 
 Models have the shapes of the presets and random weights, and every text gets as many tokens as asked for, so that all
 ways do the same work. Encoder–decoders search with four beams, decoders take the likeliest token. All ways of a cell
-run in one process in rounds whose order is reversed each time; ratios are medians of the ratios within a round.
-CTranslate2 is left out where it is not installed, of models that it does not read, and of types that it does not
-compute in here.
+run in one process in rounds whose order is reversed each time; ratios are medians of the ratios within a round. A way
+that does not work in a cell is left out, and the file says why.
+
+`ours-compiled` and `ours-shortlist`, which `--ways` adds, are ours with compiled steps and with a short vocabulary.
+`compiled` is transformers with a cache of one size and torch.compile: `generate` compiles the pass of one token by
+itself where it takes the likeliest; in beam search it never does, so there the model's whole forward is compiled.
+CTranslate2 and ONNX Runtime run what `penstock export` writes; the latter the whole search as one graph, in fp32.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +30,45 @@ import torch
 from penstock.config.decoding import Decoding, Weights
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.plan import Plan
+from penstock.infer.ctranslate import write_ctranslate
+from penstock.infer.export import inputs_of
 from penstock.infer.generator import Generator
+from penstock.infer.onnx_search import SEARCH, write_search
 from penstock.models import create
 from penstock.models.convert import save_pretrained
-from penstock.report.record import environment
+from races import Cells, Makes, Run, in_onnx_runtime, options, require_known
 
 BEAMS = 4
-START = 0
+START, END = 0, 2
+SHORT = 1000
+"""Tokens that `ours-shortlist` chooses among."""
 TYPES: dict[str, tuple[str, Weights, str]] = {
     "fp32": ("baseline", "auto", "float32"),
     "bf16": ("precision=O3", "auto", "bfloat16"),
     "int8": ("baseline", "int8", "int8_float32"),
 }
-"""Of each type: our Plan and weights, and CTranslate2's name. transformers has no int8 of its own on a CPU."""
+"""Of each type: our Plan and weights, and CTranslate2's name."""
+CHECK = 3, 11, 9
+"""Texts, tokens of a source and of a target, on which CTranslate2's folder is tried."""
 
 
 class Case:
     """One model, in a folder that all ways read."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        self.folder, self.threads = folder, threads
         config: Any = PRESETS[name]
         self.both = isinstance(config, Seq2SeqConfig)
+        if name.startswith("transformer-"):
+            config = replace(config, output_bias=True)  # as transformers' Marian has it
         self.words: int = config.vocabulary
+        self.beams = BEAMS if self.both else 1
         torch.manual_seed(0)
         save_pretrained(create(config), folder)
+        require_known(folder)
+        file = folder / "config.json"
+        said = json.loads(file.read_text()) | {"eos_token_id": END, "decoder_start_token_id": START}
+        file.write_text(json.dumps(said))
 
     def prompts(self, batch: int, tokens: int) -> list[list[int]]:
         """Ragged ones, between half as long and as long as asked for."""
@@ -62,33 +78,39 @@ class Case:
             for _ in range(batch)
         ]
 
+    def ways(self, kind: str, rows: list[list[int]], new: int) -> Makes:
+        """What prepares each way."""
+        return {
+            "penstock": lambda: self.ours(kind, rows, new),
+            "ours-compiled": lambda: self.ours(kind, rows, new, compiled=True),
+            "ours-shortlist": lambda: self.ours(kind, rows, new, shortlist=SHORT),
+            "transformers": lambda: self.theirs(kind, rows, new),
+            "compiled": lambda: self.theirs(kind, rows, new, compiled=True),
+            "ctranslate2": lambda: self.ctranslate2(kind, rows, new),
+            "onnxruntime": lambda: self.onnxruntime(kind, rows, new),
+        }
+
     def ours(
         self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False, shortlist: int = 0
-    ) -> Callable[[], Any]:
+    ) -> Run:
         line, weights, _ = TYPES[kind]
         plan = Plan.parse(line.replace("baseline", "") + " compile=whole" if compiled else line)
         listed = range(10, 10 + shortlist)
         made = Generator(self.folder, plan, weights=weights, start=START, ends=(), shortlist=listed)
-        settings = Decoding(max_tokens=new, beams=BEAMS if self.both else 1)
+        settings = Decoding(max_tokens=new, beams=self.beams)
         return lambda: made.generate(rows, settings)
 
-    def theirs(self, kind: str, rows: list[list[int]], new: int) -> Callable[[], Any] | None:
+    def theirs(self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False) -> Run | str:
         """transformers' `generate`."""
         import transformers
 
         if kind == "int8":
-            return None
+            return "transformers has no int8 of its own on a CPU"
         transformers.logging.set_verbosity_error()
         classes = transformers.AutoModelForSeq2SeqLM if self.both else transformers.AutoModelForCausalLM
         model = classes.from_pretrained(self.folder, dtype=getattr(torch, TYPES[kind][2])).eval()
         model.generation_config = transformers.GenerationConfig()
-        longest = max(map(len, rows))
-        left = 0 if self.both else 1
-        fill = [[START] * (longest - len(row)) for row in rows]
-        tokens = torch.tensor([more + row if left else row + more for row, more in zip(rows, fill)])
-        mask = torch.tensor(
-            [[0] * len(m) + [1] * len(r) if left else [1] * len(r) + [0] * len(m) for r, m in zip(rows, fill)]
-        )
+        tokens, mask = padded(rows, first=not self.both)
         given: dict[str, Any] = {
             "max_new_tokens": new,
             "min_new_tokens": new,
@@ -97,23 +119,30 @@ class Case:
         }
         if self.both:
             given |= {"num_beams": BEAMS, "decoder_start_token_id": START}
+        if compiled:
+            given["cache_implementation"] = "static"
+            if self.both:
+                model.forward = torch.compile(model.forward)
+            else:
+                given["compile_config"] = transformers.CompileConfig(mode="default")
+                given["compile_config"]._compile_all_devices = True  # else `generate` compiles on GPUs alone
         return lambda: model.generate(tokens, attention_mask=mask, **given)
 
-    def ctranslate2(
-        self, kind: str, rows: list[list[int]], new: int, threads: int
-    ) -> Callable[[], Any] | None:
+    def ctranslate2(self, kind: str, rows: list[list[int]], new: int) -> Run | str:
         """CTranslate2, from the same weights; it is given words that are numbers."""
-        try:
-            import ctranslate2
-        except ImportError:
-            return None
-        folder = self._converted()
-        if folder is None:
-            return None
-        words = [[f"t{number}" for number in row] for row in rows]
-        how: dict[str, Any] = {"compute_type": TYPES[kind][2], "intra_threads": threads, "inter_threads": 1}
+        import ctranslate2
+
         if TYPES[kind][2] not in ctranslate2.get_supported_compute_types("cpu"):
-            return None
+            return f"CTranslate2 does not compute in {TYPES[kind][2]} here"
+        folder = self.folder / "ctranslate2"
+        if not folder.exists():
+            write_ctranslate(self.folder, folder, "fp32", lambda model: inputs_of(model, *CHECK))
+        words = [list(map(str, row)) for row in rows]
+        how: dict[str, Any] = {
+            "compute_type": TYPES[kind][2],
+            "intra_threads": self.threads,
+            "inter_threads": 1,
+        }
         if self.both:
             translator = ctranslate2.Translator(str(folder), **how)
             return lambda: translator.translate_batch(
@@ -124,114 +153,62 @@ class Case:
             words, max_length=new, min_length=new, include_prompt_in_result=False, max_batch_size=0
         )
 
-    def _converted(self) -> Path | None:
-        import transformers
-        from ctranslate2.converters import transformers as readers
-
-        out = self.folder / "ctranslate2"
-        if out.exists():
-            return out
-        kinds = {
-            "marian": ("MarianMTLoader", "MarianMTModel"), "gpt2": ("GPT2Loader", "GPT2LMHeadModel"),
-            "t5": ("T5Loader", "T5ForConditionalGeneration"), "qwen2": ("Qwen2Loader", "Qwen2ForCausalLM"),
-        }  # fmt: skip
-        kind = json.loads((self.folder / "config.json").read_text())["model_type"]
-        if kind not in kinds:
-            return None
-        loader, model = getattr(readers, kinds[kind][0])(), getattr(transformers, kinds[kind][1])
-        spec = loader.get_model_spec(model.from_pretrained(self.folder, dtype=torch.float32))
-        # Of Marian's, the last word is padding, which CTranslate2 leaves out.
-        words = [f"t{number}" for number in range(self.words - (kind == "marian"))]
-        if self.both:
-            spec.register_source_vocabulary(words)
-            spec.register_target_vocabulary(words)
-            spec.config.decoder_start_token = words[START]
-            spec.config.add_source_eos = False
-        else:
-            spec.register_vocabulary(words)
-        spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = words[1], words[2], words[3]
-        spec.validate()
-        spec.optimize()
-        out.mkdir()
-        spec.save(str(out))
-        return out
+    def onnxruntime(self, kind: str, rows: list[list[int]], new: int) -> Run | str:
+        """The search as one graph."""
+        if kind != "fp32":
+            return "penstock export writes ONNX in fp32"
+        folder = self.folder / "onnx"
+        if not folder.exists():
+            write_search(self.folder, folder, Decoding(beams=self.beams, ignore_end=True))
+        run = in_onnx_runtime(folder / SEARCH, self.threads)
+        tokens, mask = padded(rows, first=not self.both)
+        feeds = {"input_ids": tokens, "attention_mask": mask, "max_tokens": torch.tensor(new)}
+        return lambda: run(feeds)
 
 
-def measured(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Seconds of each way, and how many times faster ours is than each other."""
-    for way in ways.values():
-        way()
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            start = time.perf_counter()
-            ways[name]()
-            times[name].append(time.perf_counter() - start)
-    found: dict[str, Any] = {
-        name: {"seconds": statistics.median(every), "least": min(every), "most": max(every)}
-        for name, every in times.items()
-    }
-    for name in set(ways) - {"penstock"}:
-        ratios = [other / own for own, other in zip(times["penstock"], times[name])]
-        found[name]["penstock is faster by"] = statistics.median(ratios)
-        found[name]["between"] = [min(ratios), max(ratios)]
-    return found
+def padded(rows: list[list[int]], *, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of one length, with padding in front or behind, and a mask that is 0 there."""
+    longest = max(map(len, rows))
+    fill = [[START] * (longest - len(row)) for row in rows]
+    tokens = [more + row if first else row + more for row, more in zip(rows, fill)]
+    mask = [
+        [0] * len(more) + [1] * len(row) if first else [1] * len(row) + [0] * len(more)
+        for row, more in zip(rows, fill)
+    ]
+    return torch.tensor(tokens), torch.tensor(mask)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(
+        __doc__,
+        ways="penstock,transformers,compiled,ctranslate2,onnxruntime",
+        models="marian-base,transformer-big,t5-small,gpt2,qwen2-0.5b",
     )
     parser.add_argument(
-        "--models", default="marian-base,t5-small,gpt2", help="presets, with commas between them"
+        "--batches", default="1,8,32", type=lambda text: [int(one) for one in text.split(",")]
     )
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--types", default="fp32,bf16,int8")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of the longest prompt or source")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
-    parser.add_argument("--compiled", action="store_true", help="measure our compiled steps, too")
-    parser.add_argument(
-        "--shortlist", type=int, default=0, help="measure ours with so many tokens alone, too"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    cells: list[dict[str, Any]] = []
-    for name in given.models.split(","):
+    cells = Cells(given)
+
+    def keys(name: str) -> Iterator[dict[str, Any]]:
+        for kind in given.types:
+            for batch in given.batches:
+                sizes = {"prompt": given.prompt, "new": given.new}
+                yield {"model": name, "type": kind, "batch": batch, **sizes}
+
+    for name in given.models:
+        wanted = list(cells.missing(keys(name)))
+        if not wanted:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            case = Case(name, Path(folder))
-            for kind in given.types.split(","):
-                for batch in map(int, given.batches.split(",")):
-                    rows = case.prompts(batch, given.prompt)
-                    every = {
-                        "penstock": case.ours(kind, rows, given.new),
-                        "compiled": case.ours(kind, rows, given.new, compiled=True)
-                        if given.compiled
-                        else None,
-                        "shortlist": (
-                            case.ours(kind, rows, given.new, shortlist=given.shortlist)
-                            if given.shortlist
-                            else None
-                        ),
-                        "transformers": case.theirs(kind, rows, given.new),
-                        "ctranslate2": case.ctranslate2(kind, rows, given.new, given.threads),
-                    }
-                    ways = {way: run for way, run in every.items() if run is not None}
-                    found = measured(ways, given.rounds)
-                    cells.append({"model": name, "type": kind, "batch": batch, "ways": found})
-                    told = [f"{way} {each['seconds']:.3f} s" for way, each in found.items()]
-                    told += [
-                        f"{each['penstock is faster by']:.2f}x {way}"
-                        for way, each in found.items()
-                        if way != "penstock"
-                    ]
-                    print(f"{name} {kind} batch {batch}: {', '.join(told)}", flush=True)
-    if given.output:
-        settings = {key: value for key, value in vars(given).items() if key != "output"}
-        record = {"settings": settings, "environment": environment(), "cells": cells}
-        given.output.write_text(json.dumps(record, indent=1) + "\n")
+            case = Case(name, Path(folder), given.threads)
+            for key in wanted:
+                rows = case.prompts(key["batch"], given.prompt)
+                cells.race(key, case.ways(key["type"], rows, given.new))
+                torch.compiler.reset()
 
 
 if __name__ == "__main__":

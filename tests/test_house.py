@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": BASE | {"leftovers"},
     "kernels": BASE | ASKED,
     "models": BASE | ASKED | {"kernels", "leftovers"},
-    "infer": BASE | ASKED | {"data", "kernels", "matmul", "models", "parallel", "shards"},
+    "infer": BASE | ASKED | {"data", "kernels", "matmul", "models", "parallel", "precision", "shards"},
     "tasks": BASE | {"data", "infer", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
     "precision": BASE | ASKED | {"containers", "kernels", "matmul", "models", "optim"},

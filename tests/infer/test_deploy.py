@@ -75,6 +75,25 @@ def test_types_that_change_results_are_offered_and_not_chosen() -> None:
     assert named.choice.gpus < one.choice.gpus
 
 
+def test_fp8_is_offered_by_machines_that_have_it_and_told_to_servers() -> None:
+    assert not any(one.type == "fp8" for one in found(LLAMA, "rate=2 in=512 out=128", count=50).layouts)
+    offered = found(LLAMA, "rate=2 in=512 out=128", "h100", count=50)
+    assert offered.choice.type == "bf16"
+    assert any("changes results" in one.why for one in offered.layouts if one.type == "fp8")
+    asked = DeployConfig(model=LLAMA, machine="h100", weights="folder")
+    best = found(LLAMA, "rate=2 in=512 out=128", "h100", types=("fp8",), count=50).choice
+    assert best.type == "fp8"
+    files = files_for(asked, load_machine("h100"), best)
+    assert "--dtype bf16" in files["penstock.sh"]
+    assert "--weights fp8" in files["penstock.sh"]
+    assert "--dtype bfloat16" in files["vllm.sh"]
+    assert "--quantization fp8" in files["vllm.sh"]
+    assert "tensorrt-llm.sh" not in files
+    split = files_for(asked, load_machine("h100"), replace(best, tp=2))
+    assert "penstock.sh" not in split, "whose ranks would round apart"
+    assert "vllm.sh" in split
+
+
 def test_nothing_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["deploy", "llama3-8b", "--machine", "a100-80g", "--gpus", "1", "--count", "100"]
     code = main([*words, "--requests", "rate=50 in=512 out=128", "--p95-latency", "1s"])
@@ -128,6 +147,7 @@ def test_every_family_of_text_is_deployed(name: str, capsys: pytest.CaptureFixtu
         (["gpt2", "--requests", "rate=1 in=9999 out=1"], "has 1,024 positions"),
         (["vit-b16"], "for text models"),
         (["gpt2", "--types", "bf16", "--machine", "v100"], "types names bf16"),
+        (["gpt2", "--types", "fp8", "--machine", "a100-80g"], "types names fp8"),
         (["gpt2", "--gpus", "3", "--requests", "none.jsonl"], "does not exist"),
         (["no-such/folder"], "no-such/folder"),
     ],

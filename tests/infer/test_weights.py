@@ -14,12 +14,12 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.weights import _FORMS, Packed, pack
+from penstock.infer.weights import _FORMS, Fp8, Packed, pack
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 
-ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12}
-"""Of outputs, relative to their deviation; measured 4e-7, 0.012, 0.010 and 0.09."""
+ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}
+"""Of outputs, relative to their deviation; measured 4e-7, 0.012, 0.010, 0.09 and 0.039."""
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,3 +76,59 @@ def test_layers_that_do_not_fit_four_bits_are_packed() -> None:
     assert kinds["head"] == "OneDnn", "60 words are no multiple of 16"
     with pytest.raises(ConfigError, match="for a CPU"):
         pack(create(config, device="meta"), "int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_multiplies_as_its_reference_and_no_row_changes_another(dtype: torch.dtype) -> None:
+    """torch multiplies fp8 on a CPU too, slowly."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48).to(dtype).requires_grad_(False)
+    fast, reference = Fp8(linear), Fp8(linear)
+    reference.emulate = True
+    assert fast.weight.dtype == torch.float8_e4m3fn
+    x = (torch.randn(5, 64) * torch.tensor([1e-3, 1.0, 50.0, 1.0, 0.0])[:, None]).to(dtype)
+    found = fast(x)
+    torch.testing.assert_close(found, reference(x), rtol=2**-7, atol=1e-6)  # one step of bf16
+    for row in range(len(x)):
+        assert torch.equal(fast(x[row]), found[row])
+    bias = reference.bias
+    assert bias is not None
+    assert torch.equal(found[4], bias.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "marian-tiny"])
+def test_a_model_in_fp8_generates_like_its_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.infer.weights.fp8_problem", lambda *_, **__: None)
+    rows = [[1, 2, 3], [4, 5, 6, 7]]
+    half = Plan(precision="O3")
+    small = Generator(tiny(name), half, weights="fp8", start=0, ends=())
+    forms = {part: module for part, module in small.model.named_modules() if isinstance(module, Fp8)}
+    assert forms
+    assert all(".blocks." in part for part in forms)
+    fast = small.generate(rows, max_tokens=8)
+    assert [len(each.ids) for each in fast] == [8, 8]
+    assert small.generate(rows[0], max_tokens=8)[0].ids == fast[0].ids, "whatever runs beside it"
+    monkeypatch.setattr(Fp8, "emulate", True)
+    assert [each.ids for each in small.generate(rows, max_tokens=8)] == [each.ids for each in fast]
+    assert len(small.generate(rows, max_tokens=8, beams=3)) == 2
+
+
+def test_fp8_is_refused_by_name_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"weights=fp8: fp8 needs a GPU .*9\.0.*on a CPU int8"):
+        pack(tiny("gpt"), "fp8")
+
+
+@pytest.mark.gpu
+def test_fp8_on_a_gpu_multiplies_as_its_reference_and_generates() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    fast, reference = Fp8(linear), Fp8(linear)
+    reference.emulate = True
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+        found = fast(x)
+        error = (found - reference(x)).float().std() / found.float().std()
+        assert error < 0.01, "sums in Hopper's shorter accumulator"
+    for plan in (Plan(precision="O3"), Plan(precision="O3", compile="whole")):
+        small = Generator(tiny("llama"), plan, weights="fp8", device="cuda", ends=())
+        assert len(small.generate([[1, 2, 3]], max_tokens=8)[0].ids) == 8

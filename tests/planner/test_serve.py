@@ -52,6 +52,21 @@ def test_prefill_is_bound_by_products_and_scales_with_the_prompt() -> None:
     assert long.prefill_seconds > 2 * 7.5e9 * 8192 / 989e12
 
 
+def test_fp8_halves_what_lies_in_blocks_and_multiplies_faster() -> None:
+    half, packed, fp8 = (
+        predict_inference(LLAMA, H100, Serving(**given))
+        for given in ({}, {"weight_bytes": 1.0}, {"weight_bytes": 1.0, "fp8": True})
+    )
+    tables = 2 * 128256 * 4096 + 4096  # embeddings, head and the last norm stay in bf16
+    assert fp8.weights_bytes == half.weights_bytes / 2 + tables
+    assert fp8.prefill_seconds < 0.75 * packed.prefill_seconds
+    assert (
+        packed.decode_seconds_per_token < fp8.decode_seconds_per_token < 0.7 * half.decode_seconds_per_token
+    )
+    with pytest.raises(ConfigError, match="a100-80g has none"):
+        predict_inference(LLAMA, load_machine("a100-80g"), Serving(fp8=True))
+
+
 def test_devices_and_fewer_bytes_shorten_decoding() -> None:
     llama = PRESETS["llama3-70b"]
     assert not predict_inference(llama, H100, Serving()).fits

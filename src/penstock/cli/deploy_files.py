@@ -13,7 +13,8 @@ from penstock.infer.scheduler import Limits
 from penstock.infer.settings import DeployConfig
 from penstock.planner.serve import generates
 
-_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Types that servers of decoders are told; products in fp8 are asked for besides."""
 CHUNK = 8192
 """Tokens of one pass, where the server reads prompts in pieces."""
 
@@ -25,7 +26,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     found: dict[str, str] = {}
     # Each rank of ours has whole heads of keys.
     whole = all(stack.kv % layout.tp == 0 for stack in stacks(asked.model))
-    split = layout.tp == 1 or (generates(asked.model) and whole)
+    split = layout.tp == 1 or (generates(asked.model) and whole and layout.type != "fp8")
     if asked.weights is not None and layout.pp == 1 and split and layout.type in _TYPES:
         found["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(model, machine, layout)
@@ -33,20 +34,24 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     decoder = isinstance(asked.model, DecoderConfig)
     if decoder and machine.device == "cuda" and layout.type in _TYPES:
         found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
-        found["tensorrt-llm.sh"] = _script(
-            "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
-        )
+        if layout.type != "fp8":  # which it takes from files that another program has rounded
+            found["tensorrt-llm.sh"] = _script(
+                "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
+            )
     return found | scripts_for(asked, machine, layout)
 
 
 def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
     """The command of our own server, for one replica."""
     options = {
-        "device": machine.device, "dtype": layout.type, "slots": layout.slots, "context": layout.context,
+        "device": machine.device, "dtype": "bf16" if layout.type == "fp8" else layout.type,
+        "slots": layout.slots, "context": layout.context,
         "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     }  # fmt: skip
     if layout.tp > 1:
         options["tp"] = layout.tp
+    if layout.type == "fp8":
+        options["weights"] = "fp8"
     return ["penstock", "serve", model, *_words(options, "--{}")]
 
 
@@ -57,6 +62,8 @@ def vllm(model: str, layout: Layout) -> list[str]:
         "data-parallel-size": layout.replicas, "max-num-seqs": layout.slots, "max-model-len": layout.context,
         "max-num-batched-tokens": max(CHUNK, layout.slots),
     }  # fmt: skip
+    if layout.type == "fp8":
+        options["quantization"] = "fp8"
     return ["vllm", "serve", model, *_words(options, "--{}"), "--enable-chunked-prefill"]
 
 

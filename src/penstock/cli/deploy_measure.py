@@ -32,7 +32,7 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
     """
     assert asked.model is not None
     assert asked.weights is not None
-    if layout.gpus > 1 or layout.type not in ("fp32", "bf16", "fp16"):
+    if layout.gpus > 1 or layout.type not in ("fp32", "bf16", "fp16", "fp8"):
         raise ConfigError(
             f"--measure starts one server on one device, but the choice is {layout.words()}; use --gpus 1."
         )

@@ -17,8 +17,8 @@ from penstock.report.units import money
 GIB = 2**30
 LEGEND = (
     "tp, pp: devices that split a layer, pipeline stages. slots: sequences at a time of a replica. First token, "
-    "between tokens, whole request: half of all requests / 95 % of them. int8 and int4 change results: "
-    "--types int8,int4 allows them."
+    "between tokens, whole request: half of all requests / 95 % of them. int8, fp8 and int4 change "
+    "results: --types int8,fp8,int4 allows them."
 )
 
 

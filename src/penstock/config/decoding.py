@@ -124,7 +124,7 @@ class Decoding(Checked, where="decoding"):
         )
 
 
-Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4"]
+Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,8 @@ class InferConfig(Checked, where=""):
     """The type that it computes in."""
     weights: Weights = "auto"
     """How the weights of linear layers are kept: `packed` in the processor's own layout, which `auto` takes on a CPU;
-    `int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller. Only the last three change results."""
+    `int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller; `fp8` multiplies in fp8, on GPUs that do
+    so. Only the last four change results."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     batch: Count = 32

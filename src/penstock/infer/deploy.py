@@ -27,9 +27,9 @@ from penstock.planner.serve import (
     weights_bytes,
 )
 
-BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5625}
-"""Of one weight. Of int4, groups of 32 have an fp16 scale each."""
-CHANGES = ("int8", "int4")
+BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5625}
+"""Of one weight: of fp8, inside the blocks. Of int4, groups of 32 have an fp16 scale each."""
+CHANGES = ("int8", "fp8", "int4")
 """Types that change results, and are chosen only if named."""
 SLOTS = (256, 64, 16, 4)
 """Sequences at a time that are tried. Fewer make the tokens of each come faster."""
@@ -93,7 +93,7 @@ def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[str]:
         if name == "auto":
             half = next((kind for kind in ("bf16", "fp16") if kind in machine.peak_flops), "fp32")
             found.append("fp32" if machine.device == "cpu" else half)
-        elif name in ("bf16", "fp16") and name not in machine.peak_flops:
+        elif name in ("bf16", "fp16", "fp8") and name not in machine.peak_flops:
             have = ", ".join(machine.peak_flops)
             raise ConfigError(f"types names {name}, but {machine.name} computes in {have} only.")
         else:
@@ -121,6 +121,7 @@ def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], a
         )
     chosen = types_of(asked.types, machine)
     offered = [kind for kind in CHANGES if kind not in chosen and generates(model)]
+    offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
     tried: list[Layout] = []
     for kind in (*chosen, *offered):
         for tp, pp in _degrees(model, machine, max(asked.devices), kind):
@@ -146,7 +147,8 @@ def _serving(model: ModelConfig, machine: Machine, kind: str, tp: int, pp: int) 
     ep = tp if stacks(model)[-1].experts and stacks(model)[-1].experts % tp == 0 else 1
     half = kind != "fp32" and (machine.device != "cpu" or kind in ("bf16", "fp16"))
     return Serving(
-        tp=tp, pp=pp, ep=ep, weight_bytes=BYTES_OF[kind], cache_bytes=2.0 if half else 4.0, half=half
+        tp=tp, pp=pp, ep=ep, weight_bytes=BYTES_OF[kind], cache_bytes=2.0 if half else 4.0, half=half,
+        fp8=kind == "fp8",
     )  # fmt: skip
 
 

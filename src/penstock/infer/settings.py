@@ -12,7 +12,7 @@ from penstock.config.convert import Checked, Count, FilledText, Natural, NotNega
 from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
 
-WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
+WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
 ExportForm = Literal["onnx", "onnx-cache", "onnx-search", "tensorrt", "torch", "aoti", "ctranslate2"]
 ExportType = Literal["fp32", "bf16", "fp16", "int8"]
 HERE = "here"
@@ -40,8 +40,8 @@ class DeployConfig(Checked):
     p95_latency: FilledText | None = None
     """95 % of requests must have their last token within this time, such as 2s or 800ms."""
     types: tuple[WeightType, ...] = ("auto",)
-    """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. int8 and int4 change
-    results, so they are chosen only if named."""
+    """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. int8, fp8 and int4
+    change results, so they are chosen only if named."""
     price: NotNegative | None = None
     """Price of one device hour: gives the cost of a million tokens."""
     count: Annotated[int, Range(10, 1_000_000)] | None = None
@@ -113,7 +113,7 @@ class ServeConfig(Checked):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type that it computes in."""
     weights: Weights = "auto"
-    """How the weights of linear layers are kept, as in `penstock generate`; int8 and int4 change results."""
+    """How the weights of linear layers are kept, as in `penstock generate`; int8, int4 and fp8 change results."""
     device: FilledText = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     slots: Annotated[int, Range(1, 4096)] = 16

@@ -1,4 +1,4 @@
-"""How the weights of linear layers are kept for inference on a CPU.
+"""How the weights of linear layers are kept for inference: all forms but `fp8` on a CPU, `fp8` on a GPU.
 
 | form | what it is | what changes |
 |---|---|---|
@@ -7,6 +7,7 @@
 | `int8` | weights in int8 with a scale for each output; inputs rounded to int8 with one for each row | results |
 | `int8_weights` | weights in int8 with a scale for each output; products in bf16 | results |
 | `int4` | weights in 4 bits with a scale and an offset for each 32 inputs | results |
+| `fp8` | weights of blocks in fp8 with a scale for each output; inputs rounded to fp8 with one for each row | results |
 
 Of 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed 6,
 packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one
@@ -14,6 +15,8 @@ text has them.
 
 Inputs in 8 bits lose most behind a norm, where few features are far larger than the others. `careful` products there
 round what the first rounding left once more, and multiply twice.
+
+`fp8` has a scale for each row of inputs and none for all of them, which would let a text change with its neighbours.
 
 A packed layer cannot be trained, saved or moved to another device.
 """
@@ -34,8 +37,10 @@ from penstock.infer.shortlist import Shortlist
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Linear, Perceptron
 from penstock.parallel.parts import in_place_of
+from penstock.precision.fp8 import rows_in_fp8, scaled_product
+from penstock.precision.fp8_linear import fp8_problem, kept_from_fp8
 
-ROUNDED: tuple[Weights, ...] = ("int8", "int8_weights", "int4")
+ROUNDED: tuple[Weights, ...] = ("int8", "int8_weights", "int4", "fp8")
 """Forms that change results."""
 _GROUP = 32
 """Inputs that share a scale in `int4`."""
@@ -201,27 +206,59 @@ class Int4(Packed):
         return found if self.bias is None else found + self.bias
 
 
+class Fp8(Packed):
+    """Weights and inputs in fp8 (e4m3), products in bf16."""
+
+    emulate = False
+    """Whether the same numbers are multiplied in fp32: the reference."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self.weight, scales = rows_in_fp8(linear.weight.detach())
+        self.scales = scales.t()
+        self.bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+
+    def product(self, x: Tensor) -> Tensor:
+        rows, scales = rows_in_fp8(x)
+        return scaled_product(
+            rows,
+            self.weight.t(),
+            scales,
+            self.scales,
+            torch.bfloat16,
+            bias=self.bias,
+            fast=True,
+            emulate=self.emulate,
+        ).to(x.dtype)
+
+
 def _scales(weight: Tensor) -> Tensor:
     """What 1 stands for in int8, for each output (out,)."""
     return weight.abs().amax(1).clamp(min=1e-12) / 127
 
 
-_FORMS: dict[str, type[Packed]] = {"packed": OneDnn, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4}
+_FORMS: dict[str, type[Packed]] = {
+    "packed": OneDnn, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4, "fp8": Fp8,
+}  # fmt: skip
 
 
 @torch.no_grad()
 def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Module:
-    """The model with all its linear layers, by role, in a form. Those that a form cannot hold are `packed`. `careful`
-    is for outputs that are compared as numbers and not only by which is the largest.
+    """The model with all its linear layers, by role, in a form. Those that a form cannot hold are `packed`; those that
+    training leaves out of fp8 (`penstock.precision.fp8_linear.convert_to_fp8`) stay as they are. `careful` is for
+    outputs that are compared as numbers and not only by which is the largest.
 
     Raises ConfigError for a form that does not suit the device or the type.
     """
     if weights == "plain":
         return model
     first = next(model.parameters())
+    if weights == "fp8":
+        return _in_fp8(model, first.device)
     if first.device.type != "cpu":
         raise ConfigError(
-            f"weights={weights} is for a CPU, but the model is on {first.device}; choose weights=plain."
+            f"weights={weights} is for a CPU, but the model is on {first.device}; choose weights=plain, or fp8 on "
+            "a GPU that has it."
         )
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise EnvironmentProblem(
@@ -242,6 +279,23 @@ def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Mod
             _put(model, role.name, found)
         elif isinstance(linear, Shortlist) and isinstance(linear.rows, nn.Linear):
             linear.rows = _packed(linear.rows, weights)
+    return model
+
+
+def _in_fp8(model: nn.Module, device: torch.device) -> nn.Module:
+    remedy = "choose weights=plain, or on a CPU int8"
+    if problem := fp8_problem(device, "rowwise", remedy=remedy):
+        raise ConfigError(f"weights=fp8: {problem}")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kept = dict(kept_from_fp8(linears, anatomy_of(model)))
+    if len(kept) == len(linears):
+        raise ConfigError(
+            f"No linear layer of this {type(model).__name__} has sides that are multiples of 16, as fp8 "
+            f"needs; {remedy}."
+        )
+    for name, linear in linears.items():
+        if name not in kept:
+            _put(model, name, _packed(linear, "fp8"))
     return model
 
 

@@ -158,11 +158,11 @@ class Lister:
         weights when these are updated, and write turned copies along."""
         t = self.terms
         if t.rowwise:
-            # Each factor is cast for each product, along its sum. What lies in rows of the sum is read once, what lies
-            # across them twice.
-            across = weights + outputs + inputs
+            # Each factor is cast for each product, along its sum; a served model's weights once for all. What lies in
+            # rows of the sum is read once, what lies across them twice.
+            ahead, across = inputs + (0.0 if t.serving else weights), weights + outputs + inputs
             self.add(
-                Op(f"{name}.quantize", "quantize", read=t.product * (inputs + weights), written=inputs + weights),
+                Op(f"{name}.quantize", "quantize", read=t.product * ahead, written=ahead),
                 Op(f"{name}.quantize", "quantize", False, read=t.product * (outputs + 2 * across),
                    written=outputs + across, launches=2),
             )  # fmt: skip

@@ -54,6 +54,9 @@ class Serving:
     """Per number of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
+    fp8: bool = False
+    """Whether products inside blocks are in fp8 with a scale for each row, and their weights kept so; all else is in
+    half precision, whatever `weight_bytes` says. The machine must have fp8."""
 
     @property
     def gpus(self) -> int:
@@ -110,7 +113,11 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
 
 def weights_bytes(model: ModelConfig, serving: Serving) -> float:
     """Bytes of the weights on one device."""
-    return totals(model).parameters * serving.weight_bytes / serving.gpus
+    every = totals(model)
+    if not serving.fp8:
+        return every.parameters * serving.weight_bytes / serving.gpus
+    inside = sum(part.count * part.learned for part in every.blocks)
+    return (2.0 * (every.parameters - inside) + inside) / serving.gpus
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
@@ -158,7 +165,7 @@ class Passes:
         if problems := [*_degrees(model, serving)]:
             raise ConfigError(problems)
         self.model, self.serving = model, serving
-        self.rates = rates_of(machine, _plan(machine, half=serving.half))
+        self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=serving.fp8))
 
     def prefill(self, tokens: int, samples: int = 1) -> float:
         """From prompts of so many tokens to the first token of each; of an encoder, to its outputs."""
@@ -186,7 +193,8 @@ class Passes:
         rates, serving = self.rates, self.serving
         return Terms(
             samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
-            host=rates.cpu, serving=True, weight=serving.weight_bytes, cache=serving.cache_bytes, cached=max(0, cached),
+            host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached),
+            fp8=serving.fp8, rowwise=serving.fp8, weight=0.0 if serving.fp8 else serving.weight_bytes,
         )  # fmt: skip
 
     def _ends(self, samples: int) -> float:
@@ -210,8 +218,12 @@ class Passes:
         return (serving.pp - 1) * send_seconds(self.rates, serving.tp, moved)
 
 
-def _plan(machine: Machine, *, half: bool) -> Plan:
+def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
     """The Plan whose types are those of inference on a machine."""
+    if fp8:
+        plan = Plan(precision="O2", dtype="bf16", fp8="rowwise", attention="flash")
+        rules.require(plan, machine=machine)
+        return plan
     plan = Plan()
     for dtype in ("fp16", "bf16") if half else ():
         if dtype in machine.peak_flops:

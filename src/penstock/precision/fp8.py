@@ -143,8 +143,8 @@ class _Rowwise(torch.autograd.Function):
         ctx.emulate = emulate
         x = x.to(dtype)
         ctx.save_for_backward(x, weight)
-        qx, inverse_x = _rows(x)
-        qw, inverse_w = _rows(weight)
+        qx, inverse_x = rows_in_fp8(x)
+        qw, inverse_w = rows_in_fp8(weight)
         bias = None if bias is None else bias.to(dtype)
         return scaled_product(
             qx, qw.t(), inverse_x, inverse_w.t(), dtype, bias=bias, fast=True, emulate=emulate
@@ -157,20 +157,20 @@ class _Rowwise(torch.autograd.Function):
         x_type, weight_type, bias_type = ctx.types
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            q, inverse = _rows(dy)
-            qw, inverse_w = _rows(weight.t())
+            q, inverse = rows_in_fp8(dy)
+            qw, inverse_w = rows_in_fp8(weight.t())
             dx = scaled_product(q, qw.t(), inverse, inverse_w.t(), dy.dtype, emulate=ctx.emulate)
             dx = dx.to(x_type)
         if ctx.needs_input_grad[1]:
-            q, inverse = _rows(_padded(dy).t())
-            qx, inverse_x = _rows(_padded(x).t())
+            q, inverse = rows_in_fp8(_padded(dy).t())
+            qx, inverse_x = rows_in_fp8(_padded(x).t())
             # The rowwise kernel writes bf16 only.
             dweight = scaled_product(q, qx.t(), inverse, inverse_x.t(), dy.dtype, emulate=ctx.emulate)
             dweight = dweight.to(weight_type)
         return dx, dweight, _bias_gradient(ctx, dy, bias_type), None, None
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def rows_in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix in e4m3 with a scale per row, in row-major order, and the inverse scales (rows, 1)."""
     scale = scale_of(x, E4M3, 1, power_of_two=True)
     return quantize(x, E4M3, scale).contiguous(), scale.reciprocal()

@@ -41,14 +41,17 @@ class Fp8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.scaling}{', emulated' if self.emulate else ''}"
 
 
-def fp8_problem(device: torch.device | str, scaling: Scaling = "tensorwise") -> str | None:
+_STUDY = (
+    "leave fp8 out, or study its rounding with penstock.precision.fp8_linear.convert_to_fp8(…, emulate=True)"
+)
+
+
+def fp8_problem(
+    device: torch.device | str, scaling: Scaling = "tensorwise", *, remedy: str = _STUDY
+) -> str | None:
     """Why a device cannot multiply in fp8, as a sentence with the remedy; None if it can."""
     device = torch.device(device)
     major, minor = _NEEDS[scaling]
-    remedy = (
-        "leave fp8 out, or study its rounding with "
-        "penstock.precision.fp8_linear.convert_to_fp8(…, emulate=True)"
-    )
     if device.type != "cuda":
         return (
             f"fp8 needs a GPU of compute capability {major}.{minor} or newer for {scaling} scales, and the model is on "
@@ -96,7 +99,7 @@ def convert_to_fp8(
         devices = {module.weight.device for module in linears.values()} if device is None else {device}
         if problems := sorted({problem for device in devices if (problem := fp8_problem(device, scaling))}):
             raise ConfigError(problems)
-    kept = dict(_kept(linears, anatomy_of(model)))
+    kept = dict(kept_from_fp8(linears, anatomy_of(model)))
     chosen = [name for name in linears if name not in kept]
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
@@ -113,7 +116,8 @@ def convert_to_fp8(
     return kept
 
 
-def _kept(linears: dict[str, nn.Linear], anatomy: Anatomy) -> Iterator[tuple[str, str]]:
+def kept_from_fp8(linears: dict[str, nn.Linear], anatomy: Anatomy) -> Iterator[tuple[str, str]]:
+    """Names of the linear layers that do not multiply in fp8, each with the reason."""
     blocks = tuple(f"{block}." for block in anatomy.blocks)
     routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
     for name, module in linears.items():

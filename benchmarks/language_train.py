@@ -8,25 +8,27 @@ of weights on one batch of full sequences, with the dropout of transformers' con
 15 % masked words of an encoder, translation with smoothed labels of an encoder–decoder.
 
 First come heats, in which each contestant is alone in memory. The fastest of each kind then live side by side, and take
-steps in rounds A B C, B C A, …, so that drift of the machine cancels. Ratios are medians of the ratios within a round.
-Heats and rounds are stored as they come: the same call again goes on where it was interrupted.
+steps in rounds (`heats.py` has the rules of both). Ratios are medians of the ratios within a round. Heats and rounds
+are stored as they come: the same call again goes on where it was interrupted, or where --seconds ended it. What was
+measured on another machine or with other versions is measured anew.
 
 The plain loop is transformers' model in fp32 with AdamW, as torch has them by default; the fair one has torch's fast
 products of fp32 matrices besides. The loops by hand are what a careful user would try: fused AdamW, autocast and half
-precision where the machine multiplies it faster, torch.compile, and of an encoder logits of the masked words alone.
+precision where the machine multiplies it faster, torch.compile, and of an encoder logits of the masked words alone. Of
+an encoder only the latter are compiled, for they do less. Of each kind those in half precision come first and compiled
+ones last, so that what loses is dropped early.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heats import Contestant, Deadline, bests, finalists, heats, race, ratios
 from penstock.build import build
 from penstock.config.machine import Machine, match_datasheet
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig
@@ -48,15 +51,12 @@ from penstock.probe import machine_for, machine_name, resolve_device
 from penstock.report.record import environment
 from vit_train import halves, wait
 
-WARM_UP = 3
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
 SMOOTHING = 0.1
 MASKED = 0.15
 SEQUENCE = {512: 128, 4096: 512}
 """Tokens of a sample for so many of a batch, where nobody says."""
-FINALISTS = {"plain": 1, "fair": 1, "trainer": 1, "hand": 2, "penstock": 2}
-"""How many of each kind take part in the rounds."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,6 @@ def batch_of(config: ModelConfig, samples: int, device: torch.device) -> Batch:
     targets[rows] = tokens.flatten()[rows]
     tokens.view(-1)[rows] = 4
     return Batch(tokens, targets.view_as(tokens), rows=rows)
-
-
-@dataclass
-class Contestant:
-    """A way to train, and its measurements. `make` builds it; what it returns takes so many steps and says the seconds
-    of one."""
-
-    name: str
-    kind: str
-    """`plain`, `fair`, `trainer`, `hand` or `penstock`."""
-    make: Callable[[], Callable[[int], float]]
-    heat: dict[str, Any] = field(default_factory=dict)
-    rounds: list[float] = field(default_factory=list)
 
 
 def stepped(step: Callable[[], Any], device: torch.device) -> Callable[[int], float]:
@@ -254,16 +241,21 @@ def default_plans(device: torch.device, half: bool) -> list[Plan]:
         others = [replace(base, compile="whole"), replace(base, loss="whole", compile="whole")]
         return [base, *others, replace(base, precision="O2"), replace(base, precision="O2", compile="whole")]
     base = Plan(matmul="medium", optimizer="fused", host_memory="keep")
-    first = [base, replace(base, loss="chunked"), replace(base, compile="whole")]
+    levels: list[Plan] = []
     if half:
-        base = replace(base, attention="auto")
-        auto = [replace(base, precision=level) for level in ("O1", "O2", "O3")]  # type: ignore[arg-type]
-        first += [
-            *auto,
-            *(replace(plan, loss="chunked") for plan in auto),
-            *(replace(plan, compile="whole") for plan in auto),
-        ]
-    return first
+        auto = replace(base, attention="auto")
+        levels = [replace(auto, precision=level) for level in ("O1", "O2", "O3")]  # type: ignore[arg-type]
+    eager = [
+        *levels,
+        *(replace(plan, loss="chunked") for plan in levels),
+        base,
+        replace(base, loss="chunked"),
+    ]
+    return eager + [replace(plan, compile="whole") for plan in (*levels, base)]
+
+
+def _named(plan: Plan) -> str:
+    return f"penstock {replace(plan, micro_batch=Plan().micro_batch).line()}"
 
 
 def contestants(
@@ -274,99 +266,39 @@ def contestants(
     half = halves(machine)
     found: list[Contestant] = []
 
-    def hand(name: str, kind: str = "hand", **options: Any) -> None:
-        found.append(Contestant(name, kind, partial(by_hand, config, batch, device, **options)))
+    def hand(name: str, kind: str = "hand", eager: str | None = None, **options: Any) -> None:
+        in_half = "autocast" in options or "whole" in options
+        make = partial(by_hand, config, batch, device, compiled=eager is not None, **options)
+        found.append(Contestant(name, kind, make, eager, in_half))
 
     hand("plain fp32", "plain")
     hand(f"plain fp32, matmul {fast}", "fair", matmul=fast)
-    for bf16 in (False, True) if "bf16" in half else (False,):
+    for bf16 in (True, False) if "bf16" in half else (False,):
         make = partial(by_trainer, config, batch, device, bf16=bf16)
-        found.append(Contestant(f"Trainer {'bf16' if bf16 else 'fp32'}", "trainer", make))
-    types: list[tuple[str, dict[str, Any]]] = [("fp32", {})]
+        name = f"Trainer {'bf16' if bf16 else 'fp32'}"
+        found.append(Contestant(name, "trainer", make, half=bf16, warms_itself=True))
+    types: list[tuple[str, dict[str, Any]]] = []
     for name, dtype in half.items():
         types += [(f"autocast {name}", {"autocast": dtype}), (f"pure {name}", {"whole": dtype})]
-    for name, options in types:
-        for compiled in (False, True):
-            for masked_only in (False, True) if isinstance(config, EncoderConfig) else (False,):
-                words = ", compiled" * compiled + ", masked words only" * masked_only
-                hand(
-                    f"hand {name}{words}",
-                    matmul=fast,
-                    fused=True,
-                    compiled=compiled,
-                    masked_only=masked_only,
-                    **options,
-                )
+    types.append(("fp32", {}))
+    encoder = isinstance(config, EncoderConfig)
+    for compiled in (False, True):
+        for name, options in types:
+            for masked_only in (True, False) if encoder and not compiled else (encoder,):
+                words = f"hand {name}{', masked words only' * masked_only}"
+                given = {"matmul": fast, "fused": True, "masked_only": masked_only, **options}
+                if compiled:
+                    hand(f"{words}, compiled", eager=words, **given)
+                else:
+                    hand(words, **given)
     for plan in plans:
-        plan = replace(plan, micro_batch=len(batch.tokens))
-        name = f"penstock {replace(plan, micro_batch=Plan().micro_batch).line()}"
-        found.append(Contestant(name, "penstock", partial(by_plan, config, batch, device, plan)))
+        make = partial(by_plan, config, batch, device, replace(plan, micro_batch=len(batch.tokens)))
+        eager = None if plan.compile == "none" else _named(replace(plan, compile="none"))
+        found.append(Contestant(_named(plan), "penstock", make, eager, plan.precision != "O0"))
     return found
 
 
 # -- measuring
-
-
-def forget() -> None:
-    """Let go of contestants and of their compiled code."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def heats(entries: list[Contestant], device: torch.device, store: Callable[[], None]) -> None:
-    """Each contestant alone: seconds of a step, of its first one besides, and what failed."""
-    for entry in entries:
-        if entry.heat:
-            continue
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            run = entry.make()
-            first = run(1)
-            run(WARM_UP - 1)
-            entry.heat = {"seconds": min(run(1) for _ in range(3)), "first_seconds": first}
-            del run
-        except (RuntimeError, ValueError) as error:
-            entry.heat = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
-        if device.type == "cuda":
-            entry.heat["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        forget()
-        print(f"  heat: {entry.name}: {entry.heat}", flush=True)
-        store()
-
-
-def finalists(entries: list[Contestant]) -> list[Contestant]:
-    """The fastest of each kind, in the order in which they entered."""
-    ranked = sorted((e for e in entries if "seconds" in e.heat), key=lambda e: e.heat["seconds"])
-    chosen = {
-        id(entry)
-        for kind, count in FINALISTS.items()
-        for entry in [e for e in ranked if e.kind == kind][:count]
-    }
-    return [entry for entry in entries if id(entry) in chosen]
-
-
-def race(entries: list[Contestant], rounds: int, steps: int, store: Callable[[], None]) -> None:
-    """Rounds in which all take part, until each has so many."""
-    done = min(len(entry.rounds) for entry in entries)
-    for entry in entries:
-        del entry.rounds[done:]  # of a round that was interrupted
-    if done >= rounds:
-        return
-    runs = []
-    for entry in entries:
-        run = entry.make()
-        run(WARM_UP)
-        runs.append((entry, run))
-    for turn in range(done, rounds):
-        shift = turn % len(runs)
-        for entry, run in runs[shift:] + runs[:shift]:
-            run(1)  # the one before has left its own state in the caches and the allocator
-            entry.rounds.append(run(steps))
-        store()
-        print(f"  round {turn + 1} of {rounds}", flush=True)
 
 
 def causal_half_flops(config: ModelConfig) -> float:
@@ -383,23 +315,19 @@ def verdict(
     entries: list[Contestant], config: ModelConfig, samples: int, device: torch.device
 ) -> dict[str, Any]:
     """Ratios between the fastest of each kind, and MFU."""
-    raced = [entry for entry in entries if entry.rounds]
-    best = {
-        kind: min(
-            (e for e in raced if e.kind == kind), key=lambda e: statistics.median(e.rounds), default=None
-        )
-        for kind in FINALISTS
-    }
-    ours = best["penstock"]
+    best = bests(entries)
+    ours = best.pop("penstock", None)
     if ours is None:
         return {}
     found: dict[str, Any] = {"penstock": ours.name}
+    intervals = ratios(entries)
     for kind, other in best.items():
-        if other is not None and other is not ours:
-            ratios = [theirs / mine for theirs, mine in zip(other.rounds, ours.rounds)]
-            found[f"over_{kind}"] = {
-                "name": other.name, "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios),
-            }  # fmt: skip
+        each = [theirs / mine for theirs, mine in zip(other.rounds, ours.rounds)]
+        found[f"over_{kind}"] = {
+            "name": other.name, "median": statistics.median(each), "min": min(each), "max": max(each),
+        }  # fmt: skip
+        if kind in intervals:
+            found[f"over_{kind}"]["interval"] = [intervals[kind].low, intervals[kind].high]
     rate = causal_half_flops(config) * samples / statistics.median(ours.rounds)
     found["model_tflops_causal_half"] = rate / 1e12
     sheet = None
@@ -434,10 +362,12 @@ def main() -> None:
         "--only", action="append", help="contestants whose name contains this; may be given again"
     )
     parser.add_argument("--no-compile", action="store_true", help="leave compiled contestants out")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="at most")
+    parser.add_argument("--seconds", type=float, help="after these nothing new begins")
     parser.add_argument("--steps", type=int, default=1, help="steps timed in a round")
     parser.add_argument("--output", type=Path, help="other cells in it stay")
     options = parser.parse_args()
+    deadline = Deadline(options.seconds)
 
     device = resolve_device(options.device)
     machine = machine_for(device)
@@ -456,7 +386,9 @@ def main() -> None:
     stored = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
     cells = stored.get("cells", {})
     key = f"{options.model}, {samples} x {sequence} tokens, {device.type}"
-    kept = {one["name"]: one for one in cells.get(key, {}).get("contestants", [])}
+    here, there = environment(), cells.get(key, {}).get("environment", {})
+    alike = all(there.get(part) == here[part] for part in ("machine", "versions"))
+    kept = {one["name"]: one for one in cells[key]["contestants"]} if alike else {}
     for entry in entries:
         one = kept.pop(entry.name, {})
         entry.heat, entry.rounds = one.get("heat", {}), one.get("rounds", [])
@@ -476,8 +408,8 @@ def main() -> None:
             options.output.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
 
     print(key, flush=True)
-    heats(entries, device, store)
-    race(finalists(entries), options.rounds, options.steps, store)
+    if heats(entries, device, store, deadline):
+        race(finalists(entries), options.rounds, options.steps, store, deadline)
     store()
     for entry in sorted((e for e in entries if e.rounds), key=lambda e: statistics.median(e.rounds)):
         print(f"{entry.name:<80}{1e3 * statistics.median(entry.rounds):9.1f} ms")

@@ -2,12 +2,13 @@
 
 In a heat a contestant is alone in memory. What cannot win its kind is dropped early, with the reason stored:
 
-- A step is timed from the second on; the first compiles or warms. One that is more than 1.5 times (`DROPPED`) as slow
-  as the best of its kind so far is dropped after that one step. Others are timed 3 times in all, or 2 times where a
-  step takes more than 3 s (`LONG`). The least time counts.
+- A step is timed from the second on; the first compiles or warms. A contestant whose first two both take more than
+  1.5 times (`DROPPED`) the time of the best of its kind so far is dropped after them. Others are timed 3 times in all,
+  or 2 times where a step takes more than 3 s (`LONG`). The least time counts.
 - A compiled form enters only if its eager form took at most 1.3 times (`COMPILES`) the best eager time of its kind.
   One in half precision always enters: a cast may pay only once it is compiled.
-- The second of a kind takes part in the rounds only within 1.1 times (`NEAR`) the time of the first.
+- The second of a kind takes part in the rounds only within 1.1 times (`NEAR`) the time of the first. So does the plain
+  loop with fast products only if these make it faster by more than that.
 
 The rounds go A B C, B C A, …, so that drift of the machine cancels. They end after `LEAST` rounds, once the intervals
 of ours against the best plain loop and the best by hand lie wholly on one side of what is aimed at (`AIMS`).
@@ -95,11 +96,13 @@ def not_worth_compiling(entry: Contestant, entries: list[Contestant]) -> str | N
 def heat(entry: Contestant, best: float | None) -> dict[str, Any]:
     """The heat of one contestant; `best` is the least seconds of its kind so far."""
     run = entry.make()
-    found = {"first_seconds": run(1), "seconds": run(1)}
-    if best is not None and found["seconds"] > DROPPED * best:
-        return found | {"dropped": f"{found['seconds'] / best:.2f} times as slow as the best of its kind"}
-    more = 1 if found["seconds"] > LONG else 2
-    return found | {"seconds": min(found["seconds"], *(run(1) for _ in range(more)))}
+    first = run(1)
+    seconds = first if entry.warms_itself else run(1)
+    found = {"first_seconds": first, "seconds": seconds}
+    if best is not None and min(first, seconds) > DROPPED * best:
+        return found | {"dropped": f"{min(first, seconds) / best:.2f} times as slow as the best of its kind"}
+    more = 1 if seconds > LONG else 2
+    return found | {"seconds": min(seconds, *(run(1) for _ in range(more)))}
 
 
 def heats(
@@ -144,6 +147,9 @@ def finalists(entries: list[Contestant]) -> list[Contestant]:
             (e for e in entries if e.kind == kind and e.seconds is not None), key=lambda e: e.heat["seconds"]
         )
         chosen |= {e.name for e in ranked[:count] if e.heat["seconds"] <= NEAR * ranked[0].heat["seconds"]}
+    plain, fair = fastest(entries, "plain"), fastest(entries, "fair")
+    if plain and fair and plain.heat["seconds"] <= NEAR * fair.heat["seconds"]:
+        chosen.discard(fair.name)
     return [entry for entry in entries if entry.name in chosen]
 
 

@@ -15,8 +15,9 @@ measured on another machine or with other versions is measured anew.
 The plain loop is transformers' model in fp32 with AdamW, as torch has them by default; the fair one has torch's fast
 products of fp32 matrices besides. The loops by hand are what a careful user would try: fused AdamW, autocast and half
 precision where the machine multiplies it faster, torch.compile, and of an encoder logits of the masked words alone. Of
-an encoder only the latter are compiled, for they do less. Of each kind those in half precision come first and compiled
-ones last, so that what loses is dropped early.
+an encoder only the latter are compiled or in fp32, for they do less; where half precision is faster, fp32 with the loss
+in chunks is left out. Of each kind half precision comes first and compiled forms last, so that what loses is dropped
+early.
 """
 
 from __future__ import annotations
@@ -245,12 +246,7 @@ def default_plans(device: torch.device, half: bool) -> list[Plan]:
     if half:
         auto = replace(base, attention="auto")
         levels = [replace(auto, precision=level) for level in ("O1", "O2", "O3")]  # type: ignore[arg-type]
-    eager = [
-        *levels,
-        *(replace(plan, loss="chunked") for plan in levels),
-        base,
-        replace(base, loss="chunked"),
-    ]
+    eager = [*levels, *(replace(plan, loss="chunked") for plan in levels or [base]), base]
     return eager + [replace(plan, compile="whole") for plan in (*levels, base)]
 
 
@@ -284,7 +280,7 @@ def contestants(
     encoder = isinstance(config, EncoderConfig)
     for compiled in (False, True):
         for name, options in types:
-            for masked_only in (True, False) if encoder and not compiled else (encoder,):
+            for masked_only in (True, False) if encoder and not compiled and options else (encoder,):
                 words = f"hand {name}{', masked words only' * masked_only}"
                 given = {"matmul": fast, "fused": True, "masked_only": masked_only, **options}
                 if compiled:

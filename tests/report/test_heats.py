@@ -44,9 +44,13 @@ def test_what_is_far_slower_than_the_best_of_its_kind_is_dropped_after_one_step(
         _of(heats, "best", 9.0, 1.2, 1.1, 1.0),
         _of(heats, "near", 9.0, 1.4, 1.3, 1.3),
         _of(heats, "far", 9.0, 1.6, 0.1),
+        _of(heats, "disturbed", 1.3, 9.0, 1.3),
+        _of(heats, "warm", 1.2, 1.1, 1.3, warms_itself=True),
     )
     assert found["best"] == {"first_seconds": 9.0, "seconds": 1.0}
     assert found["near"]["seconds"] == 1.3
+    assert found["disturbed"]["seconds"] == 1.3
+    assert found["warm"]["seconds"] == 1.1
     assert found["far"]["seconds"] == 1.6
     assert "1.60 times" in found["far"]["dropped"]
 
@@ -112,3 +116,25 @@ def test_a_cell_goes_on_where_its_time_was_over(
     found = call()
     assert {"over_plain", "over_hand"} <= set(found["verdict"])
     assert call() | {"environment": {}} == found | {"environment": {}}
+
+
+def test_finalists_are_the_best_of_each_kind_and_what_is_near_them(heats: Any) -> None:
+    def chosen(fair: float) -> set[str]:
+        seconds = {
+            "plain": 2.0,
+            "fair": fair,
+            "best": 1.0,
+            "near": 1.05,
+            "next": 1.06,
+            "ours": 0.9,
+            "far": 1.2,
+        }
+        kinds = {"plain": "plain", "fair": "fair", "ours": "penstock", "far": "penstock"}
+        entries = [_of(heats, name, one) for name, one in seconds.items()]
+        for entry in entries:
+            entry.kind = kinds.get(entry.name, "hand")
+            entry.heat = {"seconds": seconds[entry.name]}
+        return {entry.name for entry in heats.finalists(entries)}
+
+    assert chosen(fair=1.9) == {"plain", "best", "near", "ours"}
+    assert chosen(fair=1.5) == {"plain", "fair", "best", "near", "ours"}

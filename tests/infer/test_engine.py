@@ -146,4 +146,18 @@ def test_compiled_steps_of_all_slots_change_no_token(name: str) -> None:
     ]
     expected = [plain(model, request.ids, 9) for request in requests]
     engine = Engine(model, slots=3, chunk=4, start=0, compiled=Compiled(model, backend="eager"))
+    engine.warm()
+    assert engine.running == 0
     assert [text for text, _ in served(engine, requests, late=3)] == expected
+
+
+def test_compiled_steps_are_narrow_again_after_a_long_text() -> None:
+    model = tiny("gpt")
+    engine = Engine(model, slots=2, compiled=Compiled(model, backend="eager"))
+    long, short = (tuple(draw % WORDS for draw in range(3, 3 + count)) for count in (100, 4))
+    widths = []
+    for ids in (short, long, short):
+        request = Request(ids=ids, decoding=Decoding(max_tokens=9))
+        assert served(engine, [request])[0][0] == plain(model, ids, 9)
+        widths.append(engine._past.store.width)  # type: ignore[union-attr]
+    assert widths == [64, 128, 64]

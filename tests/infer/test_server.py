@@ -19,10 +19,13 @@ import pytest
 
 from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
 from helpers.served import Running, served
+from penstock.config.decoding import Decoding
+from penstock.errors import ConfigError
 from penstock.infer.measure import Client, replay, step_costs
 from penstock.infer.scheduler import Limits
 from penstock.infer.simulate import simulate
 from penstock.infer.traffic import Arrival, Rate
+from penstock.infer.worker import Opened
 from penstock.planner.serve import StepCosts
 
 pytest.importorskip("uvicorn")
@@ -337,7 +340,7 @@ def tiny(family: str, where: Path) -> Path:
 
     torch.manual_seed(1)
     words, small = where / "words", {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
-    words.mkdir()
+    words.mkdir(parents=True)
     Bytes().save(words)
     model = penstock.PRESETS[family]
     if isinstance(model, penstock.Seq2SeqConfig):
@@ -349,6 +352,61 @@ def tiny(family: str, where: Path) -> Path:
     return where / family
 
 
+def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.infer.serve import _settings
+    from penstock.infer.settings import ServeConfig
+    from penstock.infer.worker import opened
+
+    made = {}
+    graphs = []
+    monkeypatch.setattr(
+        "penstock.infer.static.BACKEND", lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    for family in ("llama-tiny", "marian-tiny"):
+        where = tiny(family, tmp_path / family)
+        for compile in ("none", "whole"):
+            config = ServeConfig(slots=3, cache="slots", compile=compile)  # type: ignore[arg-type]
+            one = opened(_settings(config, where), Limits(slots=3, chunk=config.chunk, pieces=True))
+            before = len(graphs)
+            assert bool(graphs) == (compile == "whole" or family == "marian-tiny"), "before the first request"
+            made[family, compile] = texts_of(one)
+            assert len(graphs) == before
+        assert made[family, "none"] == made[family, "whole"]
+        assert len(set(map(tuple, made[family, "none"]))) > 1
+    with pytest.raises(ConfigError, match="makes vectors"):
+        opened(_settings(config, tiny("bert-tiny", tmp_path / "bert")), Limits())
+    with pytest.raises(ConfigError, match="use cache=slots"):
+        ServeConfig(compile="whole")
+    with pytest.raises(ConfigError, match="speak to each other"):
+        ServeConfig(compile="whole", cache="slots", tp=2)
+
+
+def texts_of(one: Opened) -> list[list[int]]:
+    """What a worker's engine makes of some prompts, which come as slots are free."""
+    assert one.engine is not None
+    prompts = [
+        [draw.randrange(256) for _ in range(draw.randint(2, 40))] for draw in map(random.Random, range(7))
+    ]
+    requests = [
+        one.request(ids=tuple(row), decoding=Decoding(max_tokens=8, ignore_end=True)) for row in prompts
+    ]
+    texts: list[list[int]] = [[] for _ in requests]
+    running: dict[int, int] = {}
+    coming = iter(range(len(requests)))
+    following = next(coming, None)
+    while running or following is not None:
+        while following is not None and (slot := one.engine.admit(requests[following])) is not None:
+            running[slot], following = following, next(coming, None)
+        for slot, tokens, finished in one.engine.step():
+            texts[running[slot]] += tokens
+            if finished:
+                one.engine.release(slot)
+                del running[slot]
+    return texts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tp"), [("llama-tiny", 1), ("marian-tiny", 1), ("bert-tiny", 1), ("llama-tiny", 2)]
@@ -357,7 +415,6 @@ def test_real_models_are_served(family: str, tp: int, tmp_path: Path) -> None:
     """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""
     import torch
 
-    from penstock.config.decoding import Decoding
     from penstock.config.plan import Plan
     from penstock.infer.encode import Embedder
     from penstock.infer.engine import Engine, Request

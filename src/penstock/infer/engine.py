@@ -227,6 +227,14 @@ class Engine:
             made += self._choose(ready, self._decode(ready))
         return made
 
+    def warm(self) -> None:
+        """Make a text that nobody asked for, so that what is compiled is compiled before the first request."""
+        slot = self.admit(Request(ids=(0,), decoding=Decoding(max_tokens=2, ignore_end=True)))
+        assert slot is not None
+        while not any(each.finished for each in self.step()):
+            pass
+        self.release(slot)
+
     @staticmethod
     def _unread(text: _Text) -> bool:
         return text.kept < text.prompt
@@ -267,7 +275,8 @@ class Engine:
         wanted = torch.tensor([slot - low for slot in ready], device=self.device)
         if self._compiled is not None:
             assert isinstance(self._past.store, Columns)
-            width = bucket(max(width, self._past.store.width))
+            width, there = bucket(width), self._past.store.width
+            width = width if width <= there // 2 else max(width, bucket(there))  # a long text that has gone
             logits = self._compiled(self._past, tokens, places, columns, width)[wanted]
         else:
             self._look(texts)

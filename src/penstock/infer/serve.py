@@ -122,5 +122,5 @@ def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
     return {
         "model": str(folder), "dtype": config.dtype, "weights": config.weights, "device": config.device,
         "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,
-        "tokens": config.tokens, "chunk": config.chunk, "tp": config.tp,
+        "tokens": config.tokens, "chunk": config.chunk, "tp": config.tp, "compile": config.compile,
     }  # fmt: skip

@@ -128,6 +128,9 @@ class ServeConfig(Checked):
     """`paged`: all texts share one cache in blocks, and prompts that begin alike share theirs."""
     tokens: Count | None = None
     """Tokens of the paged cache; by default those of all slots."""
+    compile: Literal["none", "whole"] = "none"
+    """`whole`: the step that makes the next tokens of all slots is one graph, compiled before the first request. It
+    needs cache=slots."""
     chunk: Count = 512
     """Tokens of prompts that are read between two steps, so that texts under way do not stall."""
     seconds: Positive = 300.0
@@ -144,3 +147,10 @@ class ServeConfig(Checked):
     def _problems(self) -> Iterator[str]:
         if self.tp > 1 and self.device.startswith("cuda:"):
             yield f"device is {quoted(self.device)}, but tp={self.tp} takes a GPU for each process; use device=cuda."
+        if self.compile != "none" and self.cache == "paged":
+            yield f"compile={self.compile} makes a graph of a cache whose columns lie together; use cache=slots."
+        if self.compile != "none" and self.tp > 1:
+            yield (
+                f"compile={self.compile} makes one graph of a step, within which the processes of tp={self.tp} speak "
+                "to each other; leave one of them out."
+            )

@@ -128,6 +128,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     from penstock.infer.engine import Engine, Request
     from penstock.infer.led import Led, join
     from penstock.infer.load import loaded
+    from penstock.infer.static import Compiled
     from penstock.models.convert import model_in
     from penstock.parallel import ALONE
 
@@ -140,6 +141,11 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "source": 0,
     }
     if config is not None and config.family == "encoder":
+        if settings["compile"] != "none":
+            raise ConfigError(
+                f"compile={settings['compile']} is for steps that make tokens, and this model makes vectors; leave it "
+                "out."
+            )
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         return Opened(
             None,
@@ -154,7 +160,10 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     engine = Engine(
         found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
         tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
+        compiled=None if settings["compile"] == "none" else Compiled(found.model),
     )  # fmt: skip
+    if settings["compile"] != "none":
+        engine.warm()
     source = positions(found.model.config)[0] if about["family"] == "seq2seq" else 0
     led = None if dims.alone else Led(engine, dims)
     return Opened(

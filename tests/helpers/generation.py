@@ -27,9 +27,11 @@ BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
 _LIKE_LLAMA = ("llama", "qwen", "qwen2")
 
 
-def tiny(name: str, *, words: int = WORDS, seed: int = 0, dtype: torch.dtype = torch.float64) -> TextModel:
-    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, two blocks of width 16, drawn by `seed`."""
-    sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": 2, "mlp_width": 32, "head_features": None}
+def tiny(
+    name: str, *, words: int = WORDS, seed: int = 0, depth: int = 2, dtype: torch.dtype = torch.float64
+) -> TextModel:
+    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`."""
+    sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):

@@ -60,20 +60,20 @@ def added(x: Tensor, line: Line) -> Tensor:
 
 def together(x: Tensor, line: Line, dim: int) -> Tensor:
     """The tensors of all ranks, one after the other along `dim`."""
-    rows = x if dim == 0 else x.transpose(0, dim)
     found: Tensor = _collectives.wait_tensor(
-        _collectives.all_gather_into_tensor(rows.contiguous(), line.count, line.group)
+        _collectives.all_gather_into_tensor(x.contiguous(), line.count, line.group)
     )
-    return found if dim == 0 else found.transpose(0, dim).contiguous()
+    # They come one after the other along the first dimension: a single copy puts them beside each other.
+    return found.view(line.count, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def apart(x: Tensor, line: Line, dim: int) -> Tensor:
     """This rank's part of the sum over ranks along `dim`, which they share out evenly."""
-    rows = x if dim == 0 else x.transpose(0, dim)
+    parts = x.reshape(*x.shape[:dim], line.count, -1, *x.shape[dim + 1 :]).movedim(dim, 0).flatten(0, 1)
     found: Tensor = _collectives.wait_tensor(
-        _collectives.reduce_scatter_tensor(rows.contiguous(), "sum", line.count, line.group)
+        _collectives.reduce_scatter_tensor(parts.contiguous(), "sum", line.count, line.group)
     )
-    return found if dim == 0 else found.transpose(0, dim).contiguous()
+    return found
 
 
 def _padded(x: Tensor, line: Line) -> Tensor:

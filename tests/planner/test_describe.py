@@ -164,6 +164,22 @@ def test_collectives_are_operators_too() -> None:
     assert {kind for kind, _, _ in sent("cp=2")} == {"ring"}
 
 
+def test_what_devices_send_is_copied_where_samples_come_before_tokens() -> None:
+    def copies(line: str, device: str = "cpu") -> list[tuple[bool, float]]:
+        work = describe(PRESETS["gpt2"], Plan.parse(f"tp=2 sp=true {line}"), device)
+        return [(op.forward, op.read) for _, op in work.operators() if op.name == "turn"]
+
+    moved = 4 * 1024 * 768 * 4.0
+    # Beside each gathering and scattering: four and six of a block, of the entrance and before the output.
+    (block,) = describe(PRESETS["gpt2"], Plan.parse("tp=2 sp=true micro_batch=4"), "cpu").blocks
+    ahead, behind = (sum(op.name == "turn" for op in ops) for ops in (block.forward, block.backward))
+    assert (ahead, behind) == (4, 6)
+    assert set(copies("micro_batch=4")) == {(True, moved), (False, moved)}
+    assert not copies("micro_batch=1")
+    assert not copies("micro_batch=4 token_order=batch_second")
+    assert not copies("micro_batch=4", "cuda")
+
+
 def test_casts_are_operators_too() -> None:
     def names(line: str) -> set[str]:
         return {

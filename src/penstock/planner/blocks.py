@@ -57,7 +57,18 @@ def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> 
     gather = Op("gather", "gather", read=moved, axis="tensor")
     # The rows are gathered again for the gradients of weights.
     again = gather._replace(forward=False, hides=True)
-    to.add(gather, *[again] * hides, scatter)
+    copy = turned(to, moved, forward=False)
+    to.add(gather, *[again, *copy] * hides, *copy, scatter)
+    for ahead in turned(to, moved):
+        to.add(ahead)
+
+
+def turned(to: Lister, moved: float, *, forward: bool = True) -> tuple[Op, ...]:
+    """The copy beside a gathering or scattering of `moved` bytes. Devices send what lies in a row, and of each of
+    several samples have a part of the tokens. Published runs on GPUs keep tokens first, and so do predictions there.
+    """
+    apart = to.terms.host and to.terms.copies and to.terms.samples > 1
+    return (Op("turn", "copy", forward, read=moved, written=moved),) * apart
 
 
 def _after_split(to: Lister, rows: float, width: int) -> None:
@@ -66,6 +77,8 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
     moved = rows * width * t.product
     if t.spread > 1:
         scatter = Op("scatter", "scatter", read=moved, axis="tensor")
+        for copy in turned(to, moved):
+            to.add(copy, copy._replace(forward=False))
         to.add(scatter, scatter._replace(name="gather", kind="gather", forward=False))
     elif t.tp > 1:
         to.add(Op("sum", "allreduce", read=moved, axis="tensor"))

@@ -20,7 +20,7 @@ from penstock.config.model import (
 )
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, Plan
-from penstock.planner.blocks import before_split, list_block
+from penstock.planner.blocks import before_split, list_block, turned
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import SHARED_TABLE, Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
@@ -141,8 +141,9 @@ def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
     """Tokens that sequence parallelism shares out before the first block, of whose gradients all devices need all; or
     that come together behind the `last` block, for what all devices compute alike."""
     if to.terms.spread > 1:
-        gather = Op("gather", "gather", last, read=numbers * to.terms.stream, axis="tensor")
-        to.add(gather) if last else to.behind(gather)
+        moved = numbers * to.terms.stream
+        for op in (Op("gather", "gather", last, read=moved, axis="tensor"), *turned(to, moved, forward=last)):
+            to.add(op) if last else to.behind(op)
 
 
 def _gives_words(model: ModelConfig) -> bool:

@@ -43,7 +43,8 @@ class Terms(NamedTuple):
     whole: bool = False
     """Whether the loss is compiled too."""
     copies: bool = False
-    """Whether plain attention copies queries, keys and values."""
+    """Whether samples come before tokens: plain attention copies queries, keys and values, and sequence parallelism
+    what devices send."""
     host: bool = False
     """Whether the device is a CPU."""
     serving: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import os
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ from penstock.probe import (
     products,
     resolve_device,
 )
-from penstock.probe.link import measure_link
-from penstock.probe.rates import page_seconds
+from penstock.probe.link import alone_speedup, measure_link
+from penstock.probe.rates import page_seconds, seconds, shared
 
 pytestmark = pytest.mark.alone
 
@@ -94,6 +95,41 @@ def test_what_collectives_take_is_the_same_to_all_ranks(world: int) -> None:
     assert found[0] == found[-1]
     assert all(1e6 < rate < 1e12 for name, rate in found[0].items() if name != "collective_seconds")
     assert 1e-6 < found[0]["collective_seconds"] < 0.1
+
+
+def _on_one_core() -> float:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        return alone_speedup(CPU)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_ranks_on_one_core_are_twice_as_fast_alone() -> None:
+    first, second = pool(2).run(_on_one_core)
+    assert first == second
+    assert first == pytest.approx(2.0, rel=0.25)
+
+
+def _held_up() -> tuple[float, float]:
+    """What a call that computes for a while, and then waits for a processor as long, takes alone and shared."""
+
+    def call() -> None:
+        until = time.process_time() + 5e-3
+        while time.process_time() < until:
+            pass
+        time.sleep(5e-3)
+
+    with shared():
+        together = seconds(call, CPU, 0.05)
+    return seconds(call, CPU, 0.05), together
+
+
+def test_ranks_count_the_time_that_they_wait_for_a_processor() -> None:
+    for alone, together in pool(2).run(_held_up):
+        assert alone == pytest.approx(5e-3, rel=0.3)
+        assert together > 1.6 * alone
 
 
 def test_each_kind_of_collective_has_its_own_rate() -> None:

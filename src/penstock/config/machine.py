@@ -109,13 +109,17 @@ class Machine(Checked, where="machine"):
     collective_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
     collective_seconds: NotNegative = 0.0
-    """Time of a small all-reduce between processes; 0 if not measured."""
+    """Time of a small all-reduce between processes; 0 if not measured. On CPUs that by which it makes products take
+    longer between which it comes, with what ranks wait for each other."""
     gather_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-gather; that of all-reduce if not measured, as for the next two."""
     scatter_bytes_per_second: NotNegative | None = None
     """Of reduce-scatter."""
     send_bytes_per_second: NotNegative | None = None
     """Measured rate from one process to another."""
+    alone_speedup: NotNegative = 0.0
+    """How many times as fast a process computes while the others wait, where all were measured at once on a CPU that
+    they share; 0 if they were not."""
     multiprocessors: Natural | None = None
     """Number of thread blocks, one large tile each, that run at the same time."""
     power_watts: NotNegative | None = None

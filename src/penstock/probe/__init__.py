@@ -28,7 +28,7 @@ from penstock.config.machine import (
     save_machine,
 )
 from penstock.errors import EnvironmentProblem, PenstockError
-from penstock.probe.link import measure_link
+from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, measured_again, sustained
 from penstock.probe.rates import launch_seconds, memory_bandwidth, memory_bytes, page_seconds, shared
@@ -68,6 +68,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
         share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
         link = measure_link(where) if world > 1 else None
+        faster_alone = alone_speedup(where) if world > 1 and on_cpu else 0.0
     best: dict[str, float] = {}
     for sample in samples:
         best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
@@ -83,6 +84,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         operator_seconds=operator,
         page_seconds=page,
         sustained_share=share,
+        alone_speedup=faster_alone,
         gemm=tuple(samples),
         kernels=tuple(kernels),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),

@@ -13,11 +13,17 @@ from penstock.config.machine import Link
 SMALL, LARGE = 64, 1 << 20
 """Numbers that are sent to learn what a call costs by itself, and how fast many bytes are."""
 REPEATS = 9
+BETWEEN_SECONDS, MEETINGS, TURNS = 5e-3, 10, 4
+"""What ranks compute between two calls, how often, and how often that, to learn what a call costs in a step. Tensor
+parallel layers of a few million weights meet as often."""
 
 
 def measure_link(device: torch.device) -> Link:
     """Measure between the ranks, all of which call this at once; two or more. Every rank gets the same figures: of each
-    call the time of the rank that waits longest. It takes about 0.3 s on a CPU.
+    call the time of the rank that waits longest. It takes about a second on a CPU.
+
+    On a CPU a call's own time is that between products, in which ranks wait for whichever the machine held up. Right
+    behind a barrier it is shorter.
 
     A gather's bandwidth counts (n - 1) / n of the bytes that each of n ranks ends with, an all-reduce's twice that
     (nccl-tests' bus bandwidth).
@@ -49,7 +55,7 @@ def measure_link(device: torch.device) -> Link:
 
     return Link(
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
-        collective_seconds=call,
+        collective_seconds=max(call, _meeting(device)) if device.type == "cpu" else call,
         gather_bytes_per_second=rate(
             _seconds(lambda: distributed.all_gather_into_tensor(whole, part), device), share * bytes_
         ),
@@ -58,6 +64,60 @@ def measure_link(device: torch.device) -> Link:
         ),
         send_bytes_per_second=rate(_seconds(sent, device), bytes_),
     )
+
+
+def alone_speedup(device: torch.device) -> float:
+    """How many times as fast a rank multiplies while the others wait, where ranks share a CPU; all call this at once.
+    It takes about 0.2 s a rank.
+    """
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    products = _Products(device)
+    shared = alone = 0.0
+    # By turns, for the machine's speed changes.
+    for _ in range(TURNS):
+        shared += products.seconds(MEETINGS)
+        for turn in range(ranks):
+            taken = products.seconds(MEETINGS if turn == rank else 0)
+            alone += taken if turn == rank else 0.0
+    found = _summed(torch.tensor([shared, alone], dtype=torch.float64, device=device))
+    return max(1.0, float(found[0] / found[1]))
+
+
+def _meeting(device: torch.device) -> float:
+    """By how many seconds a small all-reduce between products makes ranks take longer, on their mean."""
+    products, few = _Products(device), torch.zeros(SMALL, device=device)
+    longer = 0.0
+    for _ in range(TURNS):
+        longer -= products.seconds(MEETINGS)
+        longer += products.seconds(MEETINGS, lambda: distributed.all_reduce(few))
+    each = float(_summed(torch.tensor(longer, dtype=torch.float64, device=device)))
+    return max(0.0, each / (distributed.get_world_size() * TURNS * MEETINGS))
+
+
+class _Products:
+    """Rows of products that take about `BETWEEN_SECONDS` where all ranks compute, as many on each rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        drawn = torch.Generator(device=device).manual_seed(0)
+        self.factor, self.count = torch.rand(384, 384, device=device, generator=drawn), 1
+        self.seconds(8)
+        once = torch.tensor(self.seconds(32) / 32, dtype=torch.float64, device=device)
+        self.count = max(1, round(BETWEEN_SECONDS * distributed.get_world_size() / float(_summed(once))))
+
+    def seconds(self, rows: int, after: Callable[[], object] = lambda: None) -> float:
+        """Of so many rows, with a call after each."""
+        distributed.barrier()
+        start = time.perf_counter()
+        for _ in range(rows):
+            for _ in range(self.count):
+                self.factor @ self.factor
+            after()
+        return time.perf_counter() - start
+
+
+def _summed(values: Tensor) -> Tensor:
+    distributed.all_reduce(values)
+    return values
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

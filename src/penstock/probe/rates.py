@@ -35,22 +35,35 @@ def seconds(call: Callable[[], object], device: torch.device, budget: float) -> 
     if _sharing.get():
         torch.distributed.barrier()
     call()
+    start = time.perf_counter()
     once = _time(call, device, 1)
     if once > budget:
-        return once
+        return once * _waits(device, start, once)
     # Short calls are timed in batches of at least a millisecond, so that the clock and a GPU's queue do not matter.
     batch = max(1, min(1000, int(1e-3 / max(once, 1e-7))))
     rounds = max(3, min(50, int(budget / max(once * batch, 1e-7))))
-    return statistics.median(_time(call, device, batch) for _ in range(rounds))
+    taken = [_time(call, device, batch) for _ in range(rounds)]
+    return statistics.median(taken) * _waits(device, start, once + batch * sum(taken))
+
+
+def _waits(device: torch.device, start: float, worked: float) -> float:
+    """What ranks that share processors wait for these in turns, which their own time does not show: the time since
+    `start` over what this one `worked`."""
+    hidden = _sharing.get() and _clock(device) is time.process_time
+    return max(1.0, (time.perf_counter() - start) / worked) if hidden else 1.0
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """One thread's work is timed in its processor time, which other processes lengthen less than the wall clock's."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
 
 
 def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:
     """Seconds of one of `batch` calls."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # One thread's work is timed in its processor time, which other processes lengthen less than the wall clock's.
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
+    clock = _clock(device)
     start = clock()
     for _ in range(batch):
         call()

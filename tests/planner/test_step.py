@@ -10,9 +10,12 @@ from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
+from penstock.planner.prediction import Prediction, predict
 from penstock.planner.rates import rates_of
 from penstock.planner.software import Software
+from penstock.planner.stages import stage_costs
 from penstock.planner.step import PartTime, layout_of, part_time, step
+from penstock.schedules import schedule_of, simulate
 
 
 @pytest.mark.parametrize(("attention", "passes"), [("plain", 2), ("flash", 0)])
@@ -79,3 +82,24 @@ def test_a_window_and_a_shared_norm_are_counted() -> None:
     assert apart.parameters - beside.parameters == 2 * 768
     residuals = [sum(op.name.endswith("residual") for op in part.forward) for part in (apart, beside)]
     assert residuals == [2, 2]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved virtual=2"])
+def test_stages_that_share_a_cpu_idle_less(schedule: str) -> None:
+    """One that waits leaves its processor to the others, so that on one core nothing is idle."""
+    model = replace(preset("gpt2"), depth=8)
+    plan = Plan.parse(f"pp=4 accumulate=4 schedule={schedule}")
+    cpu = replace(load_machine("h100"), name="cpu", device="cpu", source="measured", launch_seconds=0.0)
+
+    def predicted(alone: float) -> Prediction:
+        return predict(model, replace(cpu, alone_speedup=alone), plan)
+
+    assert predicted(0.0).seconds == predicted(1.0).seconds
+    taken = [predicted(alone).iteration_seconds for alone in (1.01, 1.3, 2.0, 4.0)]
+    assert taken == sorted(taken, reverse=True)
+    assert taken[-1] < 0.9 * taken[0]
+    costs = stage_costs(model, cpu, plan)
+    work = simulate(schedule_of(plan), costs).busy
+    computed = ("gemm", "attention", "pointwise", "output", "launch", "bubble")
+    one = predicted(4.0).seconds
+    assert sum(one[name] for name in computed) == pytest.approx(sum(work) / 4, rel=0.01)

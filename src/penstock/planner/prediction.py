@@ -19,6 +19,7 @@ from penstock.planner.pipeline import in_flight
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
+from penstock.planner.stages import share_processors
 from penstock.planner.step import step
 from penstock.planner.traced import as_planned
 
@@ -140,6 +141,7 @@ def predicted(
 ) -> Prediction:  # fmt: skip
     """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
     time = step(work, rates, plan, software)
+    share_processors(time, work, rates, plan)
     seconds = time.total
     parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
     needed = int(sum(parts.values()))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
-from penstock.planner.operators import Part
+from penstock.planner.operators import Part, Workload
 from penstock.planner.pipeline import stage_counts
-from penstock.planner.rates import rates_of
-from penstock.planner.step import layout_of, part_time
+from penstock.planner.rates import Rates, rates_of
+from penstock.planner.step import Parts, Step, layout_of, part_time
 from penstock.planner.traffic import transfer_seconds
-from penstock.schedules import Costs
+from penstock.schedules import Costs, play_shared, schedule_of
 
 
 def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
     """Seconds of each stage's passes of one micro-batch, and of what it sends, on a device of `machine`."""
-    work, rates = describe(model, plan, machine.device), rates_of(machine, plan)
-    layout = layout_of(plan, work)
+    return costs_of(describe(model, plan, machine.device), rates_of(machine, plan), plan)
+
+
+def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
+    """As `stage_costs`, of a described model."""
+    machine, layout = rates.machine, layout_of(plan, work)
     host = (machine.operator_seconds or machine.launch_seconds) if rates.cpu else 0.0
 
     def passes(part: Part) -> tuple[float, float, float]:
@@ -42,3 +48,19 @@ def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
         forward=column(0), backward_input=column(1), backward_weight=column(2),
         transfer=transfer_seconds(work, rates, plan),
     )  # fmt: skip
+
+
+def share_processors(time: Step, work: Workload, rates: Rates, plan: Plan) -> None:
+    """Put right what a pipeline computes and idles where its stages share a CPU: one that waits leaves others more."""
+    alone = rates.machine.alone_speedup
+    if not rates.cpu or plan.pp == 1 or alone <= 1:
+        return
+    costs = replace(costs_of(work, rates, plan), transfer=0.0)
+    works = play_shared(schedule_of(plan), costs, 1.0).busy
+    slowest = works.index(max(works))
+    shared = play_shared(schedule_of(plan), costs, alone)
+    busy = shared.busy[slowest]
+    for name in (*Parts._fields, "recompute", "output", "launch"):
+        time.seconds[name] *= busy / works[slowest]
+    time.seconds["bubble"] = shared.makespan - busy
+    time.bubble_fraction = time.seconds["bubble"] / busy

@@ -15,6 +15,8 @@ from penstock.schedules.generate import generate as generate
 from penstock.schedules.generate import schedule_of as schedule_of
 from penstock.schedules.measured import Measured as Measured
 from penstock.schedules.schedule import Schedule as Schedule
+from penstock.schedules.shared import Shared as Shared
+from penstock.schedules.shared import play_shared as play_shared
 from penstock.schedules.simulate import Simulation as Simulation
 from penstock.schedules.simulate import Span as Span
 from penstock.schedules.simulate import simulate as simulate

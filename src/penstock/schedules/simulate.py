@@ -123,7 +123,7 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
     rank that later fills the place wakes it. Each rank is a generator, because most of the work is stopping
     and resuming.
     """
-    links = _links(schedule, costs)
+    links = links_of(schedule, costs)
     starts: list[list[Number]] = [[] for _ in schedule.ranks]
     clocks: list[Number] = [0] * len(starts)
     waited: list[Number] = [0] * len(starts)
@@ -162,7 +162,7 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
     return starts, clocks, waited
 
 
-def _links(schedule: Schedule, costs: Costs) -> _Links:
+def links_of(schedule: Schedule, costs: Costs) -> _Links:
     """For each kind and stage: the box of its input, its duration, the box and delay of its output, and the
     box that tells W that I is done.
 

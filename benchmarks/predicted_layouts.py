@@ -1,18 +1,24 @@
 """Steps of models that are split over processes: predicted beside measured, with the bubbles of pipelines.
 
-    OMP_NUM_THREADS=1 python benchmarks/predicted_layouts.py --procs 2 \\
+    OMP_NUM_THREADS=1 python benchmarks/predicted_layouts.py --procs 2 --rounds 3 \\
         --output benchmarks/results/predicted_layouts_cpu.json
 
-It starts that many processes on this machine, each with one thread or a GPU of its own. In each round they probe the
-machine at the same time, take steps under each layout in turn, and probe again. Predictions use the mean of both
-probes, so each process's share of the machine is what was measured. Time is wall-clock time. A bubble is the ranks'
-mean idle share of a pipeline's makespan in one step.
+It starts that many processes on this machine for each round, each with one thread or a GPU of its own. They probe the
+machine at the same time, take steps under each layout in turn, and probe again. A fixed product is timed around each
+probe and between steps: predictions are scaled by how much slower it was among the steps, as in
+`predicted_own_runs.py`, and are the mean of all processes' and both probes'. Time is wall-clock time. A bubble is the
+ranks' mean idle share of a pipeline's makespan in one step.
+
+Rounds that the output holds are kept, and those that are missing are measured: an interrupted run goes on with the same
+command. Schedules are ordered by their simulated makespans, and by their measured steps over the yardstick then. Two of
+them count as apart where their difference, on the median of rounds, is larger than its spread.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from penstock.build import Built, build
+from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, ViTConfig, preset
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -34,46 +41,57 @@ from penstock.parallel.dims import ParallelDims
 from penstock.parallel.join import joined, local_device
 from penstock.planner.prediction import predict
 from penstock.planner.stages import stage_costs
-from penstock.probe import probe, resolve_device
+from penstock.probe import resolve_device
 from penstock.report.record import environment
-from penstock.schedules import Measured, schedule_of, simulate
+from penstock.schedules import Measured, play_shared, schedule_of
 from penstock.schedules.schedule import Action
 from penstock.schedules.simulate import Span
 from penstock.step.pipeline import Pipeline
 from penstock.tasks.image_classification import ImageClassification
-from predicted_own_runs import step_seconds
+from predicted_own_runs import Yardstick, probed, step_seconds
 
+GPT, BERT, VIT = "gpt of 8 blocks", "bert of 8 blocks", "vit-s16"
 SCHEDULES = ("schedule=gpipe", "schedule=1f1b", "schedule=interleaved virtual=2", "schedule=zero_bubble")
-LINES = {
+CASES = {
     2: (
-        "micro_batch=2 dp=2",
-        "micro_batch=2 dp=2 sharding=fsdp",
-        "micro_batch=4 tp=2",
-        "micro_batch=4 tp=2 sp=true",
-        "micro_batch=4 cp=2",
-        *(f"micro_batch=1 accumulate=4 pp=2 {one}" for one in SCHEDULES),
+        (GPT, "micro_batch=2 dp=2"),
+        (GPT, "micro_batch=2 dp=2 sharding=fsdp"),
+        (GPT, "micro_batch=4 tp=2"),
+        (GPT, "micro_batch=4 tp=2 sp=true"),
+        (GPT, "micro_batch=4 cp=2"),
+        *((GPT, f"micro_batch=1 accumulate=4 pp=2 {one}") for one in SCHEDULES),
+        (BERT, "micro_batch=4 cp=2"),
+        (VIT, "micro_batch=2 dp=2 sharding=fsdp"),
+        (VIT, "micro_batch=4 tp=2 sp=true"),
+        *((VIT, f"micro_batch=1 accumulate=4 pp=2 {one}") for one in SCHEDULES),
     ),
     4: (
-        "micro_batch=2 dp=4",
-        "micro_batch=4 dp=2 tp=2",
-        "micro_batch=1 accumulate=4 tp=2 pp=2 sp=true schedule=1f1b",
-        "micro_batch=1 accumulate=4 dp=2 pp=2 schedule=1f1b",
-        *(f"micro_batch=1 accumulate=8 pp=4 {one}" for one in SCHEDULES),
+        (GPT, "micro_batch=1 dp=4"),
+        (GPT, "micro_batch=2 dp=2 tp=2"),
+        (GPT, "micro_batch=1 accumulate=4 tp=2 pp=2 sp=true schedule=1f1b"),
+        (GPT, "micro_batch=1 accumulate=2 dp=2 pp=2 schedule=1f1b"),
+        *((GPT, f"micro_batch=1 accumulate=4 pp=4 {one}") for one in SCHEDULES),
+        (VIT, "micro_batch=2 dp=2 tp=2 sp=true"),
     ),
 }
+"""Of each number of processes, models and Plans."""
 ALWAYS = "optimizer=fused host_memory=keep"
+PRODUCTS = 16
+"""Of a yardstick: about half a second."""
+BUBBLES = 3
+"""Steps of which a pipeline's bubble is measured."""
 
 
 def models() -> dict[str, ModelConfig]:
-    """Small enough for steps below two seconds on one core, and large enough that products take most of them."""
+    """Small enough for steps of about a second on two cores, and large enough that products take most of them."""
     gpt, bert = preset("gpt2"), preset("bert-base")
     assert isinstance(gpt, DecoderConfig)
     assert isinstance(bert, EncoderConfig)
-    sizes = {"width": 512, "depth": 8, "heads": 8, "mlp_width": 2048, "vocabulary": 8192, "sequence": 256}
+    sizes = {"width": 384, "depth": 8, "heads": 6, "mlp_width": 1536, "vocabulary": 8192, "sequence": 256}
     return {
-        "gpt of 8 blocks": replace(gpt, **sizes, max_positions=256, dropout=0.0),
-        "bert of 8 blocks": replace(bert, **sizes, max_positions=256, dropout=0.0),
-        "vit-s16": preset("vit-s16"),
+        GPT: replace(gpt, **sizes, max_positions=256, dropout=0.0),
+        BERT: replace(bert, **sizes, max_positions=256, dropout=0.0),
+        VIT: preset("vit-s16"),
     }
 
 
@@ -120,49 +138,67 @@ def bubble(built: Built, batches: Sequence[Any]) -> float | None:
     return float(run.bubble_fraction)
 
 
-def measured(config: ModelConfig, plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
+Mine = dict[str, float]
+"""What one rank measured or predicts of one layout."""
+
+
+def measured(
+    config: ModelConfig, plan: Plan, dims: ParallelDims, device: torch.device, yardstick: Yardstick
+) -> Mine:
     """One round of one layout."""
     torch.manual_seed(0)
     built = build(config, plan, device=device, recipe=Recipe(), loss=Given(), dims=dims)
     batches = [micro_batch(config, plan.micro_batch, device)] * plan.accumulate
-    took = step_seconds(built, batches, device)
-    idle = [one for _ in range(5) if (one := bubble(built, batches)) is not None]
+    took, speed = step_seconds(built, batches, device, yardstick)
+    found = {"seconds": took, "yardstick": speed, "yardsticks": took / speed}
+    if plan.pp > 1:
+        idle = [one for _ in range(BUBBLES) if (one := bubble(built, batches)) is not None]
+        found["bubble"] = statistics.median(idle)
     del built
     gc.collect()
-    return {"seconds": took, "bubble": statistics.median(idle) if idle else None}
+    return found
+
+
+def predictions(config: ModelConfig, plan: Plan, machine: Machine, slower: float) -> Mine:
+    """What the planner says of a step on a machine that is so much slower than it was when probed."""
+    said = predict(config, machine, plan).iteration_seconds
+    found = {"predicted": slower * said, "as_probed": said}
+    if plan.pp > 1:
+        costs = stage_costs(config, machine, plan)
+        played = play_shared(schedule_of(plan), costs, max(1.0, machine.alone_speedup))
+        found |= {
+            "simulated": played.makespan,
+            "predicted_bubble": played.bubble_fraction,
+        }
+    return found
+
+
+def mean(rows: Sequence[Mine]) -> Mine:
+    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
 
 
 def worker(options: argparse.Namespace) -> None:
-    """One rank: measures all layouts in rounds; rank 0 prints each round as JSON."""
+    """One rank of one round: measures the chosen layouts; rank 0 prints what was found as JSON."""
     device = local_device(resolve_device(options.device))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     world, first = distributed.get_world_size(), distributed.get_rank() == 0
-    for _ in range(options.rounds):
-        machines, found = [probe(device, quick=True)], []
-        for name, config in models().items():
-            for line in LINES[world]:
-                if options.only and options.only not in f"{name}: {line}":
-                    continue
-                plan = Plan.parse(f"{line} {ALWAYS}")
-                if plan.cp > 1 and isinstance(config, ViTConfig):
-                    continue  # 197 tokens
-                with joined(plan, device) as dims:
-                    found.append((name, config, plan, measured(config, plan, dims, device)))
-                if first:
-                    print(f"{name}: {line}: {found[-1][3]['seconds']:.3f} s", file=sys.stderr, flush=True)
-        machines.append(probe(device, quick=True))
-        if not first:
-            continue
-        for name, config, plan, one in found:
-            said = [predict(config, machine, plan) for machine in machines]
-            costs = stage_costs(config, machines[1], plan) if plan.pp > 1 else None
-            idle = None if costs is None else float(simulate(schedule_of(plan), costs).bubble_fraction)
-            predicted = {
-                "predicted": sum(each.iteration_seconds for each in said) / 2,
-                "predicted_bubble": idle,
-                "parts": said[1].seconds,
-            }
-            print(json.dumps({"model": name, "plan": plan.line(), **one, **predicted}), flush=True)
+    yardstick = Yardstick(device, PRODUCTS)
+    machines, found = [probed(device, yardstick, precise=False)], []
+    for name, line in (CASES[world][index] for index in options.cases):
+        config, plan = models()[name], Plan.parse(f"{line} {ALWAYS}")
+        with joined(plan, device) as dims:
+            found.append((name, plan, measured(config, plan, dims, device, yardstick)))
+        if first:
+            print(f"{name}: {line}: {found[-1][2]['seconds']:.3f} s", file=sys.stderr, flush=True)
+    machines.append(probed(device, yardstick, precise=False))
+    for name, plan, mine in found:
+        config = models()[name]
+        said = [predictions(config, plan, machine, mine["yardstick"] / then) for machine, then in machines]
+        every: list[Any] = [None] * world
+        distributed.all_gather_object(every, mine | mean(said))
+        parts = predict(config, machines[1][0], plan).seconds
+        if first:
+            print(json.dumps({"model": name, "plan": plan.line(), **mean(every), "parts": parts}), flush=True)
     distributed.destroy_process_group()
 
 
@@ -177,10 +213,12 @@ def case(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "predicted": statistics.median(one["predicted"] for one in rounds),
         },
         "step_error": {"median": statistics.median(errors), "min": min(errors), "max": max(errors)},
-        "rounds": len(rounds),
-        "predicted_parts_last_round": rounds[-1]["parts"],
+        "rounds": [
+            {name: value for name, value in one.items() if name != "parts" or one is rounds[-1]}
+            for one in rounds
+        ],
     }
-    if rounds[0]["bubble"] is not None:
+    if "bubble" in rounds[0]:
         found["bubble"] = {
             "measured": statistics.median(one["bubble"] for one in rounds),
             "predicted": statistics.median(one["predicted_bubble"] for one in rounds),
@@ -188,29 +226,56 @@ def case(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--procs", type=int, choices=tuple(LINES), default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", help="layouts whose model or Plan contains this, such as pp=2")
-    parser.add_argument("--output", type=Path, help="what it holds of other numbers of processes stays")
-    parser.add_argument("--rank", action="store_true", help="be one of the processes")
-    options = parser.parse_args()
-    if options.rank:
-        worker(options)
-        return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.procs), __file__, "--rank", *sys.argv[1:]]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            one = json.loads(line)
-            rounds.setdefault((one["model"], one["plan"]), []).append(one)
-    cases = [case(seen) for seen in rounds.values()]
+def apart(one: dict[str, Any], other: dict[str, Any], what: str) -> float:
+    """By how much `one` takes longer, on the median of rounds; 0 where that is less than its spread."""
+    ratios = [a[what] / b[what] - 1 for a, b in zip(one["rounds"], other["rounds"])]
+    found = round(statistics.median(ratios), 9)
+    return found if len(ratios) > 1 and abs(found) > max(ratios) - min(ratios) else 0.0
+
+
+def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The schedules of each model's pipelines from the fastest on, measured and simulated."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in cases:
+        plan = Plan.parse(one["plan"])
+        if plan.pp > 1:
+            alike = replace(plan, schedule="1f1b", virtual=1).line()
+            groups.setdefault((one["model"], alike), []).append(one)
+    found = []
+    for (name, alike), group in groups.items():
+        if len(group) < 2:
+            continue
+        ranked = {
+            what: sorted(group, key=lambda one: statistics.median(each[what] for each in one["rounds"]))
+            for what in ("yardsticks", "simulated")
+        }
+        against = [
+            f"{schedule(one)} before {schedule(other)}"
+            for one, other in itertools.permutations(group, 2)
+            if apart(one, other, "yardsticks") < 0 < apart(one, other, "simulated")
+        ]
+        found.append(
+            {
+                "model": name,
+                "plan": alike,
+                "measured": [schedule(one) for one in ranked["yardsticks"]],
+                "simulated": [schedule(one) for one in ranked["simulated"]],
+                "apart": [
+                    bool(apart(one, other, "yardsticks"))
+                    for one, other in itertools.pairwise(ranked["yardsticks"])
+                ],
+                "against_the_simulated_order": against,
+                "agrees": not against if min(len(one["rounds"]) for one in group) > 1 else None,
+            }
+        )
+    return found
+
+
+def schedule(one: dict[str, Any]) -> str:
+    return Plan.parse(one["plan"]).schedule
+
+
+def show(cases: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], procs: int) -> None:
     for one in cases:
         took, idle = one["step_seconds"], one.get("bubble")
         words = f"; bubble {idle['measured']:.1%}, predicted {idle['predicted']:.1%}" if idle else ""
@@ -218,13 +283,70 @@ def main() -> None:
             f"{one['model']:<17}{one['plan']:<88}{1e3 * took['measured']:8.1f} ms, predicted "
             f"{1e3 * took['predicted']:8.1f} ({one['step_error']['median']:+.1%}){words}"
         )
+    for one in found:
+        told = one["measured"][0]
+        for name, differs in zip(one["measured"][1:], one["apart"]):
+            told += f" {'<' if differs else '='} {name}"
+        verdict = {True: "agrees", False: "does not agree", None: "one round tells no noise"}[one["agrees"]]
+        print(
+            f"{one['model']}: {one['plan']}: measured {told}; simulated {' '.join(one['simulated'])}: {verdict}"
+        )
     off = statistics.median(abs(one["step_error"]["median"]) for one in cases)
-    print(f"{len(cases)} layouts on {options.procs} processes: median error {off:.1%}")
-    if options.output:
-        earlier = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
-        earlier[f"{options.procs} processes"] = {"cases": cases, "environment": environment()}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(earlier, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(cases)} layouts on {procs} processes: median error {off:.1%}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--procs", type=int, choices=tuple(CASES), default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="that each layout shall have in the end")
+    parser.add_argument("--only", default="", help="layouts whose model or Plan contains this, such as pp=2")
+    parser.add_argument("--output", type=Path, help="what it holds stays")
+    parser.add_argument("--cases", type=json.loads, help="be one of the processes, and measure these once")
+    return parser.parse_args()
+
+
+def one_round(options: argparse.Namespace, cases: list[int]) -> list[dict[str, Any]]:
+    """What the processes found of the cases of these numbers."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(options.procs), __file__]
+    command += ["--device", options.device, "--cases", json.dumps(cases)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    options = arguments()
+    if options.cases is not None:
+        worker(options)
+        return
+    kept: dict[str, Any] = {}
+    if options.output and options.output.exists():
+        kept = json.loads(options.output.read_text(encoding="utf-8"))
+    here = f"{options.procs} processes"
+    stored = {(one["model"], one["plan"]): one["rounds"] for one in kept.get(here, {}).get("cases", [])}
+    keys = [(name, Plan.parse(f"{line} {ALWAYS}").line()) for name, line in CASES[options.procs]]
+    rounds = {key: stored.get(key, []) for key in keys}
+    chosen = [i for i, (name, line) in enumerate(CASES[options.procs]) if options.only in f"{name}: {line}"]
+    while wanted := [i for i in chosen if len(rounds[keys[i]]) < options.rounds]:
+        fewest = min(len(rounds[keys[i]]) for i in wanted)
+        print(f"round {fewest + 1} of {options.rounds}", flush=True)
+        for one in one_round(options, [i for i in wanted if len(rounds[keys[i]]) == fewest]):
+            rounds[one["model"], one["plan"]].append(one)
+        if options.output:
+            write(options, kept, here, rounds)
+    cases = [case(seen) for key, seen in rounds.items() if seen and keys.index(key) in chosen]
+    show(cases, orders(cases), options.procs)
+
+
+def write(options: argparse.Namespace, kept: dict[str, Any], here: str, rounds: dict[Any, Any]) -> None:
+    cases = [case(seen) for seen in rounds.values() if seen]
+    kept[here] = {"cases": cases, "orders": orders(cases)}
+    kept["environment"] = environment()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

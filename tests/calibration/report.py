@@ -266,6 +266,66 @@ def own_runs(root: Path) -> dict[str, Any]:
     return found
 
 
+def split_runs(root: Path) -> dict[str, Any] | None:
+    """What `benchmarks/predicted_layouts.py` last found; None where it was not run yet."""
+    path = root / "benchmarks" / "results" / "predicted_layouts_cpu.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+SPLIT = """## Steps over several processes
+
+Training steps of models that are split over processes of one CPU ({processor}, {cores} cores), which share its cores
+and send over gloo. Each round probes the machine with all processes at once, takes steps under each layout, and probes
+again. Predictions are scaled by how much slower a fixed product was among the steps than around the probes. Times are
+wall-clock time. A bubble is the share of time for which the ranks of a pipeline are idle within a step, on their mean.
+
+Made by `benchmarks/predicted_layouts.py`, and stored in `benchmarks/results/predicted_layouts_cpu.json`.
+"""
+
+
+def _split_section(found: dict[str, Any]) -> list[str]:
+    """Layouts over processes: steps, bubbles, and the order of schedules."""
+    machine = found["environment"]["machine"]
+    lines = [SPLIT.format(processor=machine["processor"], cores=machine["cores"])]
+    for processes, one in found.items():
+        if processes == "environment":
+            continue
+        off = median([abs(case["step_error"]["median"]) for case in one["cases"]])
+        lines += [
+            f"Median error on {processes}: {off:.1%}.",
+            "",
+            "| model | Plan | rounds | ms per step | predicted | error | of all rounds | bubble | predicted |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for case in one["cases"]:
+            took, error, idle = case["step_seconds"], case["step_error"], case.get("bubble")
+            bubble = f"{idle['measured']:.1%} | {idle['predicted']:.1%}" if idle else "|"
+            lines.append(
+                f"| {case['model']} | `{case['plan']}` | {len(case['rounds'])} | {1e3 * took['measured']:.0f} | "
+                f"{1e3 * took['predicted']:.0f} | {error['median']:+.1%} | {error['min']:+.0%} to {error['max']:+.0%} "
+                f"| {bubble} |"
+            )
+        lines += [
+            "",
+            f"Schedules on {processes} from the fastest on, by steps over the product at that time; < is a difference "
+            "larger than its spread over the rounds:",
+            "",
+            "| model | Plan | measured | simulated | pairs against the simulated order |",
+            "|---|---|---|---|---|",
+        ]
+        for order in one["orders"]:
+            signs = ["<" if differs else "=" for differs in order["apart"]]
+            measured = order["measured"][0]
+            for sign, name in zip(signs, order["measured"][1:]):
+                measured += f" {sign} {name}"
+            against = "; ".join(order["against_the_simulated_order"]) or "none"
+            lines.append(
+                f"| {order['model']} | `{order['plan']}` | {measured} | {', '.join(order['simulated'])} | {against} |"
+            )
+        lines.append("")
+    return lines
+
+
 OWN = """## Our own runs
 
 Training steps on a CPU ({processor}, {threads} thread for each process). Each was predicted by a {probe}
@@ -323,9 +383,13 @@ def _own_section(found: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def page(held_out: dict[str, list[float]] | None = None, own: dict[str, Any] | None = None) -> str:
-    """The whole page as Markdown. `held_out` has the errors of `leave_one_out`, the stored ones by default; `own` what
-    `own_runs` gives, left out by default."""
+def page(
+    held_out: dict[str, list[float]] | None = None,
+    own: dict[str, Any] | None = None,
+    split: dict[str, Any] | None = None,
+) -> str:
+    """The whole page as Markdown. `held_out` has the errors of `leave_one_out`, the stored ones by default; `own` and
+    `split` what `own_runs` and `split_runs` give, left out by default."""
     held_out = stored_leave_one_out() if held_out is None else held_out
     lines = [INTRODUCTION + "| table | rows | | mean error | largest | bias | left out: mean | largest |"]
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -360,6 +424,7 @@ def page(held_out: dict[str, list[float]] | None = None, own: dict[str, Any] | N
     ]
     lines.append(NOTES)
     lines += _own_section(own) if own else []
+    lines += _split_section(split) if split else []
     for table in TABLES:
         lines += _section(table, held_out.get(table))
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -391,7 +456,7 @@ def write(root: Path, *, refit: bool = True) -> Path:
         stored = Path(__file__).parent / "tables" / "leave_one_out.json"
         stored.write_text(json.dumps(held_out) + "\n", encoding="utf-8")
     path = root / "docs" / "reference" / "planner-accuracy.md"
-    path.write_text(page(held_out, own_runs(root)), encoding="utf-8")
+    path.write_text(page(held_out, own_runs(root), split_runs(root)), encoding="utf-8")
     stored = root / "src" / "penstock" / "planner" / "intervals.json"
     stored.write_text(json.dumps(intervals(own_runs(root)), indent=1) + "\n", encoding="utf-8")
     return path

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from calibration.fit import FITTED, HOPPER, WEIGHTS, fitted_rows, loss, stored_leave_one_out
-from calibration.report import agreement, intervals, own_runs, page, rankings, spearman, summary
+from calibration.report import agreement, intervals, own_runs, page, rankings, spearman, split_runs, summary
 from calibration.rows import TABLES, mosaicml_plans, rows
 from calibration.table import Row, source, with_fused_loss
 from penstock.config.machine import load_machine
@@ -77,7 +77,7 @@ def test_the_aims_that_are_reached_stay_reached() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(own=own_runs(ROOT)), (
+    assert PAGE.read_text(encoding="utf-8") == page(own=own_runs(ROOT), split=split_runs(ROOT)), (
         "run python tools/planner_accuracy.py"
     )
 

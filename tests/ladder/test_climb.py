@@ -23,6 +23,7 @@ from penstock.ladder.rung import Setting, Situation, choose
 from penstock.ladder.settings import LadderConfig, command_of
 from penstock.ladder.statistics import FLOOR
 from penstock.ladder.subject import Subject
+from penstock.ladder.team import Team
 from penstock.parallel import ALONE
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
@@ -307,8 +308,31 @@ def test_the_path_has_the_time_of_what_was_left_out(
     monkeypatch.setattr(
         search.Search, "path", lambda self, best, end: ends.append(end) or path(self, best, end)
     )
-    _climb(clock, _seconds, rungs=rungs, budget=100.0, loss_steps=0)
-    assert ends == [pytest.approx(100.0 * climb.UNTIL[share])]
+    _climb(clock, _seconds, rungs=rungs, budget=1000.0, loss_steps=0)
+    assert ends == [pytest.approx(1000.0 * climb.UNTIL[share])]
+
+
+@pytest.mark.parametrize("size", [2.0, 3.0])
+def test_slow_steps_keep_the_budget_and_leave_time_for_a_compiled_look(clock: Clock, size: float) -> None:
+    """Twenty looks fit into the time, and the path takes a third of it."""
+    report, _, _ = _climb(
+        clock, lambda s: size * _seconds(s), rungs=(*EAGER, "compile"), budget=345.0, round_seconds=0.3
+    )
+    assert clock.now < 360.0
+    assert "compile=" in report.plan
+    assert report.speedup > 1.4
+
+
+def test_a_change_of_host_memory_costs_a_step_and_is_planned_for(clock: Clock) -> None:
+    subject = Scripted(clock, lambda setting: 2.0, _loss)
+    config = LadderConfig(round_seconds=0.01)
+    races = arena.Arena(subject, 0, 0.01, Team(subject, config), lambda *said: None)
+    keeps = replace(subject.first, plan=replace(subject.first.plan, host_memory="keep"))
+    settings = [subject.first, keeps, replace(subject.first, copy=1), replace(keeps, copy=1)]
+    races.play(settings, 1)
+    before = clock.now
+    races.play(settings, 4)
+    assert clock.now - before <= 4 * races.round_of(settings) == 4 * 12.0
 
 
 def test_where_memory_holds_few_settings_they_race_in_groups(

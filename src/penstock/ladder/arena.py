@@ -127,7 +127,8 @@ class Arena:
     # Measuring
 
     def play(self, settings: Sequence[Setting], rounds: int) -> None:
-        """So many rounds, in which all settings take turns; each round begins with another.
+        """So many rounds, in which all settings take turns; each round begins with another. Those of one form of host
+        memory follow each other, because each change of it costs a step.
 
         Where memory does not hold all of them, the last is timed by itself, and compared with what the others took
         last. Raises whatever building one of them raises.
@@ -142,15 +143,14 @@ class Arena:
         self._playing = frozenset(settings)
         together = self._with_room(lambda: [self.build(setting) for setting in settings], settings[-1])
         contenders = together or [self._built[settings[-1]]]
-        seconds = rounds * sum(self.turn_seconds(contender.setting) for contender in contenders)
-        self._tell("timing", "", settings, seconds)
+        self._tell("timing", "", settings, rounds * self.round_of(settings))
         for _ in range(rounds):
             first = self._turn % len(contenders)
             self._turn += 1
-            taken = {
-                contender.setting: contender.timed(self.round_seconds)
-                for contender in contenders[first:] + contenders[:first]
-            }
+            order = contenders[first:] + contenders[:first]
+            form = _host_memory(order[0].setting)
+            order.sort(key=lambda one: _host_memory(one.setting) != form)
+            taken = {contender.setting: contender.timed(self.round_seconds) for contender in order}
             walls = {setting: timing.wall for setting, timing in taken.items()}
             self.step_seconds |= walls
             if together is None:
@@ -162,8 +162,18 @@ class Arena:
 
     def turn_seconds(self, setting: Setting) -> float:
         """Seconds of one turn of a setting."""
-        step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
-        return max(step, self.round_seconds)
+        return max(self._step(setting), self.round_seconds)
+
+    def round_of(self, settings: Sequence[Setting]) -> float:
+        """Seconds of one round in which settings that are built take turns."""
+        seconds = sum(map(self.turn_seconds, settings))
+        forms = {_host_memory(setting): setting for setting in settings}
+        if len(forms) > 1:  # whoever follows one of the other form takes a step that is not timed
+            seconds += sum(map(self._step, forms.values()))
+        return seconds
+
+    def _step(self, setting: Setting) -> float:
+        return self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
 
     def ratio(self, setting: Setting, over: Setting) -> Estimate | None:
         """Speed of a setting over another's in samples per second, from all rounds of the run."""
@@ -222,6 +232,10 @@ def _form(setting: Setting) -> tuple[object, ...]:
         setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.fp8,
         p.gpus,
     )  # fmt: skip
+
+
+def _host_memory(setting: Setting) -> str:
+    return setting.plan.host_memory
 
 
 def busy_seconds() -> float | None:

@@ -219,11 +219,20 @@ class _Climb:
         arena.keep = set(ends)
         arena.clear()
         left = self._until("race") - time.perf_counter() - sum(arena.building(s) for s in ends)
-        rounds = int(left / sum(arena.turn_seconds(s) for s in ends))
+        rounds = int(left / arena.round_of(ends))
         arena.play(ends, max(FEWEST, min(self.config.rounds, rounds)))
 
     def _until(self, phase: Phase) -> float:
-        return self.start + UNTIL[phase] * self.budget
+        """When a phase begins nothing new: at its share of the budget, or earlier, so that what must come can come.
+
+        That is the path until it was climbed, and the last race.
+        """
+        needed = 0.0
+        if phase != "race" and self.search is not None:
+            needed = FEWEST * self.arena.round_of([self.subject.first, self.search.best.setting])
+        if phase in ("search", "top") and self.search is not None:
+            needed += self.search.path_seconds()
+        return self.start + min(UNTIL[phase] * self.budget, self.budget - needed)
 
     def _tell(self, doing: Any, words: str, settings: Sequence[Setting], expected: float) -> None:
         """Say what comes next, and how the race stands."""

@@ -119,9 +119,7 @@ class Search:
             undecided = [pair for pair in pairs if self.arena.says(*pair, self.rounds) == "open"]
             running = [s for s in settings if any(s in pair for pair in undecided)]
             left = end - time.perf_counter()
-            if not running or left < sum(
-                self.arena.turn_seconds(s) + self.arena.building(s) for s in running
-            ):
+            if not running or left < self.arena.round_of(running) + sum(map(self.arena.building, running)):
                 return
             self.arena.play(running, 1)
 
@@ -134,11 +132,17 @@ class Search:
     # The search
 
     def scout(self, end: float) -> None:
-        """Look at candidates while one promises to be faster than the best, and there is time."""
-        while (candidate := self._next(end)) is not None:
+        """Look at candidates while one promises to be faster than the best, and there is time.
+
+        Time is kept for a look at the best in compiled form: where steps are slow, eager looks would use it up.
+        """
+        while (candidate := self._next(end - sum(map(self._cost, self._best_compiled())))) is not None:
             best = self.best
             self.arena.keep = {self.arena.baseline, best.setting}
             self.try_out(candidate, [best], self._looks(candidate))
+        for candidate in self._best_compiled():
+            if self._cost(candidate) < end - time.perf_counter():
+                self.try_out(candidate, [self.best], self._looks(candidate))
         # A cast may pay only once it is compiled, which its eager form does not tell.
         for precision in self._precisions():
             compiled = [c for c in self._unseen() if c.setting.plan.compile != "none" and precision(c)]
@@ -153,6 +157,14 @@ class Search:
                 and self._cost(likely) < end - time.perf_counter()
             ):
                 self.try_out(likely, [self.best], self._looks(likely))
+
+    def _best_compiled(self) -> list[Candidate]:
+        """The cheapest compiled form of the best, where none of its forms was looked at."""
+        best = self.best
+        near = [c for c in self.space.neighbours(best) if c.setting.plan.compile != "none"]
+        if best.setting.plan.compile != "none" or any(c.key in self.measured for c in near):
+            return []
+        return sorted((c for c in near if self.allowed(c) and c not in self.failures), key=self._cost)[:1]
 
     def _unseen(self) -> list[Candidate]:
         return [
@@ -191,7 +203,9 @@ class Search:
     def _cost(self, candidate: Candidate) -> float:
         """Seconds that a look at a candidate takes."""
         turns = self.arena.turn_seconds(self.arena.baseline) / self.speed(candidate)
-        return self.arena.building(candidate.setting) + (3 + 2 * self._looks(candidate)) * turns
+        best = self.best.setting
+        switches = candidate.setting.plan.host_memory != best.plan.host_memory
+        return self.arena.building(candidate.setting) + (2 + 2 * switches) * self._looks(candidate) * turns
 
     def halve(self, end: float) -> Candidate:
         """Race the fastest; after some rounds the slower half is dropped, until two are left, and then one."""
@@ -199,7 +213,7 @@ class Search:
         pool = [c for c in self.ranked() if math.log(self.speed(c)) > fastest - WITHIN][:FINALISTS]
         while len(pool) > 2:
             cost = sum(self.arena.building(c.setting) for c in pool)
-            each = sum(self.arena.turn_seconds(c.setting) for c in pool)
+            each = self.arena.round_of([c.setting for c in pool])
             rounds = min(LOOKS, int((end - time.perf_counter() - cost) / each))
             if rounds < 1:
                 break
@@ -266,15 +280,26 @@ class Search:
         ]
         return max(faster or idle, key=self.speed, default=None)
 
+    def path_seconds(self) -> float:
+        """Seconds of the path to the best: its steps are built, take one round together, and are weighed."""
+        settings = [
+            self.arena.baseline,
+            *(step.setting for _, step in self.space.path(self.best, self.speed)),
+        ]
+        weighing = sum(map(self.arena.turn_seconds, settings))
+        return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing
+
     def path(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn. What cannot be built on
-        the way is left out."""
+        the way is left out. Where time is short, no step is looked at before all take turns."""
         path = self.space.path(best, self.speed)
         for _ in range(3 * len(path)):
+            self.arena.keep = {self.arena.baseline, *(step.setting for _, step in path)}
             unseen = [s for _, s in path if s.key not in self.measured and s not in self.failures]
             if not unseen:
                 break
-            self.try_out(unseen[0], [self.space.first], 1)
+            looks = sum(map(self._cost, unseen)) + self.path_seconds() < end - time.perf_counter()
+            self.try_out(unseen[0], [best], int(looks))
             path = self.space.path(best, self.speed)  # what was measured may put another first
         path = [(name, step) for name, step in path if step.key in self.measured]
         settings = [self.arena.baseline, *(step.setting for _, step in path)]

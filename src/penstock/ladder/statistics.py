@@ -134,11 +134,15 @@ class Joint(Generic[K]):
     def noise_floor(self, setting: K, twin: K) -> float:
         """What two builds of one setting may differ by, as a ratio less one, given what these two did.
 
-        Of the difference, what the scatter of rounds explains is taken off; never less than `FLOOR`.
+        Of the difference's square, what the scatter of rounds explains is taken off: f / (f - 2) times the estimated
+        variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is all that
+        three rounds can say.
         """
         one, other = self._index[setting], self._index[twin]
-        variance = self._variance(one, other) or 0.0
-        excess = (self._levels[one] - self._levels[other]) ** 2 - variance
+        if self._freedom <= 2:
+            return FLOOR
+        explained = (self._variance(one, other) or 0.0) * self._freedom / (self._freedom - 2)
+        excess = (self._levels[one] - self._levels[other]) ** 2 - explained
         return max(FLOOR, math.expm1(math.sqrt(max(0.0, excess))))
 
     def seconds(self, first: K) -> float:

@@ -29,6 +29,8 @@ its time on cheap neighbours of what it knows, and never pay for a long compilat
 LOOK_SECONDS = 3.0
 """What a look at a candidate takes, where its steps are short: up to `LOOKS` rounds."""
 LOOKS = 3
+SURPRISE = 0.1
+"""How far a look may be from its forecast, in logarithms, before it is doubted."""
 FINALISTS, WITHIN = 8, 0.15
 """How many settings race at the most, and how far behind the fastest they may be, in logarithms."""
 MOST_ROUNDS = 30
@@ -137,12 +139,11 @@ class Search:
         Time is kept for a look at the best in compiled form: where steps are slow, eager looks would use it up.
         """
         while (candidate := self._next(end - sum(map(self._cost, self._best_compiled())))) is not None:
-            best = self.best
-            self.arena.keep = {self.arena.baseline, best.setting}
-            self.try_out(candidate, [best], self._looks(candidate))
+            self.arena.keep = {self.arena.baseline, self.best.setting}
+            self._look(candidate)
         for candidate in self._best_compiled():
             if self._cost(candidate) < end - time.perf_counter():
-                self.try_out(candidate, [self.best], self._looks(candidate))
+                self._look(candidate)
         # A cast may pay only once it is compiled, which its eager form does not tell.
         for precision in self._precisions():
             compiled = [c for c in self._unseen() if c.setting.plan.compile != "none" and precision(c)]
@@ -156,7 +157,15 @@ class Search:
                 gain + self.corrected.deviation(likely.key) > 0
                 and self._cost(likely) < end - time.perf_counter()
             ):
-                self.try_out(likely, [self.best], self._looks(likely))
+                self._look(likely)
+
+    def _look(self, candidate: Candidate) -> None:
+        """Some rounds beside the best. Where steps are slow these are few; a surprise gets the rounds of short steps,
+        because other work on the machine slows single steps by a third."""
+        best, said, rounds = self.best, self.speed(candidate), self._looks(candidate)
+        there = self.try_out(candidate, [best], rounds)
+        if there and rounds < LOOKS and abs(math.log(self.speed(candidate) / said)) > SURPRISE:
+            self.try_out(candidate, [best], LOOKS - rounds)
 
     def _best_compiled(self) -> list[Candidate]:
         """The cheapest compiled form of the best, where none of its forms was looked at."""

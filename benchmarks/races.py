@@ -22,6 +22,9 @@ WARM_UPS = {"compiled": 3, "ours-compiled": 3}
 Run = Callable[[], Any]
 Makes = dict[str, Callable[[], Run | str]]
 """Of each way what prepares it: gives the work, or in words why there is none."""
+PAUSE = 0.3
+"""Seconds before each run: threads of CTranslate2 and ONNX Runtime spin for up to 0.2 s after their work, and whoever
+comes next has one core less."""
 _TOLD = 300
 """Characters of an error that are kept."""
 
@@ -54,6 +57,7 @@ def raced(ways: dict[str, Run], rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: -1 if number % 2 else 1]:
+            time.sleep(PAUSE)
             start = time.perf_counter()
             ways[name]()
             times[name].append(time.perf_counter() - start)

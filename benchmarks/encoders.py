@@ -5,9 +5,9 @@
 
 BERT gives the vector of each text, the mean of its tokens' features. Of a length such as 128 all texts have as many
 tokens; `ragged` ones have between 16 and 384. Ours computes no padding, the others pad each batch to its longest. ViT
-gives logits of images that lie in memory. Weights are random. All ways of a cell run in one process in rounds whose
-order is reversed each time; ratios are medians of the ratios within a round. A way that does not work in a cell is left
-out, and the file says why.
+gives logits of images that lie in memory. Weights are random. The ways of a cell, each in a process of its own, take
+turns in rounds whose order is reversed each time; ratios are medians of the ratios within a round. A way that does not
+work in a cell is left out, and the file says why.
 
 ONNX Runtime runs what `penstock export` writes, its int8 is that of `quantize_dynamic`. That of transformers is torch's
 `quantize_dynamic`.
@@ -173,7 +173,7 @@ def main() -> None:
         "--batches", default="1,8,32", type=lambda text: [int(one) for one in text.split(",")]
     )
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)  # the ways, which are forked, have as many as asked for
     cells = Cells(given)
     for name in given.models:
         with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,6 @@ def main() -> None:
 
             for key in cells.missing(keys()):
                 cells.race(key, case.ways(key["type"], key["length"], key["batch"]))
-                torch.compiler.reset()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ texts, side by side.
     python benchmarks/generate.py --threads 2 --output benchmarks/results/generate_cpu.json
 
 Models have the shapes of the presets and random weights, and every text gets as many tokens as asked for, so that all
-ways do the same work. Encoder–decoders search with four beams, decoders take the likeliest token. All ways of a cell
-run in one process in rounds whose order is reversed each time; ratios are medians of the ratios within a round. A way
-that does not work in a cell is left out, and the file says why.
+ways do the same work. Encoder–decoders search with four beams, decoders take the likeliest token. The ways of a cell,
+each in a process of its own, take turns in rounds whose order is reversed each time; ratios are medians of the ratios
+within a round. A way that does not work in a cell is left out, and the file says why.
 
 `ours-compiled` and `ours-shortlist`, which `--ways` adds, are ours with compiled steps and with a short vocabulary.
 `compiled` is transformers with a cache of one size and torch.compile: `generate` compiles the pass of one token by
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of the longest prompt or source")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)  # the ways, which are forked, have as many as asked for
     cells = Cells(given)
 
     def keys(name: str) -> Iterator[dict[str, Any]]:
@@ -208,7 +208,6 @@ def main() -> None:
             for key in wanted:
                 rows = case.prompts(key["batch"], given.prompt)
                 cells.race(key, case.ways(key["type"], rows, given.new))
-                torch.compiler.reset()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import statistics
 import time
@@ -23,44 +23,79 @@ Run = Callable[[], Any]
 Makes = dict[str, Callable[[], Run | str]]
 """Of each way what prepares it: gives the work, or in words why there is none."""
 PAUSE = 0.3
-"""Seconds before each run: threads of CTranslate2 and ONNX Runtime spin for up to 0.2 s after their work, and whoever
-comes next has one core less."""
+"""Seconds before each run: threads of CTranslate2 and ONNX Runtime spin for up to 0.2 s after their work."""
 _TOLD = 300
 """Characters of an error that are kept."""
 
 
-def prepared(makes: Makes) -> tuple[dict[str, Run], dict[str, str]]:
-    """The ways that work, warmed up, and why the others do not."""
-    ways: dict[str, Run] = {}
-    without: dict[str, str] = {}
-    for name, make in makes.items():
+class Apart:
+    """A way in a process of its own: beside CTranslate2's threads those of torch sleep and wake at every product, which
+    takes a third more time.
+
+    The process is forked, which is safe while this one computes with one thread.
+    """
+
+    def __init__(self, make: Callable[[], Run | str], warm_ups: int, threads: int) -> None:
+        forked = multiprocessing.get_context("fork")
+        self._line, there = forked.Pipe()
+        self._process = forked.Process(target=_serve, args=(there, make, warm_ups, threads), daemon=True)
+        self._process.start()
+        there.close()
+        self.missing: str | None = self._heard()
+        """Why there is none, in words."""
+
+    def _heard(self) -> Any:
         try:
-            found = make()
-            if isinstance(found, str):
-                without[name] = found
-                continue
-            for _ in range(WARM_UPS.get(name, 1)):
-                found()
-            ways[name] = found
-        except ImportError as problem:
-            without[name] = f"{problem.name} is not installed"
-        except Exception as problem:  # whatever another library raises
-            if name == OURS:
-                raise
-            without[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:_TOLD]}"
-    return ways, without
+            return self._line.recv()
+        except EOFError:
+            self._process.join()
+            return f"its process ended with {self._process.exitcode}"
+
+    def __call__(self) -> float:
+        """Do the work once; its seconds."""
+        time.sleep(PAUSE)
+        self._line.send(None)
+        found = self._heard()
+        if not isinstance(found, float):
+            raise RuntimeError(f"A way that had worked failed: {found}")
+        return found
+
+    def end(self) -> None:
+        """Let it go."""
+        self._process.terminate()  # others forked since hold its line too, and would keep it open
+        self._process.join()
 
 
-def raced(ways: dict[str, Run], rounds: int) -> dict[str, Any]:
+def _serve(line: Any, make: Callable[[], Run | str], warm_ups: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        run = make()
+        if isinstance(run, str):
+            line.send(run)
+            return
+        for _ in range(warm_ups):
+            run()
+    except ImportError as problem:
+        line.send(f"{problem.name} is not installed")
+        return
+    except Exception as problem:  # whatever another library raises
+        line.send(f"{type(problem).__name__}: {' '.join(str(problem).split())[:_TOLD]}")
+        return
+    line.send(None)
+    while True:
+        line.recv()
+        start = time.perf_counter()
+        run()
+        line.send(time.perf_counter() - start)
+
+
+def raced(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
     """Seconds of each way in rounds whose order is reversed each time, and how many times faster ours is than each
     other: medians of the ratios within a round."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: -1 if number % 2 else 1]:
-            time.sleep(PAUSE)
-            start = time.perf_counter()
-            ways[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(ways[name]())
     found: dict[str, Any] = {
         name: {"seconds": statistics.median(every), "least": min(every), "most": max(every)}
         for name, every in times.items()
@@ -92,12 +127,20 @@ class Cells:
 
     def race(self, key: dict[str, Any], makes: Makes) -> None:
         """Measure a cell, print it and write the file."""
-        ways, without = prepared(
-            {name: make for name, make in makes.items() if name in (OURS, *self.given.ways)}
-        )
-        found = raced(ways, self.given.rounds)
-        ways.clear()
-        gc.collect()
+        ways: dict[str, Apart] = {}
+        without: dict[str, str] = {}
+        for name, make in makes.items():
+            if name in (OURS, *self.given.ways):
+                way = Apart(make, WARM_UPS.get(name, 1), self.given.threads)
+                if way.missing is None:
+                    ways[name] = way
+                elif name == OURS:
+                    raise RuntimeError(way.missing)
+                else:
+                    without[name] = way.missing
+        found = raced(dict(ways), self.given.rounds)
+        for way in ways.values():
+            way.end()
         told = [f"{name} {each['seconds']:.3f} s" for name, each in found.items()]
         told += [
             f"{each['penstock is faster by']:.2f}x {name}" for name, each in found.items() if name != OURS

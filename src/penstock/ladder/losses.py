@@ -13,6 +13,7 @@ from penstock.ladder.rung import Setting
 SHARE = 0.15
 """Of a budget, what loss runs may take before anything apart is tried."""
 LEAST_STEPS = 8
+"""Shorter loss runs say nothing, and are left out."""
 DEVIATIONS = 2.0
 """Of the loss over seeds, within which a setting counts as giving the same results."""
 

@@ -7,16 +7,26 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from helpers.rank_pool import pool
 from penstock import probe as probe_room
-from penstock.config.machine import Link, Machine, cache_path, cached_machine, load_machine, save_machine
+from penstock.config.machine import (
+    GemmSample,
+    Link,
+    Machine,
+    cache_path,
+    cached_machine,
+    load_machine,
+    save_machine,
+)
 from penstock.config.plan import Plan
 from penstock.errors import EnvironmentProblem
 from penstock.matmul import matmul_precision
@@ -85,51 +95,93 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert measured.collective_bytes_per_second is None
 
 
-def _linked() -> dict[str, float]:
-    return asdict(measure_link(CPU))
+def _linked() -> Link:
+    return measure_link(CPU)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+def _plausible(link: Link) -> bool:
+    rates = {name: rate for name, rate in asdict(link).items() if name not in ("collective_seconds", "pairs")}
+    return all(1e6 < rate < 1e12 for rate in rates.values()) and 1e-6 < link.collective_seconds < 0.1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_collectives_take_is_the_same_to_all_ranks(world: int) -> None:
     found = pool(world).run(_linked)
     assert found[0] == found[-1]
-    assert all(1e6 < rate < 1e12 for name, rate in found[0].items() if name != "collective_seconds")
-    assert 1e-6 < found[0]["collective_seconds"] < 0.1
+    assert _plausible(found[0])
+    assert (found[0].pairs is not None) == (world == 4)
+    assert found[0].pairs is None or (_plausible(found[0].pairs) and found[0].pairs.pairs is None)
 
 
-def _on_one_core() -> float:
+def _on_one_core(measure: Callable[[], Any]) -> Any:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        return alone_speedup(CPU)
+        return measure()
     finally:
         os.sched_setaffinity(0, cores)
 
 
+def _speedup() -> float:
+    return float(_on_one_core(lambda: alone_speedup(CPU)))
+
+
 def test_ranks_on_one_core_are_twice_as_fast_alone() -> None:
-    first, second = pool(2).run(_on_one_core)
+    first, second = pool(2).run(_speedup)
     assert first == second
     assert first == pytest.approx(2.0, rel=0.25)
 
 
-def _held_up() -> tuple[float, float]:
-    """What a call that computes for a while, and then waits for a processor as long, takes alone and shared."""
+def _in_turns() -> tuple[float, float]:
+    """What a product takes in processor time, and where two ranks multiply on one core at once."""
+    factor = torch.rand(256, 256)
 
-    def call() -> None:
-        until = time.process_time() + 5e-3
-        while time.process_time() < until:
-            pass
-        time.sleep(5e-3)
+    def measure() -> tuple[float, float]:
+        with shared(CPU):
+            together = seconds(lambda: factor @ factor, CPU, 0.2)
+        return seconds(lambda: factor @ factor, CPU, 0.2), together
 
-    with shared():
-        together = seconds(call, CPU, 0.05)
-    return seconds(call, CPU, 0.05), together
+    found: tuple[float, float] = _on_one_core(measure)
+    return found
 
 
 def test_ranks_count_the_time_that_they_wait_for_a_processor() -> None:
-    for alone, together in pool(2).run(_held_up):
-        assert alone == pytest.approx(5e-3, rel=0.3)
+    for alone, together in pool(2).run(_in_turns):
         assert together > 1.6 * alone
+
+
+def _shapes_of_a_rank() -> list[tuple[str, int, int, int]]:
+    """What a rank measures whose first product of each type took so long that it has time for no other."""
+    first = products._gemm_sample
+
+    def measured(kind: Any, shape: products.Shape, *rest: Any) -> GemmSample:
+        found = first(kind, shape, *rest)
+        return (
+            replace(found, flops_per_second=1.0)
+            if distributed.get_rank() == 1 and shape == products._FIRST_SHAPE
+            else found
+        )
+
+    with shared(CPU), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "_gemm_sample", measured)
+        return [(s.dtype, s.m, s.n, s.k) for s in products.gemm_samples(CPU, True, 1e-3)]
+
+
+def test_ranks_measure_the_shapes_that_the_slowest_has_time_for() -> None:
+    """Or those that measured more would wait for it for ever."""
+    first, second = pool(2).run(_shapes_of_a_rank)
+    assert first == second
+    assert {shape[1:] for shape in first} == {products._FIRST_SHAPE}
+
+
+def test_groups_of_two_have_the_rates_of_pairs() -> None:
+    pairs = Link(collective_bytes_per_second=4e9, collective_seconds=1e-4)
+    link = Link(collective_bytes_per_second=1e9, collective_seconds=1e-3, pairs=pairs)
+    machine = Machine(name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}).linked(link, 4)
+    rates, alone = rates_of(machine, Plan()), rates_of(machine.linked(pairs, 4), Plan())
+    assert reduce_seconds(group_of(rates, 2, 2), 8e9) == reduce_seconds(group_of(alone, 2, 2), 8e9)
+    assert reduce_seconds(group_of(rates, 4, 1), 8e9) > 3 * reduce_seconds(group_of(alone, 4, 1), 8e9)
+    assert send_seconds(rates, 1, 1.0) < 2e-4
 
 
 def test_each_kind_of_collective_has_its_own_rate() -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -64,6 +64,7 @@ class Link:
     gather_bytes_per_second: float | None = None
     scatter_bytes_per_second: float | None = None
     send_bytes_per_second: float | None = None
+    pairs: Link | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,9 @@ class Machine(Checked, where="machine"):
     """Of reduce-scatter."""
     send_bytes_per_second: NotNegative | None = None
     """Measured rate from one process to another."""
+    pairs: Link | None = None
+    """What was measured between pairs of more than two processes, all pairs at once: of them tensor parallel groups
+    of two are made. None if it was not."""
     alone_speedup: NotNegative = 0.0
     """How many times as fast a process computes while the others wait, where all were measured at once on a CPU that
     they share; 0 if they were not."""
@@ -137,7 +141,9 @@ class Machine(Checked, where="machine"):
         """The same machine, with what was measured between so many processes. On CPUs they count as one node, wherever
         they run: the link is what all of them share."""
         node = max(ranks, self.devices_per_node) if self.device == "cpu" else self.devices_per_node
-        return replace(self, devices_per_node=node, **asdict(link))
+        return replace(
+            self, devices_per_node=node, **{one.name: getattr(link, one.name) for one in fields(link)}
+        )
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

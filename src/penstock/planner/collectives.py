@@ -38,6 +38,7 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     inside = min(size, max(1, per_node // stride))
     levels = 4 * (size - 1).bit_length()
     if inside >= size:
+        rates = (rates.pairs or rates) if size == 2 else rates
         return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates)
     nodes = -(-size // inside)
     # Members are `stride` apart, so that those in neighbouring nodes come first.
@@ -91,7 +92,7 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
     across = stride >= per_node
     bandwidth = min(rates.link, rates.node / per_node) if across else rates.sending
     latency = constants.node_step_seconds if across else constants.link_step_seconds
-    return moved / bandwidth + latency + rates.call_seconds
+    return moved / bandwidth + latency + (rates.pairs or rates).call_seconds
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:

@@ -68,6 +68,8 @@ class Rates:
     """Bus bandwidth out of a node, of all its devices together."""
     call_seconds: float
     """What each collective costs besides, between processes on a CPU."""
+    pairs: Rates | None
+    """Those within groups of two, where these were measured by themselves."""
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     host: float
@@ -107,6 +109,10 @@ def _rates(
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
+    pairs = None
+    if machine.pairs:
+        of_two = machine.linked(machine.pairs, machine.devices_per_node)
+        pairs = _rates(of_two, numerics, attention, constants, launch_blocking)
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
         products=_products(machine, type_, constants, multiprocessors, memory),
@@ -118,7 +124,7 @@ def _rates(
         gathering=(machine.gather_bytes_per_second or link) / link,
         scattering=(machine.scatter_bytes_per_second or link) / link, sending=machine.send_bytes_per_second or link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
-        call_seconds=machine.collective_seconds if cpu else 0.0,
+        call_seconds=machine.collective_seconds if cpu else 0.0, pairs=pairs,
         taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
     )  # fmt: skip

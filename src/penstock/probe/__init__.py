@@ -38,7 +38,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_
 
 log = logging.getLogger(__name__)
 
-_PROBE = 8
+_PROBE = 9
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -56,7 +56,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
     where = resolve_device(device)
     connected = distributed.is_available() and distributed.is_initialized() and not alone
     world = distributed.get_world_size() if connected else 1
-    sharing = shared() if world > 1 and where.type == "cpu" else nullcontext()
+    sharing = shared(where) if world > 1 and where.type == "cpu" else nullcontext()
     with _undisturbed(), torch.no_grad(), sharing:
         budget = (0.1 if quick else 0.6) if where.type == "cpu" else (0.05 if quick else 0.3)
         samples = gemm_samples(where, quick, budget)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 from penstock.config.machine import Link
 
@@ -16,11 +18,14 @@ REPEATS = 9
 BETWEEN_SECONDS, MEETINGS, TURNS = 5e-3, 10, 4
 """What ranks compute between two calls, how often, and how often that, to learn what a call costs in a step. Tensor
 parallel layers of a few million weights meet as often."""
+TURN_SECONDS = 0.125
+"""For which a rank computes to learn how fast it is: many turns of the scheduler."""
 
 
 def measure_link(device: torch.device) -> Link:
     """Measure between the ranks, all of which call this at once; two or more. Every rank gets the same figures: of each
-    call the time of the rank that waits longest. It takes about a second on a CPU.
+    call the time of the rank that waits longest. It takes about a second on a CPU, and two with more than two ranks,
+    of which pairs are measured too.
 
     On a CPU a call's own time is that between products, in which ranks wait for whichever the machine held up. Right
     behind a barrier it is shorter.
@@ -28,23 +33,34 @@ def measure_link(device: torch.device) -> Link:
     A gather's bandwidth counts (n - 1) / n of the bytes that each of n ranks ends with, an all-reduce's twice that
     (nccl-tests' bus bandwidth).
     """
-    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    link, ranks = _link(device, None), distributed.get_world_size()
+    if device.type != "cpu" or ranks == 2 or ranks % 2:
+        return link
+    mine, _ = distributed.new_subgroups(2)  # type: ignore[no-untyped-call]
+    pairs = _link(device, mine)
+    distributed.destroy_process_group(mine)
+    return replace(link, pairs=pairs)
+
+
+def _link(device: torch.device, group: ProcessGroup | None) -> Link:
+    """Within each `group` of this size while the others do the same, or between all ranks."""
+    ranks, rank = distributed.get_world_size(group), distributed.get_rank()
 
     def numbers(count: int) -> Tensor:
         return torch.zeros(-(-count // ranks) * ranks, device=device)
 
     def reduced(count: int) -> float:
         values = numbers(count)
-        return _seconds(lambda: distributed.all_reduce(values), device)
+        return _seconds(lambda: distributed.all_reduce(values, group=group), device)
 
     whole = numbers(LARGE)
-    part = whole.chunk(ranks)[rank].clone()
+    part = whole.chunk(ranks)[rank % ranks].clone()
 
     def sent() -> None:
         # A pipeline's stages mostly send one way at a time.
         if rank % 2:
             distributed.recv(whole, rank - 1)
-        elif rank + 1 < ranks:
+        elif rank + 1 < distributed.get_world_size():
             distributed.send(whole, rank + 1)
 
     call = reduced(SMALL)
@@ -55,12 +71,14 @@ def measure_link(device: torch.device) -> Link:
 
     return Link(
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
-        collective_seconds=max(call, _meeting(device)) if device.type == "cpu" else call,
+        collective_seconds=max(call, _meeting(device, group)) if device.type == "cpu" else call,
         gather_bytes_per_second=rate(
-            _seconds(lambda: distributed.all_gather_into_tensor(whole, part), device), share * bytes_
+            _seconds(lambda: distributed.all_gather_into_tensor(whole, part, group=group), device),
+            share * bytes_,
         ),
         scatter_bytes_per_second=rate(
-            _seconds(lambda: distributed.reduce_scatter_tensor(part, whole), device), share * bytes_
+            _seconds(lambda: distributed.reduce_scatter_tensor(part, whole, group=group), device),
+            share * bytes_,
         ),
         send_bytes_per_second=rate(_seconds(sent, device), bytes_),
     )
@@ -68,28 +86,28 @@ def measure_link(device: torch.device) -> Link:
 
 def alone_speedup(device: torch.device) -> float:
     """How many times as fast a rank multiplies while the others wait, where ranks share a CPU; all call this at once.
-    It takes about 0.2 s a rank.
+    It takes 0.5 s, and as long for each rank.
     """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     products = _Products(device)
-    shared = alone = 0.0
-    # By turns, for the machine's speed changes.
+    shared = alone = 0
+    # By turns, for the machine's speed changes. In a fixed time each, for one of a few products fits into one turn on
+    # a processor, in which a rank is as fast as alone.
     for _ in range(TURNS):
-        shared += products.seconds(MEETINGS)
+        shared += products.done(TURN_SECONDS)
         for turn in range(ranks):
-            taken = products.seconds(MEETINGS if turn == rank else 0)
-            alone += taken if turn == rank else 0.0
+            alone += products.done(TURN_SECONDS if turn == rank else 0.0)
     found = _summed(torch.tensor([shared, alone], dtype=torch.float64, device=device))
-    return max(1.0, float(found[0] / found[1]))
+    return max(1.0, float(found[1] / found[0]))
 
 
-def _meeting(device: torch.device) -> float:
+def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
     """By how many seconds a small all-reduce between products makes ranks take longer, on their mean."""
     products, few = _Products(device), torch.zeros(SMALL, device=device)
     longer = 0.0
     for _ in range(TURNS):
         longer -= products.seconds(MEETINGS)
-        longer += products.seconds(MEETINGS, lambda: distributed.all_reduce(few))
+        longer += products.seconds(MEETINGS, lambda: distributed.all_reduce(few, group=group))
     each = float(_summed(torch.tensor(longer, dtype=torch.float64, device=device)))
     return max(0.0, each / (distributed.get_world_size() * TURNS * MEETINGS))
 
@@ -113,6 +131,15 @@ class _Products:
                 self.factor @ self.factor
             after()
         return time.perf_counter() - start
+
+    def done(self, seconds: float) -> int:
+        """Products in so many seconds."""
+        distributed.barrier()
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            self.factor @ self.factor
+            count += 1
+        return count
 
 
 def _summed(values: Tensor) -> Tensor:

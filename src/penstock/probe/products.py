@@ -16,7 +16,7 @@ from penstock.config.machine import GemmSample
 from penstock.config.plan import Matmul
 from penstock.matmul import matmul_precision
 from penstock.probe import load
-from penstock.probe.rates import seconds
+from penstock.probe.rates import agreed, seconds
 
 log = logging.getLogger(__name__)
 
@@ -142,16 +142,17 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
             try:
                 with _one_thread():
                     alone = _gemm_sample(kind, _FIRST_SHAPE, device, generator, 0.0).flops_per_second
-                asked = [name for name in names if 2.0 * math.prod(shapes[name]) / alone < patience]
+                each = agreed(1.0 / alone)
+                asked = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
                 samples += [
                     _gemm_sample(kind, shape, device, generator, budget)
                     for shape in (_FIRST_SHAPE, *(shapes[name] for name in asked))
                 ]
                 if device.type == "cpu" and kind.trains:
                     gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
-                    slowest = min(sample.flops_per_second for sample in gradients)
+                    each = agreed(1.0 / min(sample.flops_per_second for sample in gradients))
                     for name in asked:
-                        if name in _LAYERS and 2.0 * math.prod(shapes[name]) / slowest < patience:
+                        if name in _LAYERS and 2.0 * math.prod(shapes[name]) * each < patience:
                             gradients += _gradient_samples(kind, shapes[name], generator, budget)
                     samples += gradients
                     if _RAGGED in asked:

@@ -11,46 +11,69 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import distributed
 
 from penstock.report import record
 
 _PAGE_BYTES = 4096
-_sharing = ContextVar("_sharing", default=False)
+_sharing = ContextVar("_sharing", default=0.0)
+"""How many times as long work takes than a process computes, where ranks measure together; 0 where they do not."""
+_WAITS_SECONDS = 1.0
+"""For which ranks compute to learn what they wait: many turns of the scheduler."""
 
 
 @contextmanager
-def shared() -> Iterator[None]:
+def shared(device: torch.device) -> Iterator[None]:
     """Inside, the ranks of a process group begin each measurement together: processes that share a machine then find
     what each of them gets of it while the others do the same work."""
-    token = _sharing.set(True)
+    token = _sharing.set(_waits(device))
     try:
         yield
     finally:
         _sharing.reset(token)
 
 
+def agreed(value: float) -> float:
+    """The largest that any rank has of a figure by which they choose what to measure together; `value` where this
+    process measures alone. Ranks that chose by their own figures would wait for each other for ever."""
+    if not _sharing.get():
+        return value
+    largest = torch.tensor(value, dtype=torch.float64)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return float(largest)
+
+
+def _waits(device: torch.device) -> float:
+    """What ranks take over what they compute, on their mean: with more ranks than processors they wait for these in
+    turns. One short measurement fits into a turn and does not show it, nor does processor time."""
+    if _clock(device) is not time.process_time:
+        return 1.0
+    factor = torch.rand(384, 384)
+    distributed.barrier()
+    start, worked = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < _WAITS_SECONDS:
+        factor @ factor
+    taken = (time.perf_counter() - start) / (time.process_time() - worked)
+    found = torch.tensor(taken, dtype=torch.float64)
+    distributed.all_reduce(found)
+    return max(1.0, float(found) / distributed.get_world_size())
+
+
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
     """Median time of one `call` over about `budget` seconds, three times at least, after a warm-up: what a step gets,
     too, where other guests of a host come and go."""
-    if _sharing.get():
-        torch.distributed.barrier()
+    sharing = _sharing.get()
+    if sharing:
+        distributed.barrier()
+    waits = sharing if sharing and _clock(device) is time.process_time else 1.0
     call()
-    start = time.perf_counter()
     once = _time(call, device, 1)
     if once > budget:
-        return once * _waits(device, start, once)
+        return once * waits
     # Short calls are timed in batches of at least a millisecond, so that the clock and a GPU's queue do not matter.
     batch = max(1, min(1000, int(1e-3 / max(once, 1e-7))))
     rounds = max(3, min(50, int(budget / max(once * batch, 1e-7))))
-    taken = [_time(call, device, batch) for _ in range(rounds)]
-    return statistics.median(taken) * _waits(device, start, once + batch * sum(taken))
-
-
-def _waits(device: torch.device, start: float, worked: float) -> float:
-    """What ranks that share processors wait for these in turns, which their own time does not show: the time since
-    `start` over what this one `worked`."""
-    hidden = _sharing.get() and _clock(device) is time.process_time
-    return max(1.0, (time.perf_counter() - start) / worked) if hidden else 1.0
+    return statistics.median(_time(call, device, batch) for _ in range(rounds)) * waits
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/predicted_layouts.py --procs 2 --rounds 3 \\
         --output benchmarks/results/predicted_layouts_cpu.json
 
-It starts that many processes on this machine for each round, each with one thread or a GPU of its own. They probe the
-machine at the same time, take steps under each layout in turn, and probe again. A fixed product is timed around each
+It starts that many processes on this machine for each round, each with one thread or a GPU of its own, and bound to a
+core of its own where there are as many, as `penstock launch --bind-cores` does. They probe the machine at the same time, take steps under each layout in turn, and probe again. A fixed product is timed around each
 probe and between steps: predictions are scaled by how much slower it was among the steps, as in
 `predicted_own_runs.py`, and are the mean of all processes' and both probes'. Time is wall-clock time. A bubble is the
 ranks' mean idle share of a pipeline's makespan in one step.
@@ -20,6 +20,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, ViTConfig, preset
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
+from penstock.launch.settings import own_cores, usable_cores
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.join import joined, local_device
 from penstock.planner.prediction import predict
@@ -180,6 +182,9 @@ def mean(rows: Sequence[Mine]) -> Mine:
 def worker(options: argparse.Namespace) -> None:
     """One rank of one round: measures the chosen layouts; rank 0 prints what was found as JSON."""
     device = local_device(resolve_device(options.device))
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device.type == "cpu" and ranks <= len(usable_cores()):
+        os.sched_setaffinity(0, own_cores(rank, ranks))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     world, first = distributed.get_world_size(), distributed.get_rank() == 0
     yardstick = Yardstick(device, PRODUCTS)

@@ -13,7 +13,7 @@ from typing import Final, Self
 from penstock.errors import ExitCode
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment, Rank
-from penstock.launch.settings import LaunchSettings
+from penstock.launch.settings import LaunchSettings, own_cores
 from penstock.launch.signals import Requests
 from penstock.launch.verdict import Failure, Outcome, judge
 
@@ -57,7 +57,14 @@ class Life:
             for local in range(settings.ranks):
                 seen = assignment.first_rank + local == 0
                 rank = Rank(
-                    program, assignment, local, settings.ranks, folder, seen, elastic=settings.elastic
+                    program,
+                    assignment,
+                    local,
+                    settings.ranks,
+                    folder,
+                    seen,
+                    elastic=settings.elastic,
+                    cores=own_cores(local, settings.ranks) if settings.bind_cores else (),
                 )
                 self.ranks.append(rank)
         except BaseException:

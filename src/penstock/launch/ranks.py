@@ -51,8 +51,10 @@ class Rank:
         shows_output: bool,
         *,
         elastic: bool = False,
+        cores: Sequence[int] = (),
     ) -> None:
-        """Start it. With `shows_output` it writes where this process does; else the agent passes its lines on."""
+        """Start it. With `shows_output` it writes where this process does; else the agent passes its lines on. With
+        `cores` it keeps to these, and so does all that it starts."""
         self.number = assignment.first_rank + local
         self._report = folder / f"{local}.report"
         self._stack = folder / f"{local}.stack"
@@ -78,6 +80,9 @@ class Rank:
             process_group=0,  # so that its loader workers and all else that it starts end with it
         )
         self.pid = self._process.pid
+        if cores:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self.pid, cores)  # Python has just begun, and has one thread yet
         self.started = time.monotonic()
         self.pipe = self._process.stdout
         if self.pipe is not None:

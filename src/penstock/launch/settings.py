@@ -32,6 +32,8 @@ class LaunchSettings(Checked):
 
     procs: FilledText = "auto"
     """Ranks on this node; `auto` is one per GPU, or one without GPUs."""
+    bind_cores: bool = False
+    """Keep each rank to cores of its own. Ranks that compute on CPUs wait less; two such runs would share cores."""
     nnodes: FilledText = "1"
     """Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there."""
     rdzv: FilledText | None = None
@@ -55,7 +57,9 @@ class LaunchSettings(Checked):
 
     def _problems(self) -> Iterator[str]:
         low, high = self.nodes
-        _ = self.ranks
+        ranks = self.ranks
+        if self.bind_cores and ranks > len(cores := usable_cores()):
+            yield f"--bind-cores gives each rank cores of its own, but of {ranks} ranks only {len(cores)} can have one."
         if low > high:
             yield f"--nnodes is {low}:{high}, but must be N or MIN:MAX with MIN ≤ MAX."
         if high > 1 and self.rdzv is None:
@@ -95,6 +99,18 @@ class LaunchSettings(Checked):
         assert self.rdzv is not None
         host, _, port = self.rdzv.rpartition(":")
         return host.strip("[]"), int(port)
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use; none where the system, such as macOS, binds no process."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+
+
+def own_cores(rank: int, ranks: int) -> list[int]:
+    """Those that one of so many ranks of this machine keeps to: neighbours, as many for each."""
+    cores = usable_cores()
+    each = len(cores) // ranks
+    return cores[rank * each : (rank + 1) * each]
 
 
 def _number(option: str, text: str, words: str) -> int:

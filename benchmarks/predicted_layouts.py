@@ -4,10 +4,11 @@
         --output benchmarks/results/predicted_layouts_cpu.json
 
 It starts that many processes on this machine for each round, each with one thread or a GPU of its own, and bound to a
-core of its own where there are as many, as `penstock launch --bind-cores` does. They probe the machine at the same time, take steps under each layout in turn, and probe again. A fixed product is timed around each
-probe and between steps: predictions are scaled by how much slower it was among the steps, as in
-`predicted_own_runs.py`, and are the mean of all processes' and both probes'. Time is wall-clock time. A bubble is the
-ranks' mean idle share of a pipeline's makespan in one step.
+core of its own where there are as many, as `penstock launch --bind-cores` does. They probe the machine at the same
+time, take steps under each layout in turn, and probe again. A fixed product is timed around each probe and between
+steps: predictions are scaled by how much slower it was among the steps, as in `predicted_own_runs.py`, and are the mean
+of all processes' and both probes'. Time is wall-clock time. A bubble is the ranks' mean idle share of a pipeline's
+makespan in one step.
 
 Rounds that the output holds are kept, and those that are missing are measured: an interrupted run goes on with the same
 command. Schedules are ordered by their simulated makespans, and by their measured steps over the yardstick then. Two of

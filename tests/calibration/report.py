@@ -279,8 +279,10 @@ and send over gloo. Each round probes the machine with all processes at once, ta
 again. Predictions are scaled by how much slower a fixed product was among the steps than around the probes. Times are
 wall-clock time. A bubble is the share of time for which the ranks of a pipeline are idle within a step, on their mean.
 
-The cores are the two hardware threads of one physical core. Two processes have one each. Four take turns on them, so
-that each waits for a processor in every collective. Most of their layouts are predicted a quarter too fast or worse.
+Two processes are bound to a core each, as `penstock launch --bind-cores` does. Four take turns on the two cores, so
+that each waits for a processor in every collective. The probe measures how long ranks wait while all compute, and what
+collectives between products cost. Still most layouts of four are predicted a quarter too fast: a wait grows with what
+ranks compute between two collectives, and the probe measures it at one such distance, of 5 ms.
 
 Made by `benchmarks/predicted_layouts.py`, and stored in `benchmarks/results/predicted_layouts_cpu.json`.
 """

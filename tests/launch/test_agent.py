@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from helpers.agents import Agent, alive, no_orphans
+from penstock.launch.settings import own_cores, usable_cores
 
 pytestmark = pytest.mark.alone
 
@@ -32,6 +33,18 @@ def test_all_ranks_go_on_from_the_checkpoint_after_one_is_killed(tmp_path: Path)
     assert "rank 1 was killed by SIGKILL." in agent.said
     assert "restart 1 of at most 3" in agent.said
     no_orphans(tmp_path)
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="binds two ranks to a core each")
+def test_each_rank_keeps_to_cores_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "which.py"
+    script.write_text("import os\nprint('has', sorted(os.sched_getaffinity(0)), flush=True)\n")
+    with Agent("--procs", "2", "--bind-cores", "--", str(script), log=tmp_path / "log") as agent:
+        assert agent.wait() == 0, agent.said
+    assert sorted(line.partition("has ")[2] for line in agent.said.splitlines()) == [
+        str(own_cores(rank, 2)) for rank in range(2)
+    ]
+    assert not set(own_cores(0, 2)) & set(own_cores(1, 2))
 
 
 def test_the_first_failing_rank_is_told_first_and_the_budget_is_kept(tmp_path: Path) -> None:

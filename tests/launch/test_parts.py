@@ -13,7 +13,7 @@ from penstock.launch import heartbeat
 from penstock.launch.heartbeat import Heartbeat, beat, beating, promise
 from penstock.launch.nodes import Nodes, ReservedPort
 from penstock.launch.report import VARIABLE, read_report, write_report
-from penstock.launch.settings import LaunchSettings
+from penstock.launch.settings import LaunchSettings, own_cores
 
 
 def test_the_agent_reads_what_the_rank_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +124,11 @@ def test_a_node_alone_has_all_ranks_and_a_new_port_in_each_life() -> None:
     assert (second.round, second.restarts) == (1, 1)
     assert node.heard() is None
     assert not node.waiting()
+
+
+def test_ranks_share_out_the_cores_and_none_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {7, 1, 2, 3, 6})
+    assert [own_cores(rank, 2) for rank in range(2)] == [[1, 2], [3, 6]]
+    assert LaunchSettings(procs="5", bind_cores=True).ranks == 5
+    with pytest.raises(ConfigError, match="of 6 ranks only 5 can have one"):
+        LaunchSettings(procs="6", bind_cores=True)

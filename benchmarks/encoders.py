@@ -172,6 +172,12 @@ def main() -> None:
     parser.add_argument(
         "--batches", default="1,8,32", type=lambda text: [int(one) for one in text.split(",")]
     )
+    parser.add_argument(
+        "--lengths",
+        default="",
+        help="of texts, such as 128,ragged; all by default",
+        type=lambda text: text.split(","),
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)  # the ways, which are forked, have as many as asked for
     cells = Cells(given)
@@ -182,6 +188,8 @@ def main() -> None:
             def keys(case: Case = case, name: str = name) -> Iterator[dict[str, Any]]:
                 for kind in given.types:
                     for length in case.lengths():
+                        if not case.sees and given.lengths != [""] and length not in given.lengths:
+                            continue
                         for batch in given.batches:
                             yield {"model": name, "type": kind, "length": length, "batch": batch}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def test_what_is_broken_has_a_remedy_of_one_line(findings: list[Finding]) -> Non
 
 def test_types_are_measured_beside_fp32(findings: list[Finding]) -> None:
     assert "relative error of a product" in _named(findings, "bf16").detail
-    assert "× the speed of fp32" in _named(findings, "bf16").detail
+    # A neighbour on the same processor can make any type look emulated for a moment.
+    assert re.search("× (the speed of|slower than) fp32", _named(findings, "bf16").detail)
     assert "×" not in _named(findings, "fp32").detail
 
 

@@ -56,15 +56,21 @@ class KernelSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkRates:
     """What was measured between processes; the fields are those of Machine."""
 
-    collective_bytes_per_second: float
-    collective_seconds: float = 0.0
-    gather_bytes_per_second: float | None = None
-    scatter_bytes_per_second: float | None = None
-    send_bytes_per_second: float | None = None
-    pairs: Link | None = None
+    collective_bytes_per_second: NotNegative
+    collective_seconds: NotNegative = 0.0
+    gather_bytes_per_second: NotNegative | None = None
+    scatter_bytes_per_second: NotNegative | None = None
+    send_bytes_per_second: NotNegative | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link(LinkRates):
+    """What was measured between all processes of a run, and between pairs of them."""
+
+    pairs: LinkRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,7 @@ class Machine(Checked, where="machine"):
     """Of reduce-scatter."""
     send_bytes_per_second: NotNegative | None = None
     """Measured rate from one process to another."""
-    pairs: Link | None = None
+    pairs: LinkRates | None = None
     """What was measured between pairs of more than two processes, all pairs at once: of them tensor parallel groups
     of two are made. None if it was not."""
     alone_speedup: NotNegative = 0.0
@@ -137,13 +143,12 @@ class Machine(Checked, where="machine"):
         if not self.peak_flops:
             yield "machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."
 
-    def linked(self, link: Link, ranks: int) -> Machine:
+    def linked(self, link: LinkRates, ranks: int) -> Machine:
         """The same machine, with what was measured between so many processes. On CPUs they count as one node, wherever
         they run: the link is what all of them share."""
         node = max(ranks, self.devices_per_node) if self.device == "cpu" else self.devices_per_node
-        return replace(
-            self, devices_per_node=node, **{one.name: getattr(link, one.name) for one in fields(link)}
-        )
+        found: dict[str, Any] = {one.name: getattr(link, one.name) for one in fields(link)}
+        return replace(self, **{"devices_per_node": node, "pairs": None} | found)
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from penstock.config.machine import Link
+from penstock.config.machine import Link, LinkRates
 
 SMALL, LARGE = 64, 1 << 20
 """Numbers that are sent to learn what a call costs by itself, and how fast many bytes are."""
@@ -33,16 +33,16 @@ def measure_link(device: torch.device) -> Link:
     A gather's bandwidth counts (n - 1) / n of the bytes that each of n ranks ends with, an all-reduce's twice that
     (nccl-tests' bus bandwidth).
     """
-    link, ranks = _link(device, None), distributed.get_world_size()
+    every, ranks = _link(device, None), distributed.get_world_size()
     if device.type != "cpu" or ranks == 2 or ranks % 2:
-        return link
+        return Link(**asdict(every))
     mine, _ = distributed.new_subgroups(2)  # type: ignore[no-untyped-call]
     pairs = _link(device, mine)
     distributed.destroy_process_group(mine)
-    return replace(link, pairs=pairs)
+    return Link(**asdict(every), pairs=pairs)
 
 
-def _link(device: torch.device, group: ProcessGroup | None) -> Link:
+def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
     """Within each `group` of this size while the others do the same, or between all ranks."""
     ranks, rank = distributed.get_world_size(group), distributed.get_rank()
 
@@ -69,7 +69,7 @@ def _link(device: torch.device, group: ProcessGroup | None) -> Link:
     def rate(taken: float, moved: float) -> float:
         return moved / max(taken - call, 0.1 * taken)
 
-    return Link(
+    return LinkRates(
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
         collective_seconds=max(call, _meeting(device, group)) if device.type == "cpu" else call,
         gather_bytes_per_second=rate(

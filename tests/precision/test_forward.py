@@ -49,6 +49,22 @@ class Member(Registered, key="member"):
 
 
 @pytest.mark.parametrize("precision", ["O1", "O2", "O3"])
+def test_a_model_is_compiled_once(precision: str) -> None:
+    """The second call must find the graph of the first, which takes a minute to make in a large model."""
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = penstock.accelerate(Net(), precision=precision, dtype="bf16")
+    model.compile(backend=kept)
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2", "O3"])
 def test_another_instance_of_the_class_is_a_plain_one(precision: str) -> None:
     x = torch.randn(4, 8)
     model = penstock.accelerate(Net(), precision=precision, dtype="bf16")

@@ -107,9 +107,11 @@ def unwrap_forward(model: nn.Module) -> None:
 
 
 class _Inside:
-    """How many of a model's own methods are under way."""
+    """How many of a model's own methods are under way. Set on the instance from the start: torch.compile compiles again
+    where a field appears later."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = 0
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:

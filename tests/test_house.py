@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "containers": set(),
     "shards": set(),
     "matmul": BASE,
-    "probe": BASE | ASKED | {"matmul"},
+    "probe": BASE | ASKED | {"kernels", "matmul"},
     "doctor": BASE | ASKED | {"probe"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},

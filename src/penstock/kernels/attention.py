@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBackend
 from penstock.errors import ConfigError
+from penstock.kernels.dropout import dropout
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
@@ -91,7 +92,8 @@ def attention(
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
     own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
     torch's. A causal mask and heads that share keys cost the fused kernels no memory; a mask of their own costs what it
-    has elements, and dropout or a learned bias on a CPU leads torch to its `math`.
+    has elements. On a CPU a learned bias leads torch to its `math`, and so does dropout in half precision; in fp32 and
+    fp64 `sdpa` with dropout is `plain` there.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
@@ -120,6 +122,9 @@ def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scor
 def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     mask = scores.mask
     assert mask is None or isinstance(mask, Tensor)
+    if scores.dropout and q.device.type == "cpu" and q.element_size() >= 4:
+        # torch's kernel for CPUs has no dropout. It would compose attention with its own, which is slower than ours.
+        return plain_attention(q, k, v, scores)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(
@@ -158,7 +163,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     # The type is given because autocast would otherwise widen the (N, M) scores to fp32.
     weights = torch.softmax(products, dim=-1, dtype=products.dtype)
     if scores.dropout:
-        weights = F.dropout(weights, scores.dropout)
+        weights = dropout(weights, scores.dropout)
     return torch.bmm(weights, v).view(samples, heads, tokens, v.shape[-1])
 
 

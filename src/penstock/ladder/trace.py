@@ -24,7 +24,7 @@ from penstock.planner.traced import recorded
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (
     ("norm", "norm"), ("softmax", "softmax"), ("gelu", "activation"), ("silu", "activation"),
-    ("bernoulli", "dropout"),
+    ("bernoulli", "torch_dropout"),
     ("clone", "copy"), ("copy", "copy"), ("cat", "copy"),
     ("sum", "reduce"), ("mean", "reduce"),
 )  # fmt: skip

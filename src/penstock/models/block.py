@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Mlp, Stack
 from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
+from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real
 
 _RATE_UNIT = 2.0**-24
@@ -200,7 +201,7 @@ class MLP(nn.Module):
         self.activation = sizes.mlp
         rows = sizes.mlp_width * (2 if sizes.gated else 1)
         self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
-        self.dropout = nn.Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
+        self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
         self.down = nn.Linear(sizes.mlp_width, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ class Branch(nn.Module):
         self.sequence_first = False
         self.rate = drop_path
         self.initial_scale = layer_scale
-        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
+        self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.scale: nn.Parameter | None = None
         if layer_scale is not None:
             self.scale = nn.Parameter(torch.empty(sizes.width, **where))

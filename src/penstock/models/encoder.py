@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import EncoderConfig
+from penstock.kernels.dropout import Dropout
 from penstock.models.block import activate, make_norm
 from penstock.models.stack import TextModel, TokenStack
 
@@ -56,7 +57,7 @@ class Encoder(TextModel):
             self.head = self._make_head(**where)
         elif config.head == "classes":
             self.pooler = Pooler(config, **where)
-            self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+            self.dropout = Dropout(config.dropout) if config.dropout else None
             self.head = nn.Linear(config.width, config.classes, **where)
 
     @property

@@ -17,6 +17,7 @@ from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.attention import Sight
 from penstock.kernels.documents import Documents
+from penstock.kernels.dropout import Dropout
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.padding import Real
 from penstock.kernels.split_linear import linear_apart
@@ -62,7 +63,7 @@ class TokenStack(nn.Module):
             self.places = Sinusoidal(sizes.width)
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
-        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else None
+        self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.blocks = nn.ModuleList(
             Block(sizes, attention={"causal": causal, "windowed": sizes.windowed(i)}, cross=cross, **where)
             for i in range(sizes.depth)

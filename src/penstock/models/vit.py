@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
+from penstock.kernels.dropout import Dropout
 from penstock.models.base import Switched, Undrawn
 from penstock.models.block import Block, Branch
 
@@ -94,7 +95,7 @@ class ViT(Switched):
         if config.classifier == "token":
             self.class_token = nn.Parameter(torch.empty(config.width, **where))
         self.positions = nn.Parameter(torch.empty(config.tokens, config.width, **where))
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
         self.blocks = nn.ModuleList()
         for i in range(config.depth):
             rate = config.drop_path * i / max(config.depth - 1, 1) if config.drop_path else None

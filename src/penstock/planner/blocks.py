@@ -195,7 +195,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
-        to.dropout(f"{name}.dropout", scores, each, group, kept=each)
+        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math")
     to.add(
         product("values", tokens, f, seen, scores + keys, queries),
         product("values.left", tokens, seen, f, queries + keys, scores),

@@ -62,9 +62,12 @@ def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
         backend = "plain" if short else "sdpa"
     if backend in ("plain", "math"):
         return backend
+    if device != "cpu":
+        return "fused"
     # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
-    lacks = any(stack.positions == "relative" or stack.weights_dropout for stack in stacks(model))
-    return "math" if device == "cpu" and lacks else "fused"
+    if any(stack.weights_dropout for stack in stacks(model)):
+        return "plain" if numerics_of(plan).compute == "fp32" else "math"
+    return "math" if any(stack.positions == "relative" for stack in stacks(model)) else "fused"
 
 
 @lru_cache(maxsize=4096)

@@ -197,13 +197,16 @@ class Lister:
         self.add(one, back, *[learn] * bool(weights))
 
     def dropout(
-        self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0
+        self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0,
+        torchs: bool = False,
     ) -> None:  # fmt: skip
-        """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes on a GPU, numbers on a
-        CPU. One that is `merged` with what reads its result writes the mask alone."""
-        mask = each if self.terms.host else 1.0
+        """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes, but of torch's own
+        dropout on a CPU (`torchs`) numbers. One that is `merged` with what reads its result writes the mask alone."""
+        torchs = torchs and self.terms.host
+        mask = each if torchs else 1.0
         self.move(
-            name, size, (each, mask if merged else each + mask), (each + mask, each), kind="dropout",
+            name, size, (each, mask if merged else each + mask), (each + mask, each),
+            kind="torch_dropout" if torchs else "dropout",
             kept=size * (kept + mask), group=group,
         )  # fmt: skip
 

@@ -121,7 +121,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return flops / measured
         rate = rates.products.rate(op.m, op.n, op.k) * (1.0 if rates.compute == 4 else CPU_HALF_FUSED_SHARE)
         return max(flops / rate, moved)
-    if op.kind in ("norm", "softmax", "activation", "dropout"):
+    if op.kind in ("norm", "softmax", "activation", "dropout", "torch_dropout"):
         name = "gelu" if op.kind == "activation" else op.kind
         element = rates.kernel(f"{name}{backward}", op.row or USUAL_ROW)
         return moved + op.elements / element if element else moved

@@ -153,7 +153,7 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
     """What was measured of a CPU's operators in the types of a plan."""
     types = {
         "attention": type_, "bmm": type_, "gelu": numerics.compute, "softmax": numerics.compute,
-        "dropout": numerics.compute, "norm": numerics.residual,
+        "dropout": numerics.compute, "torch_dropout": numerics.compute, "norm": numerics.residual,
     }  # fmt: skip
     found: dict[str, Samples] = {}
     for s in machine.kernels:

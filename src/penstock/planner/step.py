@@ -52,7 +52,7 @@ RETURNED_SHARE = 0.25
 itself. It depends on what small thing happens to lie on top of the heap when gradients are cleared, and differs between
 steps of one process: 0 to 0.3 of the pages were counted with seven models and batches, 0.3 to 0.85 with five large."""
 
-_ATTENTION = ("attention", "bmm", "softmax", "dropout", "pointwise")
+_ATTENTION = ("attention", "bmm", "softmax", "dropout", "torch_dropout", "pointwise")
 
 
 class Parts(NamedTuple):

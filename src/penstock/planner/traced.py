@@ -58,7 +58,7 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
     both."""
     if op.kind == "norm":
         size = stream
-    elif op.kind in ("dropout", "pointwise", "copy", "reduce"):
+    elif op.kind in ("dropout", "torch_dropout", "pointwise", "copy", "reduce"):
         size = (stream + product) / 2
     else:
         size = product

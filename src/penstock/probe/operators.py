@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.config.machine import KernelSample
 from penstock.config.plan import Matmul
+from penstock.kernels.dropout import dropout
 from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
 
@@ -79,8 +80,9 @@ class _Kernels:
         calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
             "gelu": (x, lambda: F.gelu(x)),
             "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
+            "dropout": (x, lambda: dropout(x, 0.1, generator=self.generator)),
             # As F.dropout does it, which would draw from the generator of the program.
-            "dropout": (
+            "torch_dropout": (
                 x,
                 lambda: x * torch.empty_like(x).bernoulli_(0.9, generator=self.generator).div_(0.9),
             ),

@@ -12,8 +12,8 @@ from penstock.config.machine import ProductForm
 from penstock.planner.shapes import Block
 
 OpKind = Literal[
-    "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "dropout", "torch_dropout", "pointwise", "copy",
-    "reduce", "quantize", "gather", "scatter", "allreduce", "exchange", "ring",
+    "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "dropout", "torch_dropout", "pointwise",
+    "copy", "reduce", "quantize", "gather", "scatter", "allreduce", "exchange", "ring",
 ]  # fmt: skip
 Axis = Literal["", "tensor", "expert", "context"]
 MATRIX = frozenset(("gemm", "conv", "bmm"))

@@ -65,8 +65,8 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
 
 
 def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool) -> int:
-    """Bytes of the distinct blocks of memory that autograd keeps of the model and its loss, and of half logits, which
-    the training loop holds; parameters and inputs are not counted.
+    """Bytes of the distinct blocks of memory that autograd keeps of the model and its loss; parameters and inputs are
+    not counted.
     """
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
     kept: dict[int, int] = {}
@@ -83,10 +83,7 @@ def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool)
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
     ):
-        logits = model(*inputs)
-        if logits.dtype != torch.float32:
-            pack(logits)
-        nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs[-1].flatten())
+        model(*inputs, targets=inputs[-1])
     return sum(kept.values())
 
 

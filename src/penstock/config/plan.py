@@ -32,6 +32,8 @@ the output and adds to their gradients, so that a quicker device needs more rows
 LOGIT_BYTES = {2: 10, 4: 8, 8: 16}
 """What one of these logits takes at the most, by the bytes of a number: itself, its log-probability, and of a half one
 its cast to fp32."""
+LOSS_PIECE = 1 << 20
+"""Logits of whose loss a CPU makes the gradient at one time: what is made of them stays in its caches."""
 Padding = Literal["keep", "remove"]
 CAUSAL_BLOCK = 128
 """Queries of a block of the plain form of causal attention, from twice as many tokens on. A block looks at no later

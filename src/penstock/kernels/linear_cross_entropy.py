@@ -5,10 +5,10 @@ and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gr
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
-The plain form holds R·V logits, and several copies of them in fp32. The chunked form takes some rows at a time. It
-makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
-repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
-and b.
+The plain form holds R·V logits and, but on a CPU (see `penstock.kernels.cross_entropy`), several copies of them in fp32.
+The chunked form takes some rows at a time. It makes each chunk's gradient at once, multiplies it into those of x, W and
+b, and forgets the logits. So no product is repeated, and the backward pass only multiplies by the gradient of the sum.
+What it keeps for that is as large as x, W and b.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.plan import LOGIT_BYTES
+from penstock.kernels.cross_entropy import IGNORED, cross_entropy
 from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
-IGNORED = -100
-"""A target that counts nothing, as torch's cross entropy has it."""
 _FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
@@ -74,10 +73,10 @@ def plain_linear_cross_entropy(
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
     logits = linear(x, weight, bias)
+    if share is None:
+        return cross_entropy(logits, targets, smoothing)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if share is not None:
-        return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
 
 
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> int:

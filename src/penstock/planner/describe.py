@@ -19,7 +19,7 @@ from penstock.config.model import (
     stacks,
 )
 from penstock.config.numerics import BYTES, numerics_of
-from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, Plan
+from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
 from penstock.planner.blocks import before_split, list_block, turned
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.operators import SHARED_TABLE, Op, Workload
@@ -239,11 +239,16 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         _chunked_loss(to, model, rows, columns, d)
         return
     biased = model.output_bias
+    # On a CPU the gradient takes the place of the logits, which stay until the products of the output have read it.
+    in_place = t.host and t.tp == 1 and not t.whole
     to.gemm(
-        "head", rows, columns, d, bias=biased, fp8=False, group="output",
+        "head", rows, columns, d, bias=biased, fp8=False, group="output", kept=rows * (d + columns * in_place) * c,
         learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
     )  # fmt: skip
-    _loss(to, rows, columns)
+    if in_place:
+        _loss_in_place(to, rows, columns)
+    else:
+        _loss(to, rows, columns)
 
 
 def _chunked_loss(
@@ -303,6 +308,20 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
     if model.dropout:
         to.dropout("pooler.dropout", size, c, "output")
     to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
+
+
+def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
+    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: what is made of the logits stays in caches."""
+    size, c = rows * columns, to.terms.product
+    # In fp32, and of half logits a cast besides.
+    piece = max(columns, min(LOSS_PIECE, size)) * (4.0 if c == 4 else 8.0)
+    logs = Op("loss.softmax", "softmax", read=size * c, elements=size, row=columns)
+    to.add(
+        logs,
+        logs._replace(
+            name="loss.gradient_", forward=False, read=max(0.0, 2 * size * c - piece), written=piece
+        ),
+    )
 
 
 def _loss(to: Lister, rows: float, columns: int) -> None:

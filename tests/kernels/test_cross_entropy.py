@@ -1,0 +1,94 @@
+"""Cross entropy that overwrites its logits, beside torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels import cross_entropy as kernel
+from penstock.kernels.cross_entropy import cross_entropy
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _reference(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+
+
+def _both(
+    dtype: torch.dtype, smoothing: float, targets: Tensor, columns: int, factor: float = 1.0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The loss and the gradients of the factors of the logits, ours and torch's."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(len(targets), 16, dtype=dtype), torch.randn(columns, 16, dtype=dtype)
+    found = []
+    for loss_of in (cross_entropy, _reference):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = loss_of(F.linear(a, b), targets, smoothing)
+        (loss * factor).backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        found.append([loss.detach(), a.grad, b.grad])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_it_is_torchs_loss_and_gradient(
+    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LOSS_PIECE", 300)  # some rows at a time, the last time fewer
+    targets = torch.randint(0, 101, (23,))
+    targets[::5] = kernel.IGNORED
+    ours, theirs = _both(dtype, smoothing, targets, 101, factor=0.25)
+    assert ours[0].dtype == theirs[0].dtype
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows_and_none_that_counts(rows: int) -> None:
+    ours, theirs = _both(torch.float32, 0.1, torch.full((rows,), kernel.IGNORED), 7)
+    assert ours[0] == 0
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 0.0, 1.0]])
+    targets = torch.tensor([1, 2])
+    found = []
+    for loss_of in (cross_entropy, _reference):
+        given = logits.clone().requires_grad_()
+        loss = loss_of(given * 1.0, targets, 0.0)
+        loss.backward()
+        found.append((loss.detach(), given.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_the_gradient_takes_the_place_of_the_logits() -> None:
+    """Nothing else as large as they are is made."""
+    made: list[Any] = []
+    logits = (torch.randn(64, 50_000, dtype=torch.bfloat16).requires_grad_()) * 1.0
+    logits.register_hook(made.append)
+    cross_entropy(logits, torch.zeros(64, dtype=torch.int64), 0.1).backward()
+    assert made[0].data_ptr() == logits.data_ptr()
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    logits = torch.randn(4, 9, requires_grad=True)
+    loss = cross_entropy(logits * 1.0, torch.zeros(4, dtype=torch.int64))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        loss.backward()
+
+
+def test_without_gradients_the_logits_stay() -> None:
+    logits = torch.randn(4, 9)
+    before = logits.clone()
+    found = cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(found, _reference(before, torch.zeros(4, dtype=torch.int64), 0.0))
+    assert torch.equal(logits, before)

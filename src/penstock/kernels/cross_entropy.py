@@ -1,7 +1,7 @@
 """Cross entropy of logits that nobody else needs: their gradient takes their place.
 
-For logits z of a row, p = softmax(z), a target t, V entries of the vocabulary and smoothing ε (Szegedy et al., CVPR 2016,
-section 7) the loss and its gradient are
+For logits z of a row, p = softmax(z), a target t, V entries of the vocabulary and smoothing ε (Szegedy et al., CVPR
+2016, section 7) the loss and its gradient are
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 

@@ -5,10 +5,10 @@ and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gr
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
-The plain form holds R·V logits and, but on a CPU (see `penstock.kernels.cross_entropy`), several copies of them in fp32.
-The chunked form takes some rows at a time. It makes each chunk's gradient at once, multiplies it into those of x, W and
-b, and forgets the logits. So no product is repeated, and the backward pass only multiplies by the gradient of the sum.
-What it keeps for that is as large as x, W and b.
+The plain form holds R·V logits and, but on a CPU (see `penstock.kernels.cross_entropy`), several copies of them in
+fp32. The chunked form takes some rows at a time. It makes each chunk's gradient at once, multiplies it into those of x,
+W and b, and forgets the logits. So no product is repeated, and the backward pass only multiplies by the gradient of the
+sum. What it keeps for that is as large as x, W and b.
 """
 
 from __future__ import annotations

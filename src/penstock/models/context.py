@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.context import Shared
-from penstock.kernels.linear_cross_entropy import IGNORED
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
 from penstock.models.block import Context

@@ -15,7 +15,7 @@ from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
-from penstock.kernels.linear_cross_entropy import IGNORED
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,

@@ -23,7 +23,7 @@ from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
-from penstock.kernels.linear_cross_entropy import IGNORED
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Fullness, Task, plain
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from penstock.data.source import Source, Split
 from penstock.infer.choose import NOTHING
 from penstock.infer.sample import sample
 from penstock.infer.texts import Prompts, sharded
-from penstock.kernels.linear_cross_entropy import IGNORED
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (

@@ -357,7 +357,9 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", help="contestants whose name contains this; may be given again"
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave compiled contestants out")
+    parser.add_argument(
+        "--skip", action="append", default=[], help="leaves out whose name contains this; may be given again"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="at most")
     parser.add_argument("--seconds", type=float, help="after these nothing new begins")
     parser.add_argument("--steps", type=int, default=1, help="steps timed in a round")
@@ -377,8 +379,7 @@ def main() -> None:
     entries = contestants(config, batch, device, machine, plans)
     if options.only:
         entries = [entry for entry in entries if any(word in entry.name for word in options.only)]
-    if options.no_compile:
-        entries = [entry for entry in entries if "compile" not in entry.name]
+    entries = [entry for entry in entries if not any(word in entry.name for word in options.skip)]
     stored = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
     cells = stored.get("cells", {})
     key = f"{options.model}, {samples} x {sequence} tokens, {device.type}"

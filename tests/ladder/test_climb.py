@@ -182,6 +182,34 @@ def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     assert report.plan == "baseline"
 
 
+@pytest.mark.parametrize(
+    ("said", "measured", "forecast", "moves"),
+    [
+        ("open", 1.03, 0.03, True),
+        ("open", 1.03, 0.0, False),  # two equal kernels, by the planner
+        ("open", 1.005, 0.03, False),
+        ("slower", 1.03, 0.03, False),
+        ("faster", 1.03, -0.03, True),
+    ],
+)
+def test_what_no_race_decides_is_taken_where_measurement_and_forecast_agree(
+    said: str, measured: float, forecast: float, moves: bool
+) -> None:
+    first = Setting(model=MODEL, plan=Plan(micro_batch=8))
+    best = search.Candidate(("",), first)
+    other = search.Candidate(("memory",), replace(first, plan=replace(first.plan, host_memory="keep")))
+    known = SimpleNamespace(
+        arena=SimpleNamespace(says=lambda *settings: said),
+        rounds=7,
+        measured={best.key: best, other.key: other},
+        allowed=lambda candidate: True,
+        speed=lambda candidate: measured if candidate is other else 1.0,
+        forecast={best.key: 0.0, other.key: forecast},
+    )
+    found = search.Search._better(known, best, [other], [])  # type: ignore[arg-type]
+    assert (found is other) == moves
+
+
 def test_a_plan_that_all_rounds_together_call_slower_is_not_offered_in_silence(clock: Clock) -> None:
     """On a machine where the same step takes from half to twice its time, a Plan can look fast until the last race."""
     for seed in range(12):

@@ -43,6 +43,10 @@ IDLE = 0.002
 """A rung that gains less than this by what was measured, not surely that, and by the forecast, is left out: a Plan has
 no more than it needs. The forecast has a say because a few rounds beside other work find nearly everything idle."""
 
+AGREED = 0.01
+"""A setting that no race could tell from the best is taken all the same, if it is faster by more than this both by what
+was measured and by the planner's forecast. Between equal kernels the planner knows no difference."""
+
 
 class Search:
     """What is known of the candidates, and the races between them."""
@@ -272,13 +276,21 @@ class Search:
     def _better(
         self, best: Candidate, near: Sequence[Candidate], away: Sequence[Candidate]
     ) -> Candidate | None:
-        """The neighbour to move to: the fastest that is surely faster, or one without a rung that gains nothing."""
+        """The neighbour to move to: the fastest that is surely faster, or that is so by measurement and forecast alike,
+        or one without a rung that gains nothing."""
 
         def said(candidate: Candidate) -> str:
             return self.arena.says(candidate.setting, best.setting, self.rounds)
 
         near = [c for c in near if c.key in self.measured and self.allowed(c)]
         faster = [c for c in near if said(c) == "faster"]
+        agreed = [
+            c
+            for c in near
+            if said(c) == "open"
+            and math.log(self.speed(c) / self.speed(best)) > AGREED
+            and self.forecast[c.key] - self.forecast[best.key] > AGREED
+        ]
         idle = [
             c
             for c in away
@@ -287,7 +299,7 @@ class Search:
             and self.speed(c) > (1 - IDLE) * self.speed(best)
             and self.forecast[c.key] > self.forecast[best.key] - IDLE
         ]
-        return max(faster or idle, key=self.speed, default=None)
+        return max(faster or agreed or idle, key=self.speed, default=None)
 
     def path_seconds(self) -> float:
         """Seconds of the path to the best: its steps are built, take one round together, and are weighed."""

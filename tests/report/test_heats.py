@@ -103,7 +103,7 @@ def test_a_cell_goes_on_where_its_time_was_over(
     machine = Machine(name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11})
     monkeypatch.setattr(language_train, "machine_for", lambda device: machine)
     output = tmp_path / "cells.json"
-    words = ["--model", "gpt-tiny", "--tokens", "16", "--sequence", "8", "--rounds", "2", "--no-compile"]
+    words = ["--model", "gpt-tiny", "--tokens", "16", "--sequence", "8", "--rounds", "2", "--skip", "compile"]
     words += ["--only", "plain fp32", "--only", "hand fp32", "--only", "optimizer=fused host_memory=keep"]
 
     def call(*more: str) -> dict[str, Any]:

@@ -44,8 +44,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
 class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        counted = targets != IGNORED
-        index = targets.where(counted, 0)[:, None]
+        counted, index = _counted(targets)
         wide, share = _wide(logits), smoothing / logits.shape[1]
         losses = torch.empty(len(logits), dtype=wide)
         for here in _pieces(logits):
@@ -54,7 +53,7 @@ class _InPlace(torch.autograd.Function):
             if smoothing:
                 losses[here] -= share * logs.sum(1)
             del logs  # before the next are made
-        ctx.save_for_backward(logits, index, counted)
+        ctx.save_for_backward(logits, targets)
         ctx.smoothing, ctx.spent = smoothing, False
         return losses.where(counted, 0.0).sum()
 
@@ -66,7 +65,8 @@ class _InPlace(torch.autograd.Function):
                 "This loss was differentiated before, and its logits were overwritten: compute it anew."
             )
         ctx.spent = True
-        logits, index, counted = ctx.saved_tensors
+        logits, targets = ctx.saved_tensors
+        counted, index = _counted(targets)
         wide = _wide(logits)
         factors = (grad.to(wide) * counted)[:, None]
         taken = torch.full((1, 1), ctx.smoothing - 1.0, dtype=wide)
@@ -81,6 +81,12 @@ class _InPlace(torch.autograd.Function):
                 rows.copy_(p)
             del p
         return logits, None, None
+
+
+def _counted(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows count (R,), and where their targets stand (R, 1)."""
+    counted = targets != IGNORED
+    return counted, targets.where(counted, 0)[:, None]
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -28,7 +28,8 @@ def dropout(
     Numbers come from `generator`, by default torch's own. Raises ValueError for a `p` outside of 0 to 1.
     """
     level = round(p * _LEVELS)
-    if not training or x.device.type != "cpu" or not 0 < level < _LEVELS:
+    # The meta device stands for a CPU: what is kept there is what a CPU would keep.
+    if not training or x.device.type not in ("cpu", "meta") or not 0 < level < _LEVELS:
         return F.dropout(x, p, training)
     if torch.compiler.is_compiling():
         kept = torch.ops.penstock.kept(x.shape, level)

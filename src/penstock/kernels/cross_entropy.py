@@ -41,17 +41,28 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
 
 
+def row_losses(logs: Tensor, index: Tensor, smoothing: float) -> Tensor:
+    """The loss of each row (R,), of log-probabilities (R, V) and targets (R, 1)."""
+    losses = logs.gather(1, index).squeeze(1) * (smoothing - 1.0)
+    return losses - logs.sum(1) * (smoothing / logs.shape[1]) if smoothing else losses
+
+
+def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
+    """Make of probabilities (R, V) the gradient of the losses, in place."""
+    if smoothing:
+        p.sub_(smoothing / p.shape[1])
+    p.scatter_add_(1, index, p.new_full((1, 1), smoothing - 1.0).expand(len(p), 1))
+
+
 class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         counted, index = _counted(targets)
-        wide, share = _wide(logits), smoothing / logits.shape[1]
+        wide = _wide(logits)
         losses = torch.empty(len(logits), dtype=wide)
         for here in _pieces(logits):
             logs = torch.log_softmax(logits[here], dim=-1, dtype=wide)
-            losses[here] = (smoothing - 1.0) * logs.gather(1, index[here]).squeeze(1)
-            if smoothing:
-                losses[here] -= share * logs.sum(1)
+            losses[here] = row_losses(logs, index[here], smoothing)
             del logs  # before the next are made
         ctx.save_for_backward(logits, targets)
         ctx.smoothing, ctx.spent = smoothing, False
@@ -69,13 +80,10 @@ class _InPlace(torch.autograd.Function):
         counted, index = _counted(targets)
         wide = _wide(logits)
         factors = (grad.to(wide) * counted)[:, None]
-        taken = torch.full((1, 1), ctx.smoothing - 1.0, dtype=wide)
         for here in _pieces(logits):
             rows = logits[here]
             p = torch.softmax(rows, dim=-1, dtype=wide)
-            if ctx.smoothing:
-                p.sub_(ctx.smoothing / rows.shape[1])
-            p.scatter_add_(1, index[here], taken.expand(len(p), 1))
+            take_target_(p, index[here], ctx.smoothing)
             torch.mul(p, factors[here], out=p if rows.dtype != wide else rows)
             if rows.dtype != wide:
                 rows.copy_(p)

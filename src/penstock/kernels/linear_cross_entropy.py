@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.plan import LOGIT_BYTES
-from penstock.kernels.cross_entropy import IGNORED, cross_entropy
+from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
 _FP16_SCALE = 256.0
@@ -186,16 +186,10 @@ class _Sums(NamedTuple):
             p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
             del logits
             index = targets[:, None]
-            loss = p.gather(1, index).squeeze(1) * (self.smoothing - 1.0)
-            if self.smoothing:
-                loss -= p.sum(1) * (self.smoothing / p.shape[1])
-            self.loss.add_(loss.where(counted, 0).sum())
+            self.loss.add_(row_losses(p, index, self.smoothing).where(counted, 0).sum())
             if not asked:
                 return
-            p.exp_()
-            if self.smoothing:
-                p.sub_(self.smoothing / p.shape[1])
-            p.scatter_add_(1, index, p.new_full((1, 1), self.smoothing - 1.0).expand(len(p), 1))
+            take_target_(p.exp_(), index, self.smoothing)
         if self.scale != 1.0:
             p.mul_(self.scale)
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.

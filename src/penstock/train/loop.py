@@ -156,6 +156,8 @@ class _Run:
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         model, real, words = self.task.fullness(train_source, config.model, config.plan.micro_batch)
         self.prediction = predict(model, self.machine, config.plan, real=real, words=words)
+        first, *others = sequences(model)
+        predicted_tokens = (real * first if config.plan.padding == "remove" else first) + sum(others)
 
         # Where it starts from.
         stored = find_checkpoint(config, dims, resume=resume)
@@ -189,7 +191,7 @@ class _Run:
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds,
-            tokens=sum(sequences(config.model)),
+            tokens=predicted_tokens,
         )  # fmt: skip
         self.memory = MemoryMeter(device)
         self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)

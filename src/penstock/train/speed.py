@@ -28,11 +28,11 @@ class Speedometer:
 
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` gives the total seconds so far that the loop has waited for data.
-    `tokens` are those of a sample of full length, of all of the model's stacks.
+    `tokens` are those of a sample as it was predicted, of all of the model's stacks.
 
     FLOPs are those the planner counts, of which `prediction` tells: of one sample forward and backward, and with what
     the hardware computes twice. Attention counts in full, also where a causal mask hides half of it. Of text a token
-    counts as it does in a sample of the model's full length, and padding counts nothing.
+    counts as it does in a sample of the predicted length, and padding counts nothing.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Speedometer:
         device: torch.device,
         waited: Callable[[], float],
         *,
-        tokens: int = 0,
+        tokens: float = 0,
     ) -> None:
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"

@@ -111,6 +111,22 @@ def test_number_pairs_have_known_labels() -> None:
     assert opened("numbers", "single", limit=100).classes == ("even", "odd")
 
 
+def test_one_language_pairs_numbers_with_ordinals() -> None:
+    num2words = pytest.importorskip("num2words").num2words
+    source = opened("numbers:en", "pair", length=128, limit=2000)
+    of = {num2words(number): num2words(number, to="ordinal") for number in range(1, 10_000)}
+    for row in read(source):
+        tokens, split = row["tokens"].tolist(), row["segment"]
+        first, second = T.decode(tokens[:split]), T.decode(tokens[split:])
+        assert second in of.values()
+        assert (of[first] == second) == (source.classes[row["label"]] == "same")
+    assert opened("numbers:es", "two", limit=100)
+    with pytest.raises(ConfigError, match=r"no ordinal number 1 in 'cs'; give .* two languages"):
+        opened("numbers:cs", "pair", limit=100)
+    with pytest.raises(ConfigError, match="needs two languages for this task"):
+        opened("numbers:en", "translation", limit=100)
+
+
 def test_forms_that_a_source_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stdlib is text without rows"):
         opened("stdlib", "pair")

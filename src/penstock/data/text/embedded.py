@@ -77,6 +77,8 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     - single: a number, and whether it is `even` or `odd`
     - two: the same number in two languages
 
+    Of one language alone the second text of `pair` and `two` is an ordinal: `forty-two`, and `forty-second`.
+
     A tenth of the numbers from 100 on, in no language seen in training, is for validation.
     """
     languages = languages or LANGUAGES
@@ -84,7 +86,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
         raise ConfigError(
             "data.source=numbers are rows, and this task takes running text; choose stdlib or text:PATH."
         )
-    if form != "single" and len(languages) < 2:
+    if form == "translation" and len(languages) < 2:
         raise ConfigError(
             f"data.source=numbers needs two languages for this task, such as numbers:en,de, not {quoted(languages[0])}."
         )
@@ -93,7 +95,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     return Content(parts, ["numbers", 1, _version(), list(languages)])
 
 
-def _speaker(languages: Sequence[str]) -> Callable[[int, str], str]:
+def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
     try:
         import num2words
     except ImportError:
@@ -108,8 +110,14 @@ def _speaker(languages: Sequence[str]) -> Callable[[int, str], str]:
         )
 
     @functools.cache
-    def say(number: int, language: str) -> str:
-        return str(num2words.num2words(number, lang=language))
+    def say(number: int, language: str, to: str) -> str:
+        try:
+            return str(num2words.num2words(number, lang=language, to=to))
+        except Exception as error:  # of a language that it speaks in part, whatever its table then raises
+            raise ConfigError(
+                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: two languages, "
+                "with a comma, or another one."
+            ) from error
 
     return say
 
@@ -123,16 +131,18 @@ def _is_held_out(number: int) -> bool:
 
 
 def _number_rows(
-    form: Form, languages: Sequence[str], say: Callable[[int, str], str], val: bool
+    form: Form, languages: Sequence[str], say: Callable[[int, str, str], str], val: bool
 ) -> Iterator[Found]:
     count = len(languages)
-    for number in range(_NUMBERS):
+    to = "ordinal" if count == 1 and form != "single" else "cardinal"
+    least = 1 if to == "ordinal" else 0  # several languages have no word for "zeroth"
+    for number in range(least, _NUMBERS):
         if _is_held_out(number) != val:
             continue
         rng = random.Random(number)
         for place, first in enumerate(languages):
             second = languages[(place + 1 + number % max(1, count - 1)) % count]
-            words, other = say(number, first), say(number, second)
+            words, other = say(number, first, "cardinal"), say(number, second, to)
             where = f"the number {number} in {first} and {second}"
             if form == "single":
                 yield Row((words,), "odd" if number % 2 else "even", where, 0)
@@ -143,14 +153,14 @@ def _number_rows(
             else:
                 same = rng.random() < 0.5
                 yield Row(
-                    (words, other if same else say(_another(number, rng, val), second)),
+                    (words, other if same else say(_another(number, rng, val, least), second, to)),
                     "same" if same else "different",
                     where,
                     0,
                 )
 
 
-def _another(number: int, rng: random.Random, val: bool) -> int:
+def _another(number: int, rng: random.Random, val: bool, least: int) -> int:
     """A number that differs in one digit, or altogether; of the same split, so that nothing held out is seen."""
     while True:
         if rng.random() < 0.5:
@@ -159,5 +169,5 @@ def _another(number: int, rng: random.Random, val: bool) -> int:
             found = int("".join(digits))
         else:
             found = rng.randrange(_NUMBERS)
-        if found != number and (val or not _is_held_out(found)):
+        if found != number and found >= least and (val or not _is_held_out(found)):
             return found

@@ -64,6 +64,20 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
     assert held(describe(PRESETS[name], plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
 
 
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("precision", ["O0", "O1"])
+def test_one_more_sample_keeps_what_is_predicted(name: str, precision: str) -> None:
+    """Without what autocast keeps for all samples together: half copies of weights."""
+    model = create(PRESETS[name])
+    plans = [Plan(precision=precision, micro_batch=samples) for samples in (2, 3)]  # type: ignore[arg-type]
+    kept = [
+        _kept_bytes(model, _inputs(PRESETS[name], plan.micro_batch), autocast=precision == "O1")
+        for plan in plans
+    ]
+    predicted = [held(describe(PRESETS[name], plan, "cpu"), plan).kept for plan in plans]
+    assert predicted[1] - predicted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
 def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool) -> int:
     """Bytes of the distinct blocks of memory that autograd keeps of the model and its loss; parameters and inputs are
     not counted.

@@ -7,6 +7,7 @@ of the device's query heads, K those of its key heads, M hidden width on this de
 from __future__ import annotations
 
 from penstock.config.plan import CAUSAL_BLOCK, WINDOW_BLOCK
+from penstock.config.stack import Stack
 from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
 from penstock.planner.shapes import Block
@@ -96,8 +97,9 @@ def _attend(
     if cross:
         others = max(1.0, t.samples * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
-        # All blocks read the same output of the other stack, which it keeps itself.
-        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=0.0)
+        # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
+        cast = others * d * c if t.stream == 4 and c == 2 and not t.fused else 0.0
+        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=cast)
     else:
         others = rows + t.samples * t.cached
         to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias)
@@ -115,9 +117,11 @@ def _attend(
         kept += queries * c
     if stack.qk_norm:
         normed, each = rows * (a + kv), 1 + (stack.norm == "layer" and stack.norm_bias)
+        # The queries of a group are copied together.
+        copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
         to.move(
             f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
-            tensors=2 * each, kept=own * c + 2 * rows * (heads + kv_heads) * t.statistic,
+            tensors=2 * each, kept=_kept_by_head_norms(to, stack, own, normed, copied, rows * (heads + kv_heads)),
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
     if t.form == "plain" and heads != kv_heads:
@@ -154,6 +158,25 @@ def _attend(
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention")
     _after_split(to, computed, d)
+
+
+def _kept_by_head_norms(
+    to: Lister, stack: Stack, own: float, normed: float, copied: float, rows: float
+) -> float:
+    """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
+    rows; `copied` bytes of queries were copied before.
+    """
+    t, c = to.terms, to.terms.product
+    if stack.norm == "layer":
+        return own * c + copied + 2 * rows * t.statistic
+    if t.fused or not (t.host or t.software.norms_apart):
+        return own * c + copied + rows * t.statistic
+    # torch composes them in fp32, and keeps what they normalised beside what they were given.
+    if c == 4:
+        return own * c + copied + normed * 4 + rows * 4
+    # What they were given was cast. Values stay in the projection, unless attention copies them.
+    values = 0.0 if t.form != "fused" and t.copies else own * c
+    return values + normed * 8 + rows * 4
 
 
 def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> int:

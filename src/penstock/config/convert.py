@@ -276,6 +276,8 @@ def _number(value: Any, kind: Any) -> int | float | None:
 
 def word(value: Any) -> str:
     """The value of a setting as written on a command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(word, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

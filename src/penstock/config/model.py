@@ -241,7 +241,7 @@ def option_words(config: ModelConfig) -> list[str]:
     """The command-line words for a model: the nearest preset of its family, and an option for each changed
     field."""
     near = (
-        [name, *_changes(found, config, "model")]
+        [name, *changes(found, config, "model")]
         for name, found in PRESETS.items()
         if type(found) is type(config)
     )
@@ -255,11 +255,12 @@ def title(config: ModelConfig) -> str:
     return f"{name} ({told})" if told else name
 
 
-def _changes(before: Any, after: Any, path: str) -> Iterator[str]:
+def changes(before: Any, after: Any, path: str) -> Iterator[str]:
+    """An option, with its value, for each field below `path` in which two configurations of one class differ."""
     for one in fields(after):
         old, new = getattr(before, one.name), getattr(after, one.name)
         if is_dataclass(new):
-            yield from _changes(old, new, f"{path}.{one.name}")
+            yield from changes(old, new, f"{path}.{one.name}")
         elif new != old:
             yield f"--{path}.{one.name} {word(new)}"
 
@@ -455,6 +456,7 @@ PRESETS: dict[str, ModelConfig] = {
     # Small enough for a test or a minute on a laptop.
     "gpt-tiny": replace(_gpt2(128, 4, 4), vocabulary=2048, sequence=128, dropout=0.0),
     "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
+    "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
     "bert-tiny": _bert(128, 2, 2, vocabulary=2048, sequence=128),
     "modernbert-tiny": _bert(128, 4, 4, mlp_width=192, vocabulary=2048, sequence=128, **{**_MODERN, "window": 32}),
     "t5-tiny": _t5(128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64),

@@ -100,13 +100,17 @@ def _require_devices(procs: int, device: torch.device) -> None:
 
 
 def _notes(subject: Subject) -> list[str]:
-    """What a reader must know of a climb of several processes."""
+    """What a reader must know of its samples, and of several processes."""
+    found = []
+    if (share := subject.unpacked_padding) is not None:
+        found.append(f"Documents are packed into samples: one document in each would be {share:.0%} padding.")
     if subject.procs == 1 or subject.device.type != "cpu":
-        return []
+        return found
     alone, each = torch.get_num_threads(), threads_of(subject.procs)
     return [
+        *found,
         f"On this CPU one process computes with {alone} thread{'s' if alone > 1 else ''}, and each of "
-        f"{subject.procs} with {each}."
+        f"{subject.procs} with {each}.",
     ]
 
 

@@ -18,7 +18,7 @@ from penstock.config.convert import (
     Ranks,
     Seed,
 )
-from penstock.config.model import PRESETS, ModelConfig, option_words
+from penstock.config.model import PRESETS, ModelConfig, changes, option_words
 from penstock.config.run import DataConfig, TaskName
 
 QUICK_LOSS_STEPS = 8
@@ -84,6 +84,11 @@ class LadderConfig(Checked):
             )
 
 
+def data_words(data: DataConfig) -> list[str]:
+    """The options that name these data."""
+    return [words.replace("--data.source ", "--data ") for words in changes(DataConfig(), data, "data")]
+
+
 def command_of(config: LadderConfig) -> str:
     """The command that climbs again with these settings, wherever the call came from."""
     words = ["penstock ladder"]
@@ -95,7 +100,7 @@ def command_of(config: LadderConfig) -> str:
         if not given or f.name in ("model", "factory", "output"):
             continue
         if f.name == "data":
-            words.append(f"--data {value.source}")
+            words += data_words(value)
         elif value is True:
             words.append(f"--{f.name}")
         else:

@@ -21,7 +21,7 @@ from penstock.config.jobs import JOBS
 from penstock.config.machine import Machine
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
-from penstock.config.run import DataConfig, Recipe, TaskName
+from penstock.config.run import Recipe, TaskName
 from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.data.source import Source
@@ -29,7 +29,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
-from penstock.ladder.settings import LadderConfig
+from penstock.ladder.settings import LadderConfig, data_words
 from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
@@ -38,7 +38,7 @@ from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
 from penstock.tasks import Loss, task_of
 from penstock.tasks.task import Fullness
-from penstock.tasks.text import tokenizer_of
+from penstock.tasks.text import WordTask, tokenizer_of
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Samples per step of the baseline, where nobody says."""
@@ -78,6 +78,8 @@ class Subject(ABC):
     """What its model can do with padding."""
     padding_share = 0.0
     """How much of a batch's tokens is padding."""
+    unpacked_padding: float | None = None
+    """How much of them would be, with one document in each sample, where documents are packed."""
     groupable = False
     """Whether its samples differ in length and are taken in an order of chance."""
 
@@ -143,16 +145,19 @@ class Configured(Subject):
         self.unit = self._task.unit
         self.data = self._source.title
         self._full: dict[tuple[ModelConfig | None, int, bool], Fullness] = {}
-        self._asked, self._data = config.task, config.data.source
+        self._asked, self._data = config.task, config.data
         self.groupable = self._source.lengths is not None and not self._source.group_by_length
         self._by_length = copy.copy(self._source)
         self._by_length.group_by_length = self.groupable
         self.padding_share = 1.0 - self._fullness(self.first).real
+        self.unpacked_padding = self._source.unpacked_padding
         self._starts: dict[int, dict[str, Tensor]] = {}
 
     def build(self, setting: Setting, seed: int) -> Built:
         assert setting.model is not None
-        built = build(setting.model, setting.plan, device=self.device, recipe=self.recipe, seed=seed)
+        built = build(
+            setting.model, setting.plan, device=self.device, recipe=self.recipe, loss=self._task, seed=seed
+        )
         if setting.model != self._model:
             _adopt(built.model, self._start(seed))
         return built
@@ -183,8 +188,7 @@ class Configured(Subject):
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
         if self._asked != "auto":
             words.append(f"--task {self._asked}")
-        if self._data != DataConfig().source:
-            words.append(f"--data {self._data}")
+        words += data_words(self._data)
         if setting.by_length:
             words.append("--data.group_by_length true")
         return " ".join(words)
@@ -196,7 +200,7 @@ class Configured(Subject):
         if isinstance(model, ViTConfig):
             return model
         words = not isinstance(model, EncoderConfig) or model.head == "words"
-        if words and tokenizer_of(self._source).size <= model.vocabulary:
+        if isinstance(self._task, WordTask) and words and tokenizer_of(self._source).size <= model.vocabulary:
             return model
         fitted = self._task.fit(model, self._source)
         assert not isinstance(fitted, ViTConfig)
@@ -301,12 +305,11 @@ class Own(Subject):
 
 
 def _task_named(config: LadderConfig) -> TaskName:
-    """The task that is asked for, or that of the preset's job."""
+    """The task that is asked for, or that of the nearest preset's job, as `train_command` will have it."""
     if config.task != "auto":
         return config.task
-    preset, *changes = option_words(config.model)
-    job = JOBS.get(preset, {}) if not changes else {}
-    return cast(TaskName, job.get("task", "auto"))
+    preset, *_ = option_words(config.model)
+    return cast(TaskName, JOBS.get(preset, {}).get("task", "auto"))
 
 
 def _usual_batch(model: ModelConfig, device: torch.device) -> int:

@@ -16,8 +16,9 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.planner import predict
 from penstock.planner.describe import totals
+from penstock.tasks.task import Fullness
 from penstock.train.metrics import Records, read_metrics
-from penstock.train.speed import Speedometer, peak_memory
+from penstock.train.speed import Speedometer, peak_memory, useful
 
 MACHINE = Machine(
     name="desk",
@@ -54,7 +55,9 @@ def test_text_is_counted_by_its_tokens() -> None:
     """Half of a batch is padding: half the FLOPs are the model's."""
     plan = Plan(micro_batch=4, accumulate=2)
     prediction = predict(PRESETS["gpt-tiny"], MACHINE, plan)
-    meter = Speedometer(prediction, MACHINE, torch.device("cpu"), lambda: 0.0, tokens=128)
+    meter = Speedometer(
+        prediction, MACHINE, torch.device("cpu"), lambda: 0.0, useful(Fullness(PRESETS["gpt-tiny"]))
+    )
     full, half = meter.speed([0.1, 0.1], 0.0, [1024, 1024]), meter.speed([0.1, 0.1], 0.0, [1024, 0])
     assert full["tokens_per_second"] == pytest.approx(2 * 1024 / 0.2)
     assert full["model_flops_per_second"] == pytest.approx(80 * totals(PRESETS["gpt-tiny"]).model_flops)

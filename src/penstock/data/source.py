@@ -58,6 +58,8 @@ class Source(ABC):
     """The setting that `bad_samples` comes from."""
     lengths: NDArray[np.int32] | None = None
     """(N,) how much of each sample is no padding, where samples differ in that."""
+    unpacked_padding: float | None = None
+    """How much of the samples would be padding with one document in each, where documents are packed into samples."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
 

@@ -104,6 +104,8 @@ def describe(record: Record, total: int, task: Task | None = None) -> str:
 def _header(record: Record) -> str:
     share = record.get("padding")
     padding = "" if share is None else f", {share:.0%} padding"
+    if (unpacked := record.get("unpacked_padding")) is not None:
+        padding = f", packed (one document in each would be {unpacked:.0%} padding)"
     rows = {
         "plan": record["plan"],
         "model": f"{record['parameters']:,} parameters, {record['model']}",

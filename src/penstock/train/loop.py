@@ -25,7 +25,6 @@ from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import BESIDE
 from penstock.config.load import dump_toml
-from penstock.config.model import sequences
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
@@ -56,7 +55,7 @@ from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
-from penstock.train.speed import MemoryMeter, Speedometer, peak_memory
+from penstock.train.speed import MemoryMeter, Speedometer, peak_memory, useful
 
 _log = logging.getLogger(__name__)
 
@@ -154,10 +153,8 @@ class _Run:
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
-        model, real, words = self.task.fullness(train_source, config.model, config.plan.micro_batch)
-        self.prediction = predict(model, self.machine, config.plan, real=real, words=words)
-        first, *others = sequences(model)
-        predicted_tokens = (real * first if config.plan.padding == "remove" else first) + sum(others)
+        full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
+        self.prediction = predict(full.model, self.machine, config.plan, real=full.real, words=full.words)
 
         # Where it starts from.
         stored = find_checkpoint(config, dims, resume=resume)
@@ -190,8 +187,7 @@ class _Run:
         """Those of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
-            self.prediction, self.machine, device, lambda: self.loader.wait_seconds,
-            tokens=predicted_tokens,
+            self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful(full),
         )  # fmt: skip
         self.memory = MemoryMeter(device)
         self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
@@ -381,7 +377,8 @@ class _Run:
             "resume" if self.resumed_at else "start", plan=self.config.plan.line(), machine=self.machine.name,
             device=str(self.device), peak=self.speedometer.peak, parameters=self.built.parameters,
             model=self.task.describe_model(self.config.model), unit=self.task.unit, data=self.data,
-            samples=self.calendar.samples, padding=self.loader.padding_share, batch=self.calendar.batch,
+            samples=self.calendar.samples, padding=self.loader.padding_share,
+            unpacked_padding=self.loader.source.unpacked_padding, batch=self.calendar.batch,
             total=self.calendar.total, output=str(self.output),
         )  # fmt: skip
         self._record("prediction", **_of_prediction(self.prediction))

@@ -12,15 +12,38 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.config.machine import Machine
+from penstock.config.model import Seq2SeqConfig, ViTConfig, sequences
+from penstock.config.plan import Plan
 from penstock.planner import Prediction
+from penstock.planner.describe import describe
 from penstock.step.memory import step_with_memory
 from penstock.step.train_step import StepResult, TrainStep
+from penstock.tasks.task import Fullness
+
+
+class Useful(NamedTuple):
+    """What a sample of mean length is, without padding."""
+
+    tokens: int
+    """Of all of the model's stacks."""
+    flops: float
+    """Of one forward and backward pass."""
+
+
+def useful(full: Fullness) -> Useful:
+    """The same of batches like these."""
+    model = full.model
+    if not isinstance(model, ViTConfig):
+        names = ("sequence", "decoder_sequence") if isinstance(model, Seq2SeqConfig) else ("sequence",)
+        model = replace(model, **{name: max(1, round(full.real * getattr(model, name))) for name in names})
+    return Useful(sum(sequences(model)), describe(model, Plan(micro_batch=1), words=full.words).model_flops)
 
 
 class Speedometer:
@@ -28,11 +51,10 @@ class Speedometer:
 
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` gives the total seconds so far that the loop has waited for data.
-    `tokens` are those of a sample as it was predicted, of all of the model's stacks.
 
-    FLOPs are those the planner counts, of which `prediction` tells: of one sample forward and backward, and with what
-    the hardware computes twice. Attention counts in full, also where a causal mask hides half of it. Of text a token
-    counts as it does in a sample of the predicted length, and padding counts nothing.
+    FLOPs are those the planner counts: of one sample forward and backward, and with what the hardware computes twice,
+    of which `prediction` tells. Attention counts in full, also where a causal mask hides half of it. Of text `sample`
+    tells what a token counts, and padding counts nothing.
     """
 
     def __init__(
@@ -41,8 +63,7 @@ class Speedometer:
         machine: Machine,
         device: torch.device,
         waited: Callable[[], float],
-        *,
-        tokens: float = 0,
+        sample: Useful | None = None,
     ) -> None:
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
@@ -50,13 +71,12 @@ class Speedometer:
         self.times: list[float] = []
         """Seconds of every step that has been read."""
         self._samples_per_step = plan.global_batch
-        self._tokens_per_step = plan.global_batch * tokens
+        self._tokens_per_step = plan.global_batch * sample.tokens if sample else 0
         self._data_world = plan.dp
         self._tokens: list[int] = []
         """Of this rank, of every step that has been read, and then of those since."""
-        self._model_flops = (
-            prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
-        )
+        predicted = prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
+        self._model_flops = sample.flops if sample else predicted
         self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu
         self._peak_flops = prediction.peak_flops * plan.gpus
         self._cuda = device.type == "cuda"

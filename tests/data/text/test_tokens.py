@@ -64,6 +64,19 @@ def test_a_split_is_told_by_each_text_and_loses_nothing(tmp_path: Path) -> None:
     assert sorted(texts[0] + texts[1]) == sorted(f"document {number}" for number in range(1000))
 
 
+def test_what_packing_saves_is_counted_by_document(tmp_path: Path) -> None:
+    lines = [f'{{"text": "{number:0{1 + number % 7}}"}}' for number in range(1000)]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines))
+    for split in ("train", "val"):
+        source = opened(f"text:{tmp_path}", split, length=4)
+        lengths = [len(one) for one in "".join(chr(n) for n in everything(source)).split(chr(Bytes.end))[:-1]]
+        padded = sum(-(-(length + 1) // 4) * 4 for length in lengths)
+        assert source.unpacked_padding == pytest.approx(1 - source.tokens / padded, abs=0.01)
+    (tmp_path / "book.txt").write_text("z" * 400)
+    book = opened(f"text:{tmp_path}/book.txt", length=10)
+    assert book.unpacked_padding == pytest.approx(1 - book.tokens / 390)
+
+
 def test_few_documents_give_the_end_of_the_text_to_validation(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("".join(f"{number:09d}\n" for number in range(400)))
     train, val = (opened(f"text:{tmp_path}", split, length=1) for split in ("train", "val"))

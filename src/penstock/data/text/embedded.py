@@ -115,8 +115,8 @@ def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
             return str(num2words.num2words(number, lang=language, to=to))
         except Exception as error:  # of a language that it speaks in part, whatever its table then raises
             raise ConfigError(
-                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: two languages, "
-                "with a comma, or another one."
+                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: two "
+                "languages, with a comma, or another one."
             ) from error
 
     return say

@@ -47,6 +47,9 @@ class TokenSource(Source):
         counts = [(text.size - length) // stride + 1 for text in self._texts]
         self._mixture = Mixture(counts, [weight for _, weight in texts])
         self.sample = np.dtype((np.int32, (length,)))
+        documents = np.concatenate([text.documents() for text in self._texts])
+        padded = int(np.ceil(documents / stride).sum()) * stride
+        self.unpacked_padding = 1 - int(documents.sum()) / padded
 
     @property
     def bytes_per_token(self) -> float:
@@ -77,6 +80,14 @@ class _Text:
         self._segments = segments
         self._starts = np.concatenate([[0], np.cumsum(segments[:, 1] - segments[:, 0])])
         self.size = int(self._starts[-1])
+
+    def documents(self) -> NDArray[np.int64]:
+        """How many tokens each document has."""
+        ends = self.part.index["end"][:, -1].astype(np.int64)
+        bounds = np.unique(np.concatenate([[0], ends, self._segments.ravel()]))
+        begins, segment = bounds[:-1], np.searchsorted(self._segments[:, 0], bounds[:-1], side="right") - 1
+        here = (segment >= 0) & (begins < self._segments[segment, 1])
+        return np.asarray(np.diff(bounds)[here], np.int64)
 
     def read(self, start: int, out: NDArray[np.int32]) -> None:
         """Fill `out` from token `start` of the split on. Raises BadSample."""

@@ -24,6 +24,14 @@ _TINY: Settings = {
 """Models of less than a million weights, which are to learn something in two minutes on two cores. They are evaluated
 at the end only."""
 
+_TRANSLATION: Settings = {
+    "task": "translation",
+    "data.group_by_length": True,
+    "recipe.augment.label_smoothing": 0.1,
+    "recipe.beta2": 0.98,
+}
+"""As Vaswani et al. (NeurIPS 2017, sections 5.1, 5.3 and 5.4) train."""
+
 JOBS: dict[str, Settings] = {
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
     # mild, because one of eight pixels already moves a stroke.
@@ -38,13 +46,14 @@ JOBS: dict[str, Settings] = {
     },
     "gpt-tiny": {**_TINY, "recipe.lr": 3e-3},
     "llama-tiny": {**_TINY, "recipe.lr": 3e-3},
+    "qwen-tiny": {**_TINY, "recipe.lr": 3e-3},
     "bert-tiny": _TINY,
     "modernbert-tiny": _TINY,
     "t5-tiny": _TINY,
     "bart-tiny": _TINY,
-    "marian-base": {"task": "translation"},
-    "transformer-base": {"task": "translation"},
-    "transformer-big": {"task": "translation"},
+    "marian-base": _TRANSLATION,
+    "transformer-base": _TRANSLATION,
+    "transformer-big": _TRANSLATION,
     "marian-tiny": {
         **_TINY,
         "task": "translation",

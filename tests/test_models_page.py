@@ -1,0 +1,88 @@
+"""docs/reference/models.md says what presets count, which tests hold it, and what was measured beside transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.planner.describe import describe
+from penstock.planner.memory import held
+
+ROOT = Path(__file__).parent.parent
+
+
+def _load(folder: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _load("tools", "models")
+
+
+def test_the_page_of_models_is_up_to_date() -> None:
+    assert models.PATH.read_text(encoding="utf-8") == models.page(), "run make reference"
+
+
+def test_every_preset_is_counted_once_and_written_once() -> None:
+    counts, _, forms = models.page().partition("## How presets are written")
+    counted = [line for line in counts.splitlines() if " blocks of width " in line]
+    for name in PRESETS:
+        assert len([line for line in counted if line.startswith(f"| `{name}` |")]) == 1, name
+        assert len([line for line in forms.splitlines() if f"`{name}`" in line]) == 1, name
+    assert len(counted) == len(PRESETS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["O0", "O1"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_sample_keeps_as_much_as_the_page_says(name: str, precision: str, device: str) -> None:
+    one, nine = (Plan(precision=precision, micro_batch=samples) for samples in (1, 9))  # type: ignore[arg-type]
+    more = [held(describe(PRESETS[name], plan, device), plan).kept for plan in (one, nine)]
+    assert more[1] - more[0] == pytest.approx(8 * models.sample_bytes(PRESETS[name], precision, device))
+
+
+@pytest.mark.parametrize(
+    ("test", "code", "words"),
+    [
+        ("tests/planner/test_nothing.py::test_flops", "rel=0.005", "is not there"),
+        ("tests/planner/test_text_models.py::test_flops", "rel=0.005", "is not there"),
+        ("tests/planner/test_text_models.py::test_flops_equal_torchs", "rel=0.001", "which it does not"),
+    ],
+)
+def test_a_test_or_a_tolerance_that_is_not_there_stops_the_page(test: str, code: str, words: str) -> None:
+    with pytest.raises(LookupError, match=words):
+        models.held_by(test, code)
+
+
+def test_a_class_without_a_figure_stops_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = json.loads(models.RESULTS.read_text(encoding="utf-8"))
+    del stored["differences"]["BertModel"]
+    (tmp_path / "short.json").write_text(json.dumps(stored))
+    monkeypatch.setattr(models, "RESULTS", tmp_path / "short.json")
+    with pytest.raises(LookupError, match=r"short\.json has no BertModel; run python benchmarks/"):
+        models.page()
+
+
+def test_stored_figures_are_those_of_a_run() -> None:
+    pytest.importorskip("transformers")
+    parity = _load("benchmarks", "transformers_parity")
+    stored = json.loads(models.RESULTS.read_text(encoding="utf-8"))
+    classes = list(parity.classes())
+    assert {name: row["model_type"] for name, row in stored["differences"].items()} == {
+        architecture: model_type for model_type, architecture, _ in classes
+    }
+    for _, architecture, options in classes:
+        found = parity.differences(architecture, options, draws=1)
+        for way in ("read", "written"):
+            assert 0 <= found[way] < 1e-5, (architecture, way)
+            assert stored["differences"][architecture][way] < 1e-5, (architecture, way)

@@ -37,13 +37,14 @@ ALLOWED: dict[str, set[str]] = {
     "host_memory": BASE,
     "containers": set(),
     "shards": set(),
+    "tensorfile": {"boundary", "config", "disk", "errors", "leftovers"},
     "matmul": BASE,
     "probe": BASE | ASKED | {"kernels", "matmul"},
     "doctor": BASE | ASKED | {"probe"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},
     "kernels": BASE | ASKED,
-    "models": BASE | ASKED | {"kernels", "leftovers"},
+    "models": BASE | ASKED | {"kernels", "leftovers", "tensorfile"},
     "infer": BASE | ASKED | {"data", "kernels", "matmul", "models", "parallel", "precision", "shards"},
     "tasks": BASE | {"data", "infer", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
@@ -53,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     | ASKED
     | {"containers", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
     "build": BASE | ASKED | {"kernels", "models", "precision", "optim", "parallel", "step", "tasks"},
-    "checkpoint": BASE | ASKED | {"disk", "kernels", "models", "shards"},
+    "checkpoint": BASE | ASKED | {"disk", "kernels", "models", "shards", "tensorfile"},
 }
 _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}

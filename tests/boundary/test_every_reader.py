@@ -24,7 +24,6 @@ ELSEWHERE = {
     "checkpoint/reader.py": "documents of a checkpoint, after every byte of it was checked against its manifest",
     "checkpoint/rewrite.py": "documents of a checkpoint, after every byte of it was checked against its manifest",
     "checkpoint/storage.py": "tensors of a checkpoint, after every byte of it was checked against its manifest",
-    "checkpoint/tensorfile.py": "tensors of a checkpoint, after every byte of it was checked against its manifest",
     "cli/__init__.py": "opens /dev/null",
     "cli/_script.py": "the user's own script, which is read as Python reads it, and is run",
     "cli/demo.py": "what the demo itself has written before, through the reader of files",

@@ -94,6 +94,15 @@ def test_export_writes_the_average_as_transformers_names_it(
     index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "b" / file)[name], weights[name])
+    export = ["checkpoint", "export", str(tmp_path), str(tmp_path / "a"), "--shard-gb"]
+    for size in ("0.000001", "5", "0.000001"):  # over what is there
+        assert main([*export, size]) == 0
+        files = [file.name for file in (tmp_path / "a").glob("model*")]
+        assert (files == ["model.safetensors"]) if size == "5" else ("model.safetensors.index.json" in files)
+        assert (len(files) > 3) == (size != "5")
+        found = from_pretrained(tmp_path / "a").state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in average.items())
+    assert main([*export, "0"]) == 2
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "c"), "--weights", "x"]) == 2
     assert "it has weights, ema" in capsys.readouterr().err
 

@@ -126,14 +126,21 @@ def _tensor(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
 
 
 def read_weight_map(path: Path, *, remedy: str) -> dict[str, str]:
-    """Which file of its folder holds each tensor, from a `model.safetensors.index.json`.
+    """Which file of its folder holds each tensor, from a `model.safetensors.index.json`. Raises as `read_index`."""
+    table: dict[str, str] = read_index(path, remedy=remedy)["weight_map"]
+    return table
+
+
+def read_index(path: Path, *, remedy: str) -> dict[str, Any]:
+    """A `model.safetensors.index.json`, whose `weight_map` says which file of its folder holds each tensor.
 
     Raises:
         CheckpointError: it is no such index, or names what is no safetensors file's name.
     """
     raw = read_bytes(path, "The index", limit=_INDEX.bytes, error=CheckpointError, remedy=remedy)
     where = f"The index {shown(path)}"
-    table = parse_json(raw, where, error=CheckpointError, bounds=_INDEX, remedy=remedy).get("weight_map")
+    index = parse_json(raw, where, error=CheckpointError, bounds=_INDEX, remedy=remedy)
+    table = index.get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{where} names no files. {remedy}")
     for name in table.values():
@@ -142,4 +149,4 @@ def read_weight_map(path: Path, *, remedy: str) -> dict[str, str]:
             raise CheckpointError(
                 f"{where} names {quoted(name)}, which is not in its folder as a safetensors file. {remedy}"
             )
-    return table
+    return index

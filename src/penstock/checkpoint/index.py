@@ -14,8 +14,8 @@ import torch
 from penstock.boundary.files import quoted
 from penstock.boundary.weights import TensorInfo, read_header
 from penstock.checkpoint.snapshot import Piece
-from penstock.checkpoint.tensorfile import DTYPES, dtype_name
 from penstock.errors import CheckpointError
+from penstock.tensorfile import DTYPES, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

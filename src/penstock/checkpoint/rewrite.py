@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +18,16 @@ from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, verify
 from penstock.checkpoint.reader import Checkpoint, open_verified, read_json
 from penstock.checkpoint.snapshot import LOCAL, Piece
 from penstock.checkpoint.storage import read_pieces, write_chunks, write_json
-from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.config.convert import Ranks, require
-from penstock.disk import Written, write_file
+from penstock.disk import Written
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.report.record import versions
+from penstock.tensorfile import SHARD_BYTES, Pending, write_model
 
 _log = logging.getLogger(__name__)
 
 BESIDE = "tokenizer"
 """Folder of a run with what its exports hold besides weights: see `save_pretrained`."""
-SHARD_BYTES = 5_000_000_000
-"""Hugging Face splits a model's weights into files of this size."""
 
 
 def candidates(path: Path, *, step: int | None = None) -> list[Path]:
@@ -150,43 +147,24 @@ def read_weights(checkpoint: Checkpoint, which: str) -> dict[str, Tensor]:
 def export_plain(
     checkpoint: Checkpoint, folder: Path, which: str, *, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write one set of weights in its own names as Hugging Face lays files out: `model.safetensors`, or several
-    numbered ones of at most `shard_bytes` (but at least a tensor) and `model.safetensors.index.json`.
+    """Write one set of weights in its own names as Hugging Face lays files out; one tensor at a time is in memory.
 
-    One tensor at a time is in memory. Raises ConfigError where there is no such set.
+    Returns the files. Raises ConfigError where there is no such set, and as `penstock.tensorfile.write_model`.
     """
     names = _names(checkpoint, which)
-    shards: list[list[str]] = [[]]
-    sizes = {name: _bytes(checkpoint.index[f"{which}/{name}"]) for name in names}
-    filled = 0
-    for name in names:
-        if shards[-1] and filled + sizes[name] > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += sizes[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    count = len(shards)
-    files = [
-        "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        for number in range(1, count + 1)
-    ]
-    for file, shard in zip(files, shards):
-        write_tensors(folder / file, _whole(checkpoint, which, shard), {"format": "pt"})
-    if count > 1:
-        listed = {name: file for file, shard in zip(files, shards) for name in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": listed}
-        text = json.dumps(index, indent=1).encode()
-        write_file(folder / "model.safetensors.index.json", [text])
-        files.append("model.safetensors.index.json")
-    return [folder / file for file in files]
+    return write_model(folder, _whole(checkpoint, which, names), shard_bytes=shard_bytes)
 
 
 def export_model(
-    checkpoint: Checkpoint, folder: Path, which: str, *, state: Mapping[str, Tensor] | None = None
+    checkpoint: Checkpoint,
+    folder: Path,
+    which: str,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder,
-    and the tokenizer that the checkpoint's run has.
+    and the tokenizer that the checkpoint's run has. The set is in memory as a whole.
 
     Raises:
         ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
@@ -210,7 +188,8 @@ def export_model(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "
             f"({problem}); export them with --names plain."
         ) from problem
-    save_pretrained(model, folder, weights=weights, beside=checkpoint.path.parent.parent / BESIDE)
+    tokenizer = checkpoint.path.parent.parent / BESIDE
+    save_pretrained(model, folder, weights=weights, beside=tokenizer, shard_bytes=shard_bytes)
 
 
 def _names(checkpoint: Checkpoint, which: str) -> list[str]:
@@ -227,7 +206,3 @@ def _whole(checkpoint: Checkpoint, which: str, names: Sequence[str]) -> Iterator
         yield Pending(
             name, entry.torch_dtype, entry.shape, partial(_fetch, checkpoint, f"{which}/{name}", chunk)
         )
-
-
-def _bytes(entry: Entry) -> int:
-    return torch.Size(entry.shape).numel() * entry.torch_dtype.itemsize

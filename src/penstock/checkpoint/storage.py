@@ -20,9 +20,9 @@ from torch import Tensor
 
 from penstock.checkpoint.index import Chunk, Index, file_name, key_of
 from penstock.checkpoint.snapshot import Piece
-from penstock.checkpoint.tensorfile import Pending, write_tensors
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError
+from penstock.tensorfile import Pending, write_tensors
 
 
 def write_json(path: Path, document: Any) -> Written:

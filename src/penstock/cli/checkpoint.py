@@ -130,18 +130,19 @@ def export_(
         `hf` uses the names of transformers, and works for families that it has. `plain` keeps Penstock's names, and
         works for any model.
     shard_gb
-        With `plain`, the size in GB above which the weights are split into several files with an index.
+        The size in GB above which the weights are split into several files with an index, as transformers does.
     """
     from penstock.checkpoint import rewrite
 
     require("--shard-gb", shard_gb, ShardSize)
+    shard_bytes = max(int(shard_gb * 1e9), 1)
     checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
     which = weights or ("ema" if "ema" in sets else "weights")
     if names == "hf":
-        rewrite.export_model(checkpoint, target, which)
+        rewrite.export_model(checkpoint, target, which, shard_bytes=shard_bytes)
     else:
-        rewrite.export_plain(checkpoint, target, which, shard_bytes=int(shard_gb * 1e9))
+        rewrite.export_plain(checkpoint, target, which, shard_bytes=shard_bytes)
     print(f"{target}: '{which}' of {checkpoint.path}.")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,8 +19,10 @@ from penstock.models import create
 from penstock.models.convert import (
     from_pretrained,
     load_weights,
+    read_state_dict,
     read_text_config,
     save_pretrained,
+    text_to_hf,
     write_text_config,
 )
 
@@ -171,6 +174,33 @@ def test_base_models_and_sharded_folders_are_read(name: str, tmp_path: Path) -> 
     _assert_alike(_run(ours, True), _run(theirs, False))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert-classes", "t5"])
+def test_a_model_is_saved_in_files_of_a_size_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = from_pretrained(tmp_path / "theirs")
+    state = text_to_hf(ours.state_dict(), ours.config)  # type: ignore[arg-type]
+    for shard_bytes in (10_000, 20_000, 10**9, 10_000):  # each over the one before
+        save_pretrained(ours, tmp_path / "ours", shard_bytes=shard_bytes)
+        files = {path.name for path in (tmp_path / "ours").iterdir()} - {"config.json"}
+        if shard_bytes == 10**9:
+            assert files == {"model.safetensors"}
+        else:
+            index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+            assert files == {"model.safetensors.index.json", *index["weight_map"].values()}
+            assert len(files) > 3
+            # What is tied is there once.
+            assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in ours.parameters())
+        found = read_state_dict(tmp_path / "ours")
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
+        again = from_pretrained(tmp_path / "ours").state_dict()
+        assert all(torch.equal(again[key], tensor) for key, tensor in ours.state_dict().items())
+        back = type(theirs).from_pretrained(tmp_path / "ours").eval()
+        assert torch.equal(_run(back, False), _run(theirs, False))
+
+
+LABELS = {"architectures": ["BertForSequenceClassification"]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
@@ -191,6 +221,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {"is_decoder": True}, "is_decoder"),
     ("bert", {"classifier_dropout": 0.3}, "classifier_dropout 0.3"),
     ("bert", {"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering"),
+    ("bert", {**LABELS, "problem_type": "multi_label_classification"}, "problem_type 'multi_label_classification'"),
+    ("bert", {**LABELS, "problem_type": "regression", "num_labels": 3}, "problem_type 'regression' with 3 labels"),
+    ("bert", {**LABELS, "problem_type": "single_label_classification", "num_labels": 1}, "with 1 label"),
+    ("bert", {**LABELS, "problem_type": "ranking"}, "problem_type is 'ranking'"),
     ("t5", {"feed_forward_proj": "gated-tanh"}, "gated-tanh"),
     ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop"),
     ("bart", {"normalize_before": True}, "normalize_before"),
@@ -206,6 +240,23 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
     sizes = {"num_hidden_layers": 2} if kind in ("qwen2", "llama") else {}
     with pytest.raises(ConfigError, match=words):
         read_text_config({"model_type": kind, **sizes, **change})
+
+
+@pytest.mark.parametrize(("classes", "problem"), [(1, "regression"), (3, "single_label_classification")])
+def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp_path: Path) -> None:
+    given = {**BERT, **LABELS, "model_type": "bert", "num_labels": classes, "problem_type": problem}
+    model = create(read_text_config(given)).eval()
+    save_pretrained(model, tmp_path)  # type: ignore[arg-type]
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert (theirs.config.num_labels, theirs.config.problem_type) == (classes, problem)
+    tokens, labels = torch.randint(2, 60, (4, 12)), torch.randint(classes, (4,))
+    outputs = model(tokens, torch.full((4,), 12))
+    if classes == 1:
+        labels = torch.randn(4)
+        expected = F.mse_loss(outputs.squeeze(1), labels)
+    else:
+        expected = F.cross_entropy(outputs, labels)
+    torch.testing.assert_close(theirs(input_ids=tokens, labels=labels).loss, expected)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Qwen2", "Qwen3", "Bert", "T5", "Bart", "Marian"])

@@ -1,4 +1,4 @@
-"""Folders and files of weights, safetensors and JSON: written whole or not at all, and nothing is unpickled."""
+"""Reads folders and files of weights, safetensors and JSON; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_weight_map
 from penstock.errors import CheckpointError, ConfigError
+from penstock.tensorfile import INDEX, WEIGHTS
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _CONFIG = Bounds(bytes=1 << 24, values=1 << 20)
 """Names of classes make up nearly all of a large one."""
 _BROKEN = "cannot be read as safetensors"

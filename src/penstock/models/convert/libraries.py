@@ -24,7 +24,7 @@ FREE = frozenset({
     "length_penalty", "max_length", "max_window_layers", "min_length", "model_type", "n_ctx",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels",
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores",
-    "pad_token_id", "penstock", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "pad_token_id", "penstock", "prefix", "pretraining_tp", "remove_invalid_values",
     "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
     "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",

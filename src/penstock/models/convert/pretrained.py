@@ -6,11 +6,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.boundary.files import shown
@@ -18,12 +18,12 @@ from penstock.config.load import from_dict, to_dict
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
 from penstock.leftovers import replace_file
-from penstock.models.convert.files import WEIGHTS, described, read_json
+from penstock.models.convert.files import described, read_json
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.names import shares_head
-from penstock.models.convert.text import text_to_hf
+from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import read_text_config, write_text_config
 from penstock.models.convert.vit import to_hf, unrepresentable
 from penstock.models.decoder import Decoder
@@ -31,6 +31,7 @@ from penstock.models.encoder import Encoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel
 from penstock.models.vit import ViT
+from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
 OWN_TYPES: dict[str, type[ModelConfig]] = {
     "penstock_vit": ViTConfig,
@@ -48,44 +49,46 @@ def save_pretrained(
     *,
     weights: Mapping[str, Tensor] | None = None,
     beside: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write config.json and model.safetensors, as transformers' `from_pretrained` reads them where it has
-    such a model, else in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
+    """Write config.json and the weights, as transformers' `from_pretrained` reads them where it has such a model, else
+    in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
 
-    Each file appears whole or not at all; weights are written last. `weights` replace the model's state dict, if the
-    model holds only a part of it. `beside` is a folder whose files are written too, those of a tokenizer; what its
-    config.json holds, such as the numbers of special tokens, goes into the model's.
+    Weights are `model.safetensors`, or, of more than `shard_bytes`, numbered files with an index. Beside the state
+    itself one weight at a time is in memory, as it is written. Each file appears whole or not at all; what the folder
+    holds is replaced only when all new weights are on the disk (see `penstock.tensorfile.write_model`, and what it
+    raises). `weights` replace the model's state dict, if the model holds only a part of it. `beside` is a folder whose
+    files are written too, those of a tokenizer; what its config.json holds, such as the numbers of special tokens, goes
+    into the model's.
     """
     folder, config = Path(folder), cast(Any, model).config
-    folder.mkdir(parents=True, exist_ok=True)
-    state: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
-    values, state = _in_their_form(config, state)
-    if beside is not None and beside.is_dir():
-        for file in beside.iterdir():
-            if file.name == "config.json":
-                values |= read_json(file)
-            else:
-                replace_file(folder / file.name, lambda path: shutil.copyfile(file, path))  # noqa: B023 (called at once)
-    # Copied, because parameters may be views of one flat buffer, which safetensors refuses to write.
-    tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
-    replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
-    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    values, tensors = _in_their_form(config, model.state_dict() if weights is None else weights)
+    others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
+    for file in (file for file in others if file.name == "config.json"):
+        values |= read_json(file)
+
+    text = json.dumps(values, indent=2) + "\n"
+
+    def what_goes_with_them() -> None:
+        for file in (file for file in others if file.name != "config.json"):
+            replace_file(folder / file.name, partial(shutil.copyfile, file))
+        replace_file(folder / "config.json", lambda path: path.write_text(text))
+
+    write_model(folder, tensors, shard_bytes=shard_bytes, before_read=what_goes_with_them)
 
 
-def _in_their_form(
-    config: ModelConfig, state: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+def _in_their_form(config: ModelConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Pending]]:
     """The config.json and the weights of transformers' model where there is such a model, or our own."""
     if isinstance(config, ViTConfig):
         if not unrepresentable(config):
-            return hf_config(config), to_hf(state, config)
+            return hf_config(config), pending(to_hf(state, config))
     else:
         with suppress(ConfigError):
-            return write_text_config(config), text_to_hf(state, config)
+            return write_text_config(config), text_pending(state, config)
         if shares_head(config):
             state = {name: tensor for name, tensor in state.items() if name != "head.weight"}
     own = f"penstock_{config.family}"
-    return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}, state
+    return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}, pending(state)
 
 
 def from_pretrained(

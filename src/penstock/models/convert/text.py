@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from penstock.config.model import EncoderConfig, stacks
 from penstock.errors import ConfigError
+from penstock.models.convert.libraries import Library
 from penstock.models.convert.names import Ours, from_theirs, left_over, to_theirs
 from penstock.models.convert.text_config import library_of, write_text_config
 from penstock.models.positions import Sinusoidal
 from penstock.models.stack import TextConfig, TextModel
+from penstock.tensorfile import Pending
 
 
 def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Tensor]:
     """Our state dict as transformers' model of this configuration is stored. Raises ConfigError if there is none."""
-    library = library_of(write_text_config(config)["model_type"])
+    library = _library(config)
     found = to_theirs(state, config, library.names(config))
     if isinstance(config, EncoderConfig) and config.head == "none":
         return {name.removeprefix(library.prefix): tensor for name, tensor in found.items()}
     return found
+
+
+def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pending]:
+    """What `text_to_hf` gives, each weight of which is made of ours when it is fetched, and not kept."""
+
+    def made(theirs: str, ours: str) -> Tensor:
+        return text_to_hf({ours: state[ours]}, config)[theirs]
+
+    return [
+        Pending(theirs, like.dtype, like.shape, partial(made, theirs, ours))
+        for ours, tensor in state.items()
+        for theirs, like in text_to_hf({ours: tensor.to("meta")}, config).items()
+    ]
+
+
+@cache
+def _library(config: TextConfig) -> Library:
+    """Whose model it is. Raises ConfigError if there is none."""
+    return library_of(write_text_config(config)["model_type"])
 
 
 def text_from_hf(state: Mapping[str, Tensor], model: TextModel) -> tuple[Ours, list[str]]:
@@ -31,7 +53,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: TextModel) -> tuple[Ours, l
 
     Meta tensors do as well as real ones: what only values can tell is then taken to be right.
     """
-    library = library_of(write_text_config(model.config)["model_type"])
+    library = _library(model.config)
     heads = "|".join(map(re.escape, (library.prefix or "\0", *library.heads)))
     if library.prefix:
         full = {name: re.sub(rf"^(?!{heads})", library.prefix, name) for name in state}

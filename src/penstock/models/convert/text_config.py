@@ -109,10 +109,12 @@ class _Own:
     decoder_sequence: Tokens | None = None
 
 
+_Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
 _LABELS: dict[str, tuple[Any, Any]] = {
     "architectures": (tuple[str, ...] | None, None),
     "id2label": (dict[str, str] | None, None),
     "num_labels": (Words | None, None),
+    "problem_type": (_Problem | None, None),
 }
 _TURNING: dict[str, tuple[Any, Any]] = {
     "rope_theta": (Positive | None, None),
@@ -230,11 +232,31 @@ def _head(given: Any, library: Library) -> dict[str, Any]:
     if name not in heads:
         raise ConfigError(f"config.json is of {quoted(name)}; known are {', '.join(heads)}.")
     classes = len(given.id2label or ()) or given.num_labels or 2
+    if heads[name] == "classes":
+        _require_loss(given.problem_type, classes)
     return {
         "head": heads[name],
         "output_bias": True,
         **({"classes": classes} if heads[name] == "classes" else {}),
     }
+
+
+def _require_loss(problem: str | None, classes: int) -> None:
+    """Refuse a head that was trained with another loss than ours of as many classes: the squared error of one number,
+    or the cross entropy of one class out of several.
+    """
+    if problem not in (None, _problem(classes)):
+        labels = "1 label" if classes == 1 else f"{classes:,} labels"
+        raise ConfigError(
+            f"config.json has problem_type {problem!r} with {labels}, but Penstock tells one class out of several "
+            "('single_label_classification'), or one number ('regression' with 1 label). Remove problem_type to train "
+            "the weights for one of these."
+        )
+
+
+def _problem(classes: int) -> _Problem:
+    """What transformers calls the loss of a head."""
+    return "regression" if classes == 1 else "single_label_classification"
 
 
 def _with(config: Any, found: Mapping[str, Any]) -> Any:
@@ -330,6 +352,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
     if isinstance(config, EncoderConfig) and config.head == "classes":
         values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.classes)}
         values["label2id"] = {f"LABEL_{i}": i for i in range(config.classes)}
+        values["problem_type"] = _problem(config.classes)
     values["penstock"] = {name: getattr(config, name) for name in _OWN if hasattr(config, name)}
     return values
 

@@ -1,0 +1,195 @@
+"""Tensors to safetensors files, hashed while they are written: one file, or a model's folder of several.
+
+The format is Hugging Face's, and `penstock.boundary.weights` checks what a header says. The library reads the files.
+Writing is ours: it streams, so that saving needs the memory of the largest tensor only; views into one flat buffer are
+written as what they are; and the checksum is of what was meant to be written, not of what the disk gave back.
+
+Note [Replacing weights]
+    A folder that holds a model's weights holds them at every instant while others are written there, whatever kills the
+    writer. New files are written beside the old ones. Only when all are on the disk do they become the ones that are
+    read, by one rename: of `model.safetensors`, or of the index. Then the old files go. Where an old file has a name
+    that a new one needs, the index first names a second link to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from penstock.boundary import weights
+from penstock.boundary.files import why
+from penstock.config.convert import Range, require
+from penstock.disk import Written, sync_folder, write_file
+from penstock.errors import CheckpointError, EnvironmentProblem
+from penstock.leftovers import replace_file
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, (word, _) in weights.DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""What huggingface_hub makes the largest file of a model."""
+_BEFORE = ".before"
+"""Ends the name, less its suffix, of a file that the next export keeps until it is done."""
+_OURS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safetensors")
+"""Names of files that an export writes."""
+
+
+def dtype_name(tensor: str, dtype: torch.dtype) -> str:
+    """What safetensors calls the dtype of a tensor. Raises TypeError for one that no checkpoint holds."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"Tensor '{tensor}' is of {dtype}, which the checkpoint format cannot hold.")
+    return DTYPE_NAMES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor that is to be written. `fetch` gives it when its turn has come, on any device, of any strides."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    fetch: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pending(state: Mapping[str, Tensor]) -> list[Pending]:
+    """Tensors that are there already."""
+    return [Pending(name, t.dtype, t.shape, lambda t=t: t) for name, t in state.items()]  # type: ignore[misc]
+
+
+def write_tensors(
+    path: Path, tensors: Iterable[Pending], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Write `tensors` to `path` as safetensors, one at a time in memory, and force them to the disk."""
+    tensors = list(tensors)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": dtype_name(tensor.name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.bytes],
+        }
+        offset += tensor.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
+        for tensor in tensors:
+            fetched = tensor.fetch()
+            assert (fetched.dtype, list(fetched.shape)) == (tensor.dtype, list(tensor.shape)), tensor.name
+            yield fetched.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return write_file(path, chunks())
+
+
+def write_model(
+    folder: Path,
+    tensors: Iterable[Pending],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    before_read: Callable[[], object] = lambda: None,
+) -> list[Path]:
+    """Write a model's weights as Hugging Face lays files out: `model.safetensors`, or, of more than `shard_bytes`,
+    several numbered files of at most as much (but at least a tensor) and `model.safetensors.index.json`.
+
+    One tensor at a time is in memory. Each file appears whole or not at all, the index last. Weights that the folder
+    holds already are replaced: see Note [Replacing weights]. `before_read` is called when all tensors are on the disk
+    and the old ones are still read; it writes what goes with the new ones. Returns the files, the index last.
+
+    Raises:
+        ConfigError: `shard_bytes` is below 1. OSError: the disk is full, or fails.
+        EnvironmentProblem: weights in as many files are there, and the file system has no links to keep them by.
+    """
+    require("shard_bytes", shard_bytes, Annotated[int, Range(1, 1 << 60)])
+    shards = _split(tensors, shard_bytes)
+    count = len(shards)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    if count == 1:
+        names = [WEIGHTS]
+
+        def whole(path: Path) -> None:
+            write_tensors(path, shards[0], {"format": "pt"})
+            before_read()
+
+        replace_file(folder / WEIGHTS, whole)
+        sync_folder(folder)
+        (folder / INDEX).unlink(missing_ok=True)  # before the files that it names
+    else:
+        _keep_readable(folder, names)
+        for name, shard in zip(names, shards):
+            replace_file(folder / name, lambda path: write_tensors(path, shard, {"format": "pt"}))  # noqa: B023 (called at once)
+        before_read()
+        places = {tensor.name: name for name, shard in zip(names, shards) for tensor in shard}
+        size = sum(tensor.bytes for shard in shards for tensor in shard)
+        _write_index(folder, {"metadata": {"total_size": size}, "weight_map": places})
+        names.append(INDEX)
+    sync_folder(folder)
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in names and path.is_file():
+            path.unlink()
+    return [folder / name for name in names]
+
+
+def _split(tensors: Iterable[Pending], shard_bytes: int) -> list[list[Pending]]:
+    shards: list[list[Pending]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.bytes
+    return shards
+
+
+def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    text = json.dumps(index, indent=2) + "\n"
+    replace_file(folder / INDEX, lambda path: write_file(path, [text.encode()]))
+
+
+def _keep_readable(folder: Path, names: Sequence[str]) -> None:
+    """Where the folder's index names files that are about to be replaced, give these a second name, and let it name
+    that: until the new index is there, what was there before is read.
+    """
+    try:
+        index = weights.read_index(folder / INDEX, remedy="Export again.")
+    except CheckpointError:
+        return  # there is none, or none that anything can be read by
+    places: dict[str, str] = index["weight_map"]
+    kept = {
+        name: f"{name.removesuffix('.safetensors')}{_BEFORE}.safetensors"
+        for name in names
+        if name in places.values() and (folder / name).is_file()
+    }
+    if not kept:
+        return
+    for name, other in kept.items():
+        (folder / other).unlink(missing_ok=True)  # of a writer that was killed before the index named it
+        try:
+            os.link(folder / name, folder / other)
+        except OSError as problem:
+            raise EnvironmentProblem(
+                f"{folder} holds weights in files of the names that are to be written, and a second link to these, to "
+                f"keep them until the new ones are complete, cannot be made: {why(problem)}. Export to another folder."
+            ) from problem
+    renamed = {tensor: kept.get(name, name) for tensor, name in places.items()}
+    _write_index(folder, {**index, "weight_map": renamed})
+    sync_folder(folder)

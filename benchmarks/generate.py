@@ -21,7 +21,6 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,6 @@ class Case:
         self.folder, self.threads = folder, threads
         config: Any = PRESETS[name]
         self.both = isinstance(config, Seq2SeqConfig)
-        if name.startswith("transformer-"):
-            config = replace(config, output_bias=True)  # as transformers' Marian has it
         self.words: int = config.vocabulary
         self.beams = BEAMS if self.both else 1
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tokenizers from outside: `tokenizer.json` with its settings, and sentencepiece models."""
+"""Tokenizers from outside: `tokenizer.json` with its settings, sentencepiece models, and Marian's two with a table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fuzz.door import Case, Door
 from fuzz.mutate import altered_tree
+from helpers import marian
 
 _MODELS = Path(__file__).parents[1] / "data" / "text" / "sentencepiece"
 _HERE = Path("tokenizer")
@@ -32,6 +33,8 @@ def _seeds() -> dict[str, bytes]:
         "tokenizer_config.json": b'{"pad_token": "<pad>", "eos_token": {"content": "<end>"}, "unk_token": null}',
         "tokenizer.model": (_MODELS / "unigram.model").read_bytes(),
         "bpe.model": (_MODELS / "bpe.model").read_bytes(),
+        "source.spm": marian.model(marian.SOURCE),
+        "vocab.json": json.dumps(marian.NUMBERS).encode(),
     }
 
 
@@ -44,10 +47,13 @@ def _enter(name: str, data: bytes) -> None:
     _HERE.mkdir()
     if name == "tokenizer_config.json":
         (_HERE / "tokenizer.json").write_bytes(_seeds()["tokenizer.json"])
+    if name in ("source.spm", "vocab.json"):
+        marian.write_files(_HERE)
     (_HERE / name).write_bytes(data)
     at = _HERE / name if name == "bpe.model" else _HERE
     tokenizer = open_tokenizer(DataConfig(tokenizer=str(at)))
     numbers = tokenizer.encode(["Some text, naïve 雪\n", ""])
+    tokenizer.encode_target([">>de<< Some text"])
     tokenizer.decode([*numbers[0].tolist(), 3, tokenizer.size - 1])
     tokenizer.word_starts()
     tokenizer.save(Path("saved"))

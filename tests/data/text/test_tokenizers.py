@@ -155,6 +155,7 @@ def test_sentencepiece_models_give_the_numbers_of_sentencepiece(case: dict) -> N
         (b"\x0a\x03\x0a\x01a" * 2, "one of them twice"),
         (b"\x0a\x03\x0a\x01a\x12\x02\x18\x04", "whole words or letters"),
         (b"\x0a\x08\x0a\x01a\x15\x00\x00\xc0\x7f", "no word with a score"),
+        (b"\x0a\x03\x0a\x01a\x1a\x06\x12\x04\x00\x00\x00\xc1", "table of letters is cut off"),
     ],
 )
 def test_broken_sentencepiece_models_are_refused(tmp_path: Path, content: bytes, said: str) -> None:

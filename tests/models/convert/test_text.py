@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
@@ -229,6 +229,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop"),
     ("bart", {"normalize_before": True}, "normalize_before"),
     ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
+    ("marian", {"add_bias_logits": True}, "add_bias_logits"),
+    ("bart", {"penstock": {"output_bias": True}}, "output_bias under penstock, which no bart reads"),
     ("gpt_neox", {}, "gpt_neox"),
 ]  # fmt: skip
 
@@ -270,7 +272,7 @@ def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: 
 HELD = {
     name
     for name, config in PRESETS.items()
-    if name.startswith(("gpt2", "llama", "qwen", "bert", "t5", "bart", "marian"))
+    if name.startswith(("gpt2", "llama", "qwen", "bert", "t5", "bart", "marian", "transformer"))
 }
 
 
@@ -284,8 +286,8 @@ def test_presets_have_a_form_of_transformers_or_say_why_not(name: str) -> None:
         assert type(found) is type(config)
         assert found.init == config.init
         return
-    if name.startswith(("gpt-", "mpt", "transformer")):
-        return  # some are GPT-2 or Marian in all but name
+    if name.startswith(("gpt-", "mpt")):
+        return  # some are GPT-2 in all but name
     with pytest.raises(ConfigError, match="has no"):
         write_text_config(config)
 
@@ -336,6 +338,52 @@ def test_a_bias_of_outputs_that_the_model_lacks_is_refused() -> None:
     theirs.final_logits_bias.fill_(1.0)
     with pytest.raises(ConfigError, match="final_logits_bias that is not zero"):
         load_weights(ours, theirs.state_dict())
+
+
+def test_a_translator_without_a_bias_of_outputs_is_a_marian_whose_bias_is_zero(tmp_path: Path) -> None:
+    config: Any = PRESETS["transformer-base"]
+    stack = replace(config.encoder, width=32, depth=2, heads=4, mlp_width=48)
+    sides = {"encoder": stack, "decoder": stack}
+    config = replace(config, **sides, vocabulary=60, sequence=16, decoder_sequence=16)
+    assert not config.output_bias
+    torch.manual_seed(0)
+    ours = create(config).eval()
+    save_pretrained(ours, tmp_path)  # type: ignore[arg-type]
+    expected = _run(ours, True)
+    theirs, problems = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == "MarianMTModel"
+    assert not any(problems.values())
+    assert theirs.final_logits_bias.shape == (1, 60)
+    assert not theirs.final_logits_bias.any()
+    _assert_alike(_run(theirs.eval(), False), expected)
+    again = from_pretrained(tmp_path).eval()
+    assert again.config == config
+    assert torch.equal(_run(again, True), expected)
+    assert "head.bias" not in again.state_dict()
+    biased = load_file(tmp_path / "model.safetensors") | {"final_logits_bias": torch.ones(1, 60)}
+    save_file(biased, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="final_logits_bias that is not zero"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stack", "lacks"),
+    [
+        ({}, {"norm_first": True}, "norm_first=True"),
+        ({}, {"positions": "learned"}, "bart has no model.embedding_norm=False"),
+        ({}, {"norm_eps": 1e-6}, "norm_eps=1e-06"),
+        ({}, {"mlp": "geglu"}, "mlp=geglu"),
+        ({"embedding_norm": True}, {}, "embedding_norm=True"),
+    ],
+)
+def test_a_translator_that_is_no_marian_is_said_to_be_none(
+    changes: dict[str, Any], stack: dict[str, Any], lacks: str
+) -> None:
+    config: Any = PRESETS["transformer-base"]
+    sides = {side: replace(config.encoder, **stack) for side in ("encoder", "decoder")}
+    config = replace(config, **sides, **changes)
+    with pytest.raises(ConfigError, match=lacks):
+        write_text_config(config)
 
 
 def test_positions_that_are_no_sinusoids_are_refused() -> None:

@@ -72,6 +72,8 @@ class Shape:
     form: Literal["documents", "rows"]
     fields: int = 1
     labels: bool = False
+    targets: bool = False
+    """Whether the second text of a row is the target of a translation."""
     bad_rows: Literal["fail", "skip"] = "fail"
 
 
@@ -120,6 +122,7 @@ def write_pack(
         form=shape.form, fields=shape.fields, labels=kind, classes=classes,
         tokenizer=Vocabulary(name=tokenizer.name, fingerprint=tokenizer.fingerprint, size=tokenizer.size),
         parts=tuple(written), tokenizer_files=files, made_by={"penstock": __version__, "bad_rows": shape.bad_rows},
+        targets=shape.targets,
     )  # fmt: skip
     write_file(target / MANIFEST, [manifest.to_json()])
     sync_folder(target)
@@ -204,7 +207,7 @@ class _Part:
     def _encoded(self, batch: list[Row]) -> Numbers:
         """The tokens of a batch of rows; their ends go to the index."""
         pieces = [list(_pieces(text)) for row in batch for text in row.texts]
-        encoded = iter(self.tokenizer.encode([piece for text in pieces for piece in text]))
+        encoded = self._sides(pieces)
         out: list[Numbers] = []
         index = np.zeros(len(batch), index_type(self.shape.fields))
         count = 0
@@ -213,7 +216,7 @@ class _Part:
         for row in batch:
             for column in range(len(row.texts)):
                 for _ in next(texts):
-                    out.append(next(encoded))
+                    out.append(next(encoded[column]))
                     self.at += len(out[-1])
                 if self.shape.form == "documents" and not row.more:
                     out.append(end)
@@ -230,6 +233,14 @@ class _Part:
         self._chunks.append(index[:count])
         self.progress(size)
         return np.concatenate(out) if out else np.zeros(0, np.int32)
+
+    def _sides(self, texts: list[list[str]]) -> list[Iterator[Numbers]]:
+        """For each text of a row, what gives the numbers of its pieces. `texts` are the pieces of all rows' texts."""
+        encode, encode_target = self.tokenizer.encode, self.tokenizer.encode_target
+        if not self.shape.targets:
+            return [iter(encode([piece for text in texts for piece in text]))] * self.shape.fields
+        sources, targets = ([piece for text in texts[side::2] for piece in text] for side in (0, 1))
+        return [iter(encode(sources)), iter(encode_target(targets))]
 
     def _label(self, row: Row) -> int:
         if not self.shape.labels:

@@ -9,6 +9,7 @@ from penstock.boundary.files import quoted, read_text, shown
 from penstock.boundary.hub import hub_folder
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
+from penstock.data.text import marian
 from penstock.data.text.tokenizers import Bytes, Library, Tokenizer, refusing
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
@@ -24,7 +25,8 @@ _MADE_OF = (
     "spiece.model",
     "tokenizer.model",
     "sentencepiece.bpe.model",
-    "source.spm",
+    marian.SOURCE,
+    marian.TARGET,
 )
 """Files of which transformers makes a tokenizer where there is no `tokenizer.json`."""
 
@@ -88,6 +90,8 @@ def in_folder(folder: Path) -> Tokenizer:
         if (folder / file).is_file():
             raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
             settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
+    if marian.is_marian(folder):  # a tokenizer.json beside it would cut sources alone
+        return marian.read_marian(folder, settings)
     if (folder / _FILES[0]).is_file():
         found = _from_file(folder / _FILES[0], settings)
         return Bytes() if settings.get("penstock") == Bytes.fingerprint else found
@@ -129,9 +133,16 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetched(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    folder = hub_folder(
-        name, (*_FILES, *_MADE_OF, "*.model", "merges.txt", "config.json"), enough=has_tokenizer
-    )
+    files = (*_FILES, *_MADE_OF, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
+    folder = hub_folder(name, files, enough=_whole)
     if folder is None:
-        raise ConfigError(f"{quoted(name)} on the Hugging Face hub holds no tokenizer. Check data.tokenizer.")
+        raise ConfigError(
+            f"{quoted(name)} on the Hugging Face hub holds no tokenizer, or a part of Marian's without the rest. Check "
+            "data.tokenizer."
+        )
     return folder
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer with all its files, as far as can be told."""
+    return has_tokenizer(folder) and not (marian.is_marian(folder) and marian.lacking(folder))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,20 +16,20 @@ from penstock.boundary.files import read_bytes, shown
 from penstock.data.text.tokenizers import Library, refusing, tokenizers_library
 from penstock.errors import DataError
 
-_MOST_BYTES = 64 << 20
-_SPACE = "\u2581"
+MOST_BYTES = 64 << 20
+SPACE = "\u2581"
 _LONGEST_PIECE = 1000
-_UNIGRAM, _BPE = 1, 2
+UNIGRAM, BPE = 1, 2
 _UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
 
 
 @dataclass
-class _Model:
+class Model:
     """What a model file says that tells how text is cut."""
 
     pieces: list[tuple[str, float]] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
-    kind: int = _UNIGRAM
+    kind: int = UNIGRAM
     byte_fallback: bool = False
     roles: dict[str, int] = field(
         default_factory=lambda: {"unk_token": 0, "bos_token": 1, "eos_token": 2, "pad_token": -1}
@@ -43,34 +43,56 @@ class _Model:
 
 def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library:
     """The tokenizer in a `.model` file. Raises DataError for what is none, or of a kind that is not unigram or BPE."""
-    where = f"The sentencepiece model {shown(path)}"
-    library = tokenizers_library(where)
-    raw = read_bytes(path, "The sentencepiece model", limit=_MOST_BYTES)
+    raw = read_bytes(path, "The sentencepiece model", limit=MOST_BYTES)
+    return library_of(parsed(raw, shown(path)), shown(path), settings)
+
+
+def parsed(raw: bytes, name: str) -> Model:
+    """What the content of a `.model` file says, of this name in messages. Raises DataError as `read_model`."""
+    where = f"The sentencepiece model {name}"
     try:
         model = _parsed(memoryview(raw))
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
         _refuse(where, f"its content is broken ({error})")
     if not model.pieces or len({piece for piece, _ in model.pieces}) < len(model.pieces):
         _refuse(where, "it has no pieces, or one of them twice")
-    if model.kind not in (_UNIGRAM, _BPE):
+    if model.kind not in (UNIGRAM, BPE):
         _refuse(where, "it is of whole words or letters, and only unigram and BPE are read")
-    with refusing(shown(path)):
+    return model
+
+
+def library_of(model: Model, name: str, settings: Mapping[str, Any] | None = None) -> Library:
+    """The tokenizer that a model makes. Raises EnvironmentProblem without the package tokenizers."""
+    library = tokenizers_library(f"The sentencepiece model {name}")
+    with refusing(name):
         text = _made(library, model).to_str()
     words = {
         key: model.pieces[number][0] if 0 <= number < len(model.pieces) else None
         for key, number in model.roles.items()
     }
-    return Library(text, shown(path), {**words, **(settings or {})})
+    return Library(text, name, {**words, **(settings or {})})
+
+
+def of_text_alone(model: Model) -> Model:
+    """The same model for text, in other numbers: without control pieces, so that no text is cut into one whatever it
+    spells, and with a character that is no text as its unknown piece, number 0.
+    """
+    kept = [
+        (piece, kind) for piece, kind in zip(model.pieces, model.kinds) if kind not in (_UNKNOWN, _CONTROL)
+    ]
+    pieces = [("\uffff", 0.0), *(piece for piece, _ in kept)]
+    roles = {"unk_token": 0, "bos_token": -1, "eos_token": -1, "pad_token": -1}
+    return replace(model, pieces=pieces, kinds=[_UNKNOWN, *(kind for _, kind in kept)], roles=roles)
 
 
 def _refuse(where: str, why: str) -> NoReturn:
     raise DataError(f"{where} cannot be read: {why}. Check that it is the right file.")
 
 
-def _made(library: Any, model: _Model) -> Any:
+def _made(library: Any, model: Model) -> Any:
     words = [piece for piece, _ in model.pieces]
     unknown = next((number for number, kind in enumerate(model.kinds) if kind == _UNKNOWN), 0)
-    if model.kind == _UNIGRAM:
+    if model.kind == UNIGRAM:
         # Text that spells a special token stays text: such a piece is the worst there is.
         worst = min(score for _, score in model.pieces) - 1e3
         pieces = [
@@ -91,15 +113,15 @@ def _made(library: Any, model: _Model) -> Any:
     if model.single_spaces:
         steps += [library.normalizers.Replace(library.Regex(" {2,}"), " ")]
         if not symbols:  # or the library would strip around each of them
-            steps += [library.normalizers.Strip()]
+            steps += [library.normalizers.Replace(library.Regex(rf"\A +|[ {SPACE}]+\z"), "")]
     made.normalizer = library.normalizers.Sequence(steps)
     scheme = ("first" if symbols else "always") if model.prefix else "never"
     # Where no piece goes on behind a space, words can be cut one by one, which is faster and the same.
-    alone = not any(_SPACE in word[1:] for word in words)
-    made.pre_tokenizer = library.pre_tokenizers.Metaspace(_SPACE, scheme, alone)
+    alone = not any(SPACE in word[1:] for word in words)
+    made.pre_tokenizer = library.pre_tokenizers.Metaspace(SPACE, scheme, alone)
     decoders = library.decoders
     made.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(_SPACE, scheme, alone), decoders.Fuse()]
+        [decoders.ByteFallback(), decoders.Metaspace(SPACE, scheme, alone), decoders.Fuse()]
     )
     added = library.AddedToken
     made.add_special_tokens(
@@ -111,7 +133,7 @@ def _made(library: Any, model: _Model) -> Any:
     return made
 
 
-def _merges(model: _Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(model: Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
     """Every two pieces that make a third, the best third first, as sentencepiece joins them."""
     found: list[tuple[float, int, int, str, str]] = []
     for (word, score), kind in zip(model.pieces, model.kinds):
@@ -125,8 +147,8 @@ def _merges(model: _Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
     return [(first, second) for *_, first, second in found]
 
 
-def _parsed(raw: memoryview) -> _Model:
-    model = _Model()
+def _parsed(raw: memoryview) -> Model:
+    model = Model()
     for number, value in _fields(raw):
         if number == 1:
             _add_piece(model, _message(value))
@@ -142,7 +164,7 @@ def _parsed(raw: memoryview) -> _Model:
         elif number == 3:
             for key, entry in _fields(_message(value)):
                 if key == 2:
-                    model.letters = bytes(_message(entry))
+                    model.letters = _letters(bytes(_message(entry)))
                 elif key == 3:
                     model.prefix = bool(entry)
                 elif key == 4:
@@ -150,7 +172,16 @@ def _parsed(raw: memoryview) -> _Model:
     return model
 
 
-def _add_piece(model: _Model, raw: memoryview) -> None:
+def _letters(raw: bytes) -> bytes:
+    """A compiled table of letters: the bytes of its trie in 4 bytes, the trie, and texts. The library takes memory for
+    as large a trie as the first says, whatever follows.
+    """
+    if raw and (len(raw) < 4 or struct.unpack_from("<I", raw)[0] > len(raw) - 4):
+        raise ValueError("its table of letters is cut off")
+    return raw
+
+
+def _add_piece(model: Model, raw: memoryview) -> None:
     word, score, kind = "", 0.0, 1
     for number, value in _fields(raw):
         if number == 1:

@@ -38,7 +38,7 @@ def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple
         kind, _, path = source.partition(":")
         pack = TokenPack(Path(path)) if kind == "pack" else _cached(kind, path, data, tokenizer, form)
         pack.require(tokenizer)
-        _require_form(pack, form)
+        _require_form(pack, form, tokenizer)
         packs.append((pack, weight))
     return packs
 
@@ -50,6 +50,7 @@ def shape_of(data: DataConfig, form: Form) -> Shape:
         form="documents" if form == "document" else "rows",
         fields=fields,
         labels=labels,
+        targets=form == "translation",
         bad_rows=data.bad_rows,
     )
 
@@ -166,7 +167,7 @@ def _bar(size: int | None) -> Iterator[Progress]:
         yield lambda count: bar.advance(task, count)
 
 
-def _require_form(pack: TokenPack, form: Form) -> None:
+def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
     fields, labels = SHAPES[form]
     has = pack.manifest
     problem = ""
@@ -176,5 +177,8 @@ def _require_form(pack: TokenPack, form: Form) -> None:
         problem = f"has {has.fields} texts in a row, and this task takes {fields}"
     elif labels and has.labels == "none":
         problem = "has no labels, and this task needs them"
+    elif tokenizer.two_sided and has.targets != (form == "translation"):
+        kinds = "targets", "texts of one side"
+        problem = f"has {kinds[not has.targets]} as second texts, and this task takes {kinds[has.targets]}"
     if problem:
         raise ConfigError(f"The pack {pack.root} {problem}. Pack the text again, for this task.")

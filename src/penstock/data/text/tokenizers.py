@@ -48,10 +48,16 @@ class Tokenizer(ABC):
     mask: int | None = None
     sentinels: tuple[int, ...] = ()
     """What stands for a span that was taken out (T5), the first span's first."""
+    two_sided: bool = False
+    """Whether targets of translations are cut in another way than sources, as Marian does."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
         """The numbers of each text, without special tokens."""
+
+    def encode_target(self, texts: Sequence[str]) -> list[Numbers]:
+        """As `encode`, for texts that a model translates into. The same but of a tokenizer that is `two_sided`."""
+        return self.encode(texts)
 
     @abstractmethod
     def decode(self, numbers: Sequence[int]) -> str:
@@ -66,9 +72,16 @@ class Tokenizer(ABC):
         """What the decoder of an encoder–decoder begins with: `begin`, or as T5 and Marian have it the padding."""
         return self.pad if self.begin is None else self.begin
 
-    @abstractmethod
     def word_starts(self) -> NDArray[np.bool_]:
         """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
+        words = self.words()
+        starts = np.ones(self.size, np.bool_)
+        if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
+            starts[:] = [not word.startswith("##") for word in words]
+        elif any(word.startswith(("▁", "Ġ")) for word in words):  # the others mark the space before a word
+            starts[:] = [not _goes_on(word) for word in words]
+        starts[list(self.specials)] = True
+        return starts
 
     def words(self) -> list[str]:
         """The name of each token, as its `tokenizer.json` spells it; empty for a number that has no token."""
@@ -146,6 +159,8 @@ KEYS = {
     "classify": "cls_token", "mask": "mask_token",
 }  # fmt: skip
 """transformers' names for them, in `tokenizer_config.json`."""
+UNSAVED = ("auto_map", "added_tokens_decoder", "name_or_path")
+"""Settings of `tokenizer_config.json` that are not true of a tokenizer that Penstock wrote."""
 _SENTINEL = re.compile(r"<extra(?:_id)?_(\d{1,4})>")
 
 
@@ -217,6 +232,16 @@ class Library(Tokenizer):
                 for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
             ]
 
+    def pieces(self, texts: Sequence[str]) -> list[list[str]]:
+        """The names of the tokens of each text; a unigram's unknown ones are as the text spells them. Slower than
+        `encode`.
+        """
+        library = self._loaded()
+        with refusing(self.name):
+            return [
+                encoding.tokens for encoding in library.encode_batch(list(texts), add_special_tokens=False)
+            ]
+
     def decode(self, numbers: Sequence[int]) -> str:
         with refusing(self.name):
             text: str = self._loaded().decode([int(number) for number in numbers], skip_special_tokens=True)
@@ -231,16 +256,6 @@ class Library(Tokenizer):
         for word, number in self._loaded().get_vocab(with_added_tokens=True).items():
             words[number] = word
         return words
-
-    def word_starts(self) -> NDArray[np.bool_]:
-        words = self.words()
-        starts = np.ones(self.size, np.bool_)
-        if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
-            starts[:] = [not word.startswith("##") for word in words]
-        elif any(word.startswith(("▁", "Ġ")) for word in words):  # the others mark the space before a word
-            starts[:] = [not _goes_on(word) for word in words]
-        starts[list(self.specials)] = True
-        return starts
 
     def save(self, folder: Path) -> None:
         words = self.words()
@@ -258,7 +273,7 @@ def _write(folder: Path, text: str, settings: Mapping[str, Any]) -> None:
         "clean_up_tokenization_spaces": False, "model_max_length": 1 << 30, **settings,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }  # fmt: skip
-    for key in ("auto_map", "added_tokens_decoder", "name_or_path"):
+    for key in UNSAVED:
         kept.pop(key, None)
     write_text(folder / "tokenizer.json", text)
     write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")

@@ -11,7 +11,8 @@ from penstock.errors import ConfigError
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _FILES = (
     "config.json", "*.safetensors", "*.safetensors.index.json",
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.spm", "*.model",
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "target_vocab.json", "merges.txt",
+    "*.spm", "*.model",
 )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Library:
     rotary: bool = False
     last_token: tuple[str, ...] = ()
     """Options that name a token, written as the vocabulary's last: defaults of theirs may lie outside it."""
+    own: tuple[str, ...] = ()
+    """Fields of ours that config.json keeps under `penstock`, because transformers has one value for all."""
     default: str = ""
     """Activation where the option is absent."""
 
@@ -128,7 +130,7 @@ _BART: dict[str, Option] = {
 }
 _BART_MUST: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (True,), "is_decoder": (False,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,),
-    "normalize_before": (False,), "add_final_layer_norm": (False,),
+    "normalize_before": (False,), "add_final_layer_norm": (False,), "add_bias_logits": (False,),
 }  # fmt: skip
 _POST = Stack(norm_first=False)
 _SINE = Stack(norm_first=False, positions="sinusoidal")
@@ -238,10 +240,7 @@ LIBRARIES: tuple[Library, ...] = (
         architectures={"words": "BartForConditionalGeneration"},
         base=Seq2SeqConfig(encoder=_POST, decoder=_POST, embedding_norm=True),
         options=_BART,
-        must={
-            **_BART_MUST, "normalize_embedding": (True,), "static_position_embeddings": (False,),
-            "add_bias_logits": (False,),
-        },
+        must={**_BART_MUST, "normalize_embedding": (True,), "static_position_embeddings": (False,)},
         activation=("activation_function", ACTIVATIONS), default="gelu",
         names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
         ignored=r"^final_logits_bias$",
@@ -259,6 +258,7 @@ LIBRARIES: tuple[Library, ...] = (
         },
         activation=("activation_function", ACTIVATIONS), default="gelu",
         names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
-        ignored=r"embed_positions\.weight$", last_token=("pad_token_id", "decoder_start_token_id"),
+        ignored=r"embed_positions\.weight$|^final_logits_bias$", own=("output_bias",),
+        last_token=("pad_token_id", "decoder_start_token_id"),
     ),
 )  # fmt: skip

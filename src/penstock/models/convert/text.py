@@ -23,6 +23,10 @@ def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Ten
     """Our state dict as transformers' model of this configuration is stored. Raises ConfigError if there is none."""
     library = _library(config)
     found = to_theirs(state, config, library.names(config))
+    tokens = found.get("model.shared.weight")
+    if "output_bias" in library.own and not config.output_bias and tokens is not None:
+        # Their model always has a bias. It goes with the table of tokens, because `state` may be one weight.
+        found["final_logits_bias"] = tokens.new_zeros(1, config.vocabulary)
     if isinstance(config, EncoderConfig) and config.head == "none":
         return {name.removeprefix(library.prefix): tensor for name, tensor in found.items()}
     return found

@@ -19,6 +19,7 @@ from penstock.models.convert.libraries import FREE, LIBRARIES, Library
 from penstock.models.stack import TextConfig
 
 _OWN = ("init", "sequence", "decoder_sequence")
+"""Fields that any library keeps under `penstock`, where its models have them."""
 
 
 def library_of(model_type: Any) -> Library:
@@ -64,6 +65,10 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
                 "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
                 "transformers has no window; set it to true, or remove layer_types."
             )
+    if given.penstock.output_bias is not None and "output_bias" not in library.own:
+        problems.append(
+            f"config.json has output_bias under penstock, which no {library.model_type} reads; remove it there."
+        )
     if problems:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)
@@ -72,12 +77,17 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
         found["window"] = _window(given)
     if isinstance(library.base, EncoderConfig):
         found |= _head(given, library)
-    own = {name: getattr(given.penstock, name) for name in _OWN if hasattr(library.base, name)}
+    own = {name: getattr(given.penstock, name) for name in _own(library)}
     found |= {name: value for name, value in own.items() if value is not None}
     found.setdefault("sequence", found.get("max_positions", 512))
     if both:
         found.setdefault("decoder_sequence", found["sequence"])
     return settled(_with(library.base, found))
+
+
+def _own(library: Library) -> list[str]:
+    """Our fields that a config.json of this library keeps under `penstock`."""
+    return [name for name in (*_OWN, *library.own) if hasattr(library.base, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,7 @@ class _Own:
     init: Init | None = None
     sequence: Tokens | None = None
     decoder_sequence: Tokens | None = None
+    output_bias: bool | None = None
 
 
 _Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
@@ -353,7 +364,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.classes)}
         values["label2id"] = {f"LABEL_{i}": i for i in range(config.classes)}
         values["problem_type"] = _problem(config.classes)
-    values["penstock"] = {name: getattr(config, name) for name in _OWN if hasattr(config, name)}
+    values["penstock"] = {name: getattr(config, name) for name in _own(library)}
     return values
 
 

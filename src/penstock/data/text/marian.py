@@ -1,0 +1,218 @@
+"""Marian's tokenizer: one sentencepiece model cuts sources, another targets, and one table numbers the pieces of both.
+
+Files and rules are those of transformers' MarianTokenizer (`models/marian/tokenization_marian.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.boundary.files import quoted, read_bytes, shown, write_text
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.data.text.sentencepiece import BPE, MOST_BYTES, SPACE, Model, library_of, of_text_alone, parsed
+from penstock.data.text.tokenizers import (
+    KEYS,
+    MOST_TOKENS,
+    UNSAVED,
+    Library,
+    Numbers,
+    Tokenizer,
+    tokenizers_library,
+)
+from penstock.disk import write_file
+from penstock.errors import ConfigError, DataError
+
+SOURCE, TARGET, TABLE = "source.spm", "target.spm", "vocab.json"
+SECOND_TABLE = "target_vocab.json"
+"""Numbers of targets alone, where sources have others."""
+_TABLE = Bounds(bytes=64 << 20, values=2 * MOST_TOKENS, control=True)
+_WORDS = {"pad": "<pad>", "unknown": "<unk>", "end": "</s>"}
+"""Special tokens, where `tokenizer_config.json` calls them nothing else."""
+
+
+class Marian(Tokenizer):
+    """The tokenizer of a folder with `source.spm`, `target.spm` and `vocab.json`.
+
+    The model of its side cuts a text. Each piece has its number from the table, or that of what is unknown. A language
+    code such as `>>fr<<` at the beginning of a text is one piece.
+    """
+
+    two_sided = True
+
+    def __init__(
+        self, name: str, source: bytes, target: bytes, table: Mapping[str, int], settings: Mapping[str, Any]
+    ) -> None:
+        """`source` and `target` are the contents of the two models, `table` has the number of each piece, and
+        `settings` is the content of `tokenizer_config.json`.
+
+        Raises DataError for what is broken, ConfigError for what Penstock does not do, and EnvironmentProblem without
+        the package tokenizers.
+        """
+        self.name = name
+        self._table, self._settings = dict(table), dict(settings)
+        self._check_table()
+        self.size = max(self._table.values()) + 1
+        self._words = [""] * self.size
+        for word, number in self._table.items():
+            self._words[number] = word
+        self.pad, self.unknown, self.end = (self._special(role) for role in _WORDS)
+        self._check_added()
+        self._raw = {SOURCE: source, TARGET: target}
+        models = {side: parsed(raw, f"{name}/{side}") for side, raw in self._raw.items()}
+        self._has_bytes = any(model.byte_fallback for model in models.values())
+        self._cutters = {side: self._cutter(side, model) for side, model in models.items()}
+        told = json.dumps([sorted(self._table.items()), self.pad, self.unknown, self.end]).encode()
+        sums = [hashlib.sha256(part).hexdigest() for part in (source, target, told)]
+        self.fingerprint = hashlib.sha256(json.dumps(["marian", *sums]).encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        return self._numbers(texts, SOURCE)
+
+    def encode_target(self, texts: Sequence[str]) -> list[Numbers]:
+        return self._numbers(texts, TARGET)
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text of either side."""
+        left_out = {self.pad, self.unknown, self.end}
+        words = [self._words[n] for n in numbers if 0 <= n < self.size and n not in left_out]
+        text = "".join(words)
+        if self._has_bytes:
+            text = tokenizers_library(f"The tokenizer {self.name}").decoders.ByteFallback().decode(words)
+        return text.replace(SPACE, " ").strip()
+
+    def words(self) -> list[str]:
+        return list(self._words)
+
+    def save(self, folder: Path) -> None:
+        """Write the files that MarianTokenizer reads."""
+        kept = {key: value for key, value in self._settings.items() if key not in UNSAVED}
+        kept |= {KEYS[role]: self._words[getattr(self, role)] for role in _WORDS}
+        kept |= {"separate_vocabs": False, "tokenizer_class": "MarianTokenizer"}
+        write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")
+        write_text(folder / TABLE, json.dumps(self._table, indent=2, ensure_ascii=False) + "\n")
+        for side, raw in self._raw.items():
+            write_file(folder / side, [raw])
+
+    def _numbers(self, texts: Sequence[str], side: str) -> list[Numbers]:
+        apart = [_without_code(text) for text in texts]
+        rests = [rest for _, rest in apart]
+        cutter, numbers = self._cutters[side]
+        found = [numbers[ids] for ids in cutter.encode(rests)]
+        unsure = [row for row, ids in enumerate(found) if (ids == self.unknown).any()]
+        for row, pieces in zip(unsure, cutter.pieces([rests[row] for row in unsure]), strict=True):
+            found[row] = self._looked_up(pieces)
+        return [
+            np.concatenate([self._looked_up(code), ids]) if code else ids
+            for (code, _), ids in zip(apart, found, strict=True)
+        ]
+
+    def _looked_up(self, pieces: Sequence[str]) -> Numbers:
+        return np.array([self._table.get(piece, self.unknown) for piece in pieces], np.int32)
+
+    def _cutter(self, side: str, model: Model) -> tuple[Library, Numbers]:
+        """What cuts texts, and the number in the table of each of its own numbers."""
+        self._check_letters(side, model)
+        cutter = library_of(of_text_alone(model), f"{self.name}/{side}")
+        return cutter, self._looked_up(cutter.words())
+
+    def _special(self, role: str) -> int:
+        given = self._settings.get(KEYS[role], _WORDS[role])
+        word = given.get("content") if isinstance(given, Mapping) else given
+        if not isinstance(word, str) or word not in self._table:
+            raise DataError(
+                f"{TABLE} of the tokenizer {self.name} lacks the {KEYS[role]} {quoted(word)}. Check that it is the "
+                "right file, or name the token in tokenizer_config.json."
+            )
+        return self._table[word]
+
+    def _check_table(self) -> None:
+        wrong = next(
+            (w for w, n in self._table.items() if type(n) is not int or not 0 <= n < MOST_TOKENS), None
+        )
+        why = ""
+        if not self._table:
+            why = "has no pieces"
+        elif wrong is not None:
+            why = f"gives {quoted(wrong)} the number {quoted(self._table[wrong])}, but takes 0 to {MOST_TOKENS - 1:,}"
+        elif len(set(self._table.values())) < len(self._table):
+            why = "gives two pieces the same number"
+        if why:
+            raise DataError(f"{TABLE} of the tokenizer {self.name} {why}. Check that it is the right file.")
+
+    def _check_added(self) -> None:
+        """Refuse tokens outside of the table, which transformers would cut out of a text before all else."""
+        added = self._settings.get("added_tokens_decoder")
+        for number, token in added.items() if isinstance(added, Mapping) else ():
+            word = token.get("content") if isinstance(token, Mapping) else None
+            if not isinstance(word, str) or str(self._table.get(word)) != number:
+                self._refuse(
+                    f"tokenizer_config.json adds {quoted(word)} as number {quoted(number)}, which {TABLE} does not. "
+                    "Add it there"
+                )
+
+    def _check_letters(self, side: str, model: Model) -> None:
+        """What a model does not know is looked up as the text spells it, and the library's BPE does not tell how."""
+        if model.kind != BPE or model.byte_fallback:
+            return
+        pieces = {word for word, _ in model.pieces}
+        letters = {word for word in pieces if len(word) == 1}
+        for word, number in self._table.items():
+            special = number in (self.pad, self.unknown, self.end) or _without_code(word)[0]
+            if not special and word not in pieces and letters.isdisjoint(word):
+                self._refuse(
+                    f"{side} is a BPE without the letters of {quoted(word)}, a piece of {TABLE}. Use unigram models, "
+                    "or one BPE for both sides"
+                )
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ConfigError(
+            f"The tokenizer {self.name} cannot be used: {why}, or choose another with data.tokenizer."
+        )
+
+
+def is_marian(folder: Path) -> bool:
+    """Whether a folder holds Marian's tokenizer, or a part of it."""
+    return any((folder / name).is_file() for name in (SOURCE, TARGET))
+
+
+def lacking(folder: Path) -> list[str]:
+    """Files of Marian's tokenizer that are not in a folder."""
+    return [name for name in (SOURCE, TARGET, TABLE) if not (folder / name).is_file()]
+
+
+def read_marian(folder: Path, settings: Mapping[str, Any]) -> Marian:
+    """Marian's tokenizer in a folder. Raises DataError, ConfigError and EnvironmentProblem as `Marian`."""
+    where = shown(folder)
+    if missing := lacking(folder):
+        raise DataError(
+            f"The tokenizer in {where} is Marian's, but lacks {' and '.join(missing)}. Put that there, from where the "
+            "other files came."
+        )
+    if settings.get("separate_vocabs") or (folder / SECOND_TABLE).is_file():
+        raise ConfigError(
+            f"The tokenizer in {where} numbers targets by a table of their own ({SECOND_TABLE}, separate_vocabs), but "
+            f"Penstock's encoder–decoders have one table for both sides. Use a model with one {TABLE}."
+        )
+    if settings.get("sp_model_kwargs"):
+        raise ConfigError(
+            f"tokenizer_config.json in {where} has sp_model_kwargs {quoted(settings['sp_model_kwargs'])}, which "
+            "Penstock does not apply. Remove them; texts are then cut in the likeliest way."
+        )
+    source, target = (
+        read_bytes(folder / name, "The sentencepiece model", limit=MOST_BYTES) for name in (SOURCE, TARGET)
+    )
+    raw = read_bytes(folder / TABLE, "The vocabulary", limit=_TABLE.bytes)
+    table = parse_json(raw, f"The vocabulary {shown(folder / TABLE)}", error=DataError, bounds=_TABLE)
+    return Marian(where, source, target, table, settings)
+
+
+def _without_code(text: str) -> tuple[list[str], str]:
+    """The language code that a text begins with, such as `>>fr<<`, and the rest."""
+    end = text.find("<<") if text.startswith(">>") else -1
+    return ([], text) if end < 0 else ([text[: end + 2]], text[end + 2 :])

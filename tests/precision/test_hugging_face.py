@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from helpers import foreign
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -62,6 +63,38 @@ def test_a_language_model_generates_and_saves_what_its_config_says(
         torch.float32 if level == "O1" else getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
     )
     assert step(model, optimizer) > 0
+
+
+@pytest.mark.parametrize("line", ["O0", "O1 bf16", "O2 bf16", "O2 fp16", "O3 bf16"])
+@pytest.mark.parametrize("name", foreign.FOREIGN)
+def test_every_model_learns_at_every_level_and_is_saved(name: str, line: str, tmp_path: Path) -> None:
+    level, *dtype = line.split()
+    model = foreign.create(name)
+    batch = foreign.batches(name, 0, 4)
+    exact = float(foreign.loss(model, batch).detach())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    options: dict[str, Any] = dict(zip(["dtype"], dtype))
+    model, optimizer = penstock.accelerate(model, optimizer, precision=level, **options)
+    losses = []
+    for _ in range(6):
+        loss = foreign.loss(model, batch)
+        with penstock.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(exact, rel=3e-2)
+    assert losses[-1] < losses[0] - 0.05
+    halves = {value.dtype for value in model.parameters()} - {torch.float32}
+    assert bool(halves) == (level in ("O2", "O3"))
+    model.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    loaded = type(foreign.create(name)).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert float(foreign.loss(loaded.eval(), batch)) == pytest.approx(
+            float(foreign.loss(model.eval(), batch)), rel=3e-2
+        )
 
 
 class Adapted(torch.nn.Module):

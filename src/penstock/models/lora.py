@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from penstock.config.convert import nearest
-from penstock.config.model import EncoderConfig, ViTConfig
+from penstock.config.model import EncoderConfig
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
-from penstock.models.roles import Attention, Head, Linear, Perceptron, Pooler, walk
+from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
 """Where an adapted linear keeps the frozen one, A and B."""
@@ -28,7 +28,7 @@ _BASE, _A, _B = f".{BASE}.", f".{FIRST}.weight", f".{SECOND}.weight"
 def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Put an adapter beside the linears that `lora` names by their role, and freeze all else but what `also` names.
 
-    The head and the pooler of a model that gives classes learn too. A is drawn from torch's global generator.
+    Heads that give classes, and the pooler before them, learn too. A is drawn from torch's global generator.
 
     Raises:
         ConfigError: the model's parts are not known, it has none of these roles, or `also` fits nothing.
@@ -49,11 +49,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         target_modules=names,
         fan_in_fan_out=any(linear.transposed for linear in _linears(model)),
     )
-    learning = [
-        role.name
-        for role in walk(anatomy_of(model).stacks)
-        if isinstance(role, Head | Pooler) and gives_classes(model)
-    ]
+    learning = [role.name for role in _of_classes(model)]
     parameters = [name for name, _ in model.named_parameters()]
     for pattern in lora.also:
         if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in parameters):
@@ -68,9 +64,30 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def gives_classes(model: nn.Module) -> bool:
-    """Whether the head of one of our models gives classes, and no words."""
+    """Whether a head of the model gives classes, and no words. A head gives words where it has an output for each row
+    of the table of tokens.
+    """
+    return bool(_of_classes(model))
+
+
+def _of_classes(model: nn.Module) -> list[Role]:
+    """The heads that give classes, and with them the poolers."""
+    every = list(walk(anatomy_of(model).stacks))
+    heads = [role for role in every if isinstance(role, Head)]
     config = getattr(model, "config", None)
-    return isinstance(config, ViTConfig) or (isinstance(config, EncoderConfig) and config.head == "classes")
+    if isinstance(config, EncoderConfig):  # ours, whose classes may be as many as words
+        heads = heads if config.head == "classes" else []
+    else:
+        tables = (role for role in every if isinstance(role, Embedding) and role.kind == "token")
+        words = {_rows(model, role) for role in tables}
+        heads = [role for role in heads if _rows(model, role) not in words]
+    return [*heads, *(role for role in every if isinstance(role, Pooler))] if heads else []
+
+
+def _rows(model: nn.Module, role: Role) -> int:
+    weight = model.get_submodule(role.name).weight
+    assert isinstance(weight, Tensor)
+    return len(weight)
 
 
 def adapted(model: nn.Module, lora: Lora) -> list[str]:
@@ -115,8 +132,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             model.set_submodule(name, module)
 
 
-def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """A state dict with each adapter added to its weight, in fp32, under the names of the model without adapters."""
+def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[str, Tensor]:
+    """A state dict with each adapter added to its weight, in fp32, under the names of the model without adapters.
+    `model` is what the state is of, with adapters or without: it tells which weights are stored as (in, out).
+    """
+    if not lora.rank:
+        return dict(state)
+    transposed = {linear.name for linear in _linears(model) if linear.transposed}
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((_A, _B)):
@@ -125,7 +147,7 @@ def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
         outer, _, kind = name.rpartition(_BASE)
         if outer and kind == "weight":
             added = state[outer + _B].float() @ state[outer + _A].float() * scale_of(lora)
-            added = added if added.shape == tensor.shape else added.T
+            added = added.T if outer in transposed else added
             tensor = (tensor.float() + added.to(tensor.device)).to(tensor.dtype)
         found[plain] = tensor
     return found

@@ -68,7 +68,7 @@ def export(model: Any, output: Path, dims: ParallelDims, lora: Lora) -> Path:
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        save_pretrained(model, partial, weights=merged(weights, lora), beside=output / BESIDE)
+        save_pretrained(model, partial, weights=merged(weights, lora, model), beside=output / BESIDE)
         set_aside(folder)
         partial.rename(folder)
 

@@ -1,0 +1,78 @@
+"""Adapters beside the linears of transformers' own modules. Those of our models: tests/test_every_family.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import foreign
+from penstock.build import Built, build
+from penstock.config.plan import Plan
+from penstock.config.run import Lora, Recipe
+from penstock.models.lora import gives_classes, merged
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+RECIPE = Recipe(lr=3e-2, eps=1e-4, lora=Lora(rank=2))
+
+
+def _adapted(
+    name: str, line: str = "", recipe: Recipe = RECIPE
+) -> tuple[Built, list[float], dict[str, torch.Tensor]]:
+    """After 12 steps on one batch: what was built, the losses, and the weights before."""
+    torch.manual_seed(3)
+    model = foreign.create(name)
+    start = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    built = build(model, Plan.parse(f"micro_batch=4 {line}"), recipe=recipe, loss=foreign.loss)
+    batch = foreign.batches(name, 0, 4)
+    return built, [float(built.step([batch]).loss) for _ in range(12)], start
+
+
+@pytest.mark.parametrize("name", foreign.FOREIGN)
+def test_adapters_of_a_foreign_model_learn_alone_and_are_merged(name: str) -> None:
+    built, losses, start = _adapted(name)
+    assert losses[-1] < losses[0] - 0.02
+    heads = ("score.", "classifier.", "bert.pooler.")
+    learned = {key for key, tensor in built.model.named_parameters() if tensor.requires_grad}
+    assert gives_classes(built.model) == (name == "vit" or "classes" in name)
+    assert any(key.startswith(heads) for key in learned) == gives_classes(built.model)
+    assert all(".lora_" in key or key.startswith(heads) for key in learned)
+    for key, tensor in built.model.state_dict().items():
+        if key not in learned:
+            assert torch.equal(tensor, start[key.replace(".base_layer.", ".")]), key
+
+    whole = foreign.create(name)
+    whole.load_state_dict(merged(built.model.state_dict(), RECIPE.lora, built.model))
+    batch = foreign.batches(name, 9, 2)
+    with torch.no_grad():
+        expected = foreign.loss(built.model.eval(), batch)
+        torch.testing.assert_close(foreign.loss(whole.eval(), batch), expected, rtol=1e-5, atol=1e-5)
+    # And as peft itself merges them.
+    for module in built.model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.merge()
+    for key, tensor in built.model.state_dict().items():
+        if ".lora_" not in key:
+            torch.testing.assert_close(whole.state_dict()[key.replace(".base_layer.", ".")], tensor, msg=key)
+
+
+@pytest.mark.parametrize("line", ["precision=O1", "precision=O2 optimizer=fused", "precision=O3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_adapters_of_a_foreign_model_learn_in_half_precision(name: str, line: str) -> None:
+    _, losses, _ = _adapted(name, line)
+    assert losses[-1] < losses[0] - 0.02
+    assert losses[0] == pytest.approx(_adapted(name)[1][0], rel=3e-2)
+
+
+def test_what_also_names_learns_in_a_foreign_model_too() -> None:
+    recipe = replace(RECIPE, lora=Lora(rank=2, parts="attention", also=("transformer.wpe",)))
+    built, _, start = _adapted("gpt2", recipe=recipe)
+    learned = {key for key, tensor in built.model.named_parameters() if tensor.requires_grad}
+    assert {key for key in learned if ".lora_" not in key} == {"transformer.wpe.weight"}
+    assert all(".attn." in key for key in learned if ".lora_" in key)
+    assert not torch.equal(
+        built.model.state_dict()["transformer.wpe.weight"], start["transformer.wpe.weight"]
+    )

@@ -25,6 +25,7 @@ def test_words() -> None:
     assert default_word(found["data"].default) == "auto"
     assert default_word(found["plan"].default) == "baseline"
     assert default_word(found["machine"].default) == "none"
+    assert default_word(found["data.columns"].default) == "()"
     assert found["plan.precision"].help.startswith("O0: fp32 throughout.")
 
 

@@ -32,9 +32,9 @@ class Enrolled(NamedTuple):
     reader: str | None
 
 
-def small(name: str, **changes: Any) -> ModelConfig:
-    """A text preset at 16 features and two blocks, without dropout."""
-    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": 0.0}
+def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
+    """A text preset at 16 features and two blocks."""
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": dropout}
     config: Any = preset(name)
     if isinstance(config, Seq2SeqConfig):
         features: dict[str, Any] = {"head_features": 8} if config.encoder.head_features else {}
@@ -53,6 +53,7 @@ ENROLLED = {
     "vit": Enrolled(_VIT, "AutoModelForImageClassification"),
     "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
     "llama": Enrolled(small("llama-tiny"), "AutoModelForCausalLM"),
+    "qwen": Enrolled(small("qwen-tiny"), "AutoModelForCausalLM"),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(
         small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"

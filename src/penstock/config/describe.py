@@ -133,7 +133,9 @@ def range_word(kind: Any) -> str:
 
 
 def default_word(value: Any) -> str:
-    """A default as a user would type it."""
+    """A default as a user would type it; `()` stands for no values at all, of which nothing is to be seen."""
+    if value == ():
+        return "()"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         short = getattr(value, "SHORT_FIELD", None)
         if short is not None:

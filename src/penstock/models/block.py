@@ -134,8 +134,16 @@ class _Attending(nn.Module):
         """Queries and keys after their norms, if they have any."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
-        # Autocast widens norms to fp32, but attention runs in the type of v.
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        # Autocast widens norms to fp32 on a GPU, but attention runs in the type of v.
+        return _of_its_type(self.q_norm, q).to(v.dtype), _of_its_type(self.k_norm, k).to(v.dtype)
+
+
+def _of_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
+    """`norm` of x, in the type of its weights where torch has no kernel of two types: RMS norms on a CPU."""
+    if x.device.type == "cpu" and isinstance(norm, nn.RMSNorm):
+        x = x.to(norm.weight.dtype)
+    found: Tensor = norm(x)
+    return found
 
 
 class Attention(_Attending):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from helpers.agents import QUIET
+from helpers.jobs import FAMILIES, words
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.machine import Machine, save_machine
@@ -29,7 +30,6 @@ pytestmark = [
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_signals.json"
 STEPS = 12
-SIZES = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
 RECIPE = f"--recipe.steps {STEPS} --recipe.warmup_steps 1 --log_every 2 --checkpoint_every 3"
 FORMS = {"alone": ["train"], "two ranks": ["launch", "--procs", "2", "--", "--plan.dp", "2"]}
 
@@ -37,7 +37,7 @@ FORMS = {"alone": ["train"], "two ranks": ["launch", "--procs", "2", "--", "--pl
 class Run:
     """`penstock train`, or `penstock launch`, as a process of its own."""
 
-    def __init__(self, form: str, output: Path) -> None:
+    def __init__(self, form: str, output: Path, job: str = "vit") -> None:
         machine = Machine(
             name="desk",
             device="cpu",
@@ -47,11 +47,11 @@ class Run:
         )
         output.mkdir(parents=True, exist_ok=True)
         self.output, self.log = output, output / "log"
-        options = [*SIZES.split(), *RECIPE.split(), "--output", str(output / "run")]
+        options = [*words(job, output / "texts"), *RECIPE.split(), "--output", str(output / "run")]
         options += ["--machine", str(save_machine(machine, output / "machine.json"))]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock", *FORMS[form], "vit-digits", *options],
+                [sys.executable, "-m", "penstock", *FORMS[form], *options],
                 stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, **QUIET},
             )  # fmt: skip
 
@@ -86,9 +86,9 @@ class Run:
         return self.process.wait(timeout=120)
 
 
-def finish(form: str, output: Path) -> None:
+def finish(form: str, output: Path, job: str = "vit") -> None:
     """The same command goes on to the end."""
-    run = Run(form, output)
+    run = Run(form, output, job)
     assert run.end() == 0, run.log.read_text()
     assert checkpoint.steps(output / "run" / "checkpoints")[-1] == STEPS
 
@@ -104,16 +104,24 @@ def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_pat
     assert run.end() == 75, run.log.read_text()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(tmp_path: Path, form: str) -> None:
-    run = Run(form, tmp_path)
+@pytest.mark.parametrize(
+    ("form", "job"),
+    [
+        *((form, "vit") for form in FORMS),
+        *(pytest.param("alone", job, marks=pytest.mark.slow) for job in FAMILIES if job != "vit"),
+    ],
+)
+def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
+    tmp_path: Path, form: str, job: str
+) -> None:
+    run = Run(form, tmp_path, job)
     run.until(run.trained)
     run.shower()
     code = run.end()
     if not run.done():  # a run this short may have been at its end
         assert code == 75, run.log.read_text()
         assert "is saved in" in run.log.read_text()
-    finish(form, tmp_path)
+    finish(form, tmp_path, job)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.jobs import texts_in
 from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
 from penstock.train.metrics import read_metrics
@@ -16,12 +17,17 @@ from penstock.train.metrics import read_metrics
 pytestmark = pytest.mark.alone
 
 SMALL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "64"]
+# Every sample has as many words to tell, so that the mean over ranks is that of one process.
+JOBS: dict[str, list[str]] = {
+    "vit-digits": [],
+    "gpt-tiny": ["--model.sequence", "24", "--data", "text:words"],
+}
 
 
-def _words(folder: Path, machine: str, plan: str) -> list[str]:
+def _words(folder: Path, machine: str, plan: str, job: str) -> list[str]:
     settings = ["--plan", plan, "--recipe.steps", "4", "--recipe.warmup_steps", "1", "--recipe.lr", "1e-3"]
     settings += ["--device", "cpu", "--log_every", "1"]
-    return ["train", "vit-digits", *SMALL, *settings, "--machine", machine, "--output", str(folder)]
+    return ["train", job, *SMALL, *JOBS[job], *settings, "--machine", machine, "--output", str(folder)]
 
 
 def _losses(folder: Path) -> list[float]:
@@ -30,7 +36,11 @@ def _losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_that_train_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", JOBS)
+def test_torchrun_starts_ranks_that_train_as_one_process_does(
+    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(texts_in(tmp_path))
     peaks = {"fp32": 1e11}
     machine = str(
         save_machine(
@@ -50,14 +60,14 @@ def test_torchrun_starts_ranks_that_train_as_one_process_does(tmp_path: Path) ->
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, *_words(several, machine, "micro_batch=8 dp=2 sharding=fsdp")],
+        [*command, *_words(several, machine, "micro_batch=8 dp=2 sharding=fsdp", job)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert main(_words(single, machine, "micro_batch=8 accumulate=2")) == 0
+    assert main(_words(single, machine, "micro_batch=8 accumulate=2", job)) == 0
     ours, theirs = _losses(several), _losses(single)
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-5)

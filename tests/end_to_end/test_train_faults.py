@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from helpers.jobs import FAMILIES, JOBS, settings
 from penstock import checkpoint
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
-from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
 from penstock.train.metrics import read_metrics
 
-MODEL = ViTConfig(
-    image_size=8,
-    patch_size=4,
-    channels=1,
-    width=16,
-    depth=2,
-    heads=2,
-    mlp_width=32,
-    classes=10,
-    dropout=0.1,
-    drop_path=0.2,
-)
+FAULTS = ["step:8", "flip:checkpoints/step-6/optimizer.safetensors", "fsync:4", "full:10", "none"]
 
 
-def config_in(folder: Path, **changes: object) -> RunConfig:
-    """24 steps of 2 × 64 samples, two epochs and a bit; checkpoints in the middle of epochs and of log windows."""
+def config_in(folder: Path, job: str = "vit", **changes: Any) -> RunConfig:
+    """24 steps of several epochs of a job of `helpers.jobs`; checkpoints in the middle of epochs and of log windows."""
     machine = Machine(
         name="desk",
         device="cpu",
@@ -44,7 +35,7 @@ def config_in(folder: Path, **changes: object) -> RunConfig:
         launch_seconds=1e-6,
     )
     config = RunConfig(
-        model=MODEL,
+        **settings(job, folder / "texts"),
         recipe=Recipe(
             steps=24,
             lr=3e-3,
@@ -52,7 +43,7 @@ def config_in(folder: Path, **changes: object) -> RunConfig:
             ema_decay=0.9,
             augment=Augment(crop_scale_min=0.6, mixup=0.3, cutmix=0.5, erase=0.2, label_smoothing=0.1),
         ),
-        plan=Plan(micro_batch=64, accumulate=2),
+        plan=Plan(micro_batch=64 if job == "vit" else 16, accumulate=2),
         machine=str(save_machine(machine, folder / "machine.json")),
         output=str(folder / "run"),
         device="cpu",
@@ -60,19 +51,35 @@ def config_in(folder: Path, **changes: object) -> RunConfig:
         checkpoint_every=5,
         log_every=3,
     )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
+
+
+def short(folder: Path, job: str) -> RunConfig:
+    """12 steps of it, saved every third."""
+    folder.mkdir()
+    config = config_in(folder, job, checkpoint_every=3)
+    return replace(config, recipe=replace(config.recipe, steps=12))
+
+
+def written(config: RunConfig) -> Path:
+    """`config` as a file beside its output."""
+    file = Path(config.output).with_suffix(".toml")
+    file.write_text(dump_toml(config))
+    return file
 
 
 def live(config: RunConfig, faults: Sequence[str], *, timeout: float = 240) -> list[str]:
     """Run `config` through `faults`; how each life ended."""
-    file = Path(config.output).with_suffix(".toml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(dump_toml(config))
-    command = [sys.executable, "-W", "error", "-m", "helpers.faults", str(file), *faults]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    command = [sys.executable, "-W", "error", "-m", "helpers.faults", str(written(config)), *faults]
+    # Of the test itself: this may be a fixture of the module, which is made before each test has a cache of its own.
+    cache = {"PENSTOCK_CACHE": str(Path(config.output).parent / "cache")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **cache}
+    )
     assert done.returncode == 0, done.stderr
     ends = done.stdout.splitlines()
-    assert len(ends) == len([fault for fault in faults if not fault.startswith(("flip", "cut"))]), done.stderr
+    lives = [fault for fault in faults if not fault.startswith(("flip:", "cut:", "in:"))]
+    assert len(ends) == len(lives), done.stderr
     assert not any(end.endswith("exit 70") for end in ends), done.stderr
     return ends
 
@@ -103,16 +110,50 @@ def assert_same_end(run: RunConfig, undisturbed: RunConfig) -> None:
     assert ours == theirs
 
 
+def slow_but(names: Sequence[str]) -> list[Any]:
+    """All jobs as parameters, of which only these are no part of the slow suite."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in JOBS]
+
+
+@pytest.mark.parametrize("job", slow_but(FAMILIES))
+def test_a_kill_a_flipped_bit_a_kill_in_a_save_and_a_full_disk_change_nothing(
+    tmp_path: Path, job: str
+) -> None:
+    calm, hit = (short(tmp_path / name, job) for name in ("calm", "hit"))
+    ends = live(calm, ["none", f"in:{written(hit)}", *FAULTS])
+    assert ends == ["none exit 0", "step:8 signal 9", "fsync:4 signal 9", "full:10 exit 3", "none exit 0"]
+    assert (Path(hit.output) / "checkpoints" / "step-6.refused").is_dir()
+    assert len(losses(calm)) == 12
+    assert_same_end(hit, calm)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+mostly_vit = pytest.mark.parametrize(
+    "job",
+    [pytest.param(name, marks=() if name == "vit" else pytest.mark.faults) for name in JOBS],
+    indirect=True,
+)
+"""The other jobs in the whole fault suite only."""
+
+
+@pytest.fixture(scope="module", params=slow_but(["vit"]))
+def job(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    config = config_in(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(job: str, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    config = config_in(tmp_path_factory.mktemp("undisturbed"), job)
     assert live(config, ["none"]) == ["none exit 0"]
     assert len(losses(config)) == 24
     return config
 
 
-def test_kills_at_steps_and_during_saves_change_nothing(undisturbed: RunConfig, tmp_path: Path) -> None:
-    config = config_in(tmp_path)
+def test_kills_at_steps_and_during_saves_change_nothing(
+    undisturbed: RunConfig, tmp_path: Path, job: str
+) -> None:
+    config = config_in(tmp_path, job)
     ends = live(config, ["step:3", "step:7", "fsync:4", "step:8", "fsync:13", "step:18", "step:24", "none"])
     assert [end.split(maxsplit=1)[1] for end in ends] == ["signal 9"] * 7 + ["exit 0"]
     assert_same_end(config, undisturbed)
@@ -121,17 +162,18 @@ def test_kills_at_steps_and_during_saves_change_nothing(undisturbed: RunConfig, 
 
 @pytest.mark.slow
 def test_being_asked_to_stop_saves_at_once_and_asks_for_a_requeue(
-    undisturbed: RunConfig, tmp_path: Path
+    undisturbed: RunConfig, tmp_path: Path, job: str
 ) -> None:
-    config = config_in(tmp_path, keep=9)
+    config = config_in(tmp_path, job, keep=9)
     assert live(config, ["term:8", "term:12", "none"]) == ["term:8 exit 75", "term:12 exit 75", "none exit 0"]
     assert checkpoint.steps(Path(config.output) / "checkpoints") == [5, 8, 10, 12, 15, 20, 24]
     assert_same_end(config, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_costs_time_but_no_bit(undisturbed: RunConfig, tmp_path: Path) -> None:
-    config = config_in(tmp_path)
+@mostly_vit
+def test_a_damaged_checkpoint_costs_time_but_no_bit(undisturbed: RunConfig, tmp_path: Path, job: str) -> None:
+    config = config_in(tmp_path, job)
     ends = live(config, ["step:12", "flip:checkpoints/step-10/optimizer.safetensors", "none"])
     assert ends == ["step:12 signal 9", "none exit 0"]
     assert (Path(config.output) / "checkpoints" / "step-10.refused").is_dir()
@@ -146,20 +188,24 @@ def test_no_checkpoint_to_trust_ends_with_its_own_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@mostly_vit
 @pytest.mark.parametrize("seed", range(5))
-def test_kills_at_random_times_change_nothing(undisturbed: RunConfig, tmp_path: Path, seed: int) -> None:
-    config = config_in(tmp_path)
+def test_kills_at_random_times_change_nothing(
+    undisturbed: RunConfig, tmp_path: Path, job: str, seed: int
+) -> None:
+    config = config_in(tmp_path, job)
     dice = random.Random(seed)
     live(config, [*(f"time:{dice.uniform(0.05, 2.0):.3f}" for _ in range(10)), "none"])
     assert_same_end(config, undisturbed)
 
 
 @pytest.mark.slow
+@mostly_vit
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_at_every_fsync_and_many_steps_change_nothing(
-    undisturbed: RunConfig, tmp_path: Path, seed: int
+    undisturbed: RunConfig, tmp_path: Path, job: str, seed: int
 ) -> None:
-    config = config_in(tmp_path)
+    config = config_in(tmp_path, job)
     dice = random.Random(seed)
     faults = [f"fsync:{n}" for n in range(1, 26)] + [
         f"step:{n}" for n in sorted(dice.sample(range(6, 24), 8))
@@ -169,8 +215,9 @@ def test_kills_at_every_fsync_and_many_steps_change_nothing(
 
 
 @pytest.mark.slow
-def test_worker_processes_and_kills_change_nothing(undisturbed: RunConfig, tmp_path: Path) -> None:
-    config = config_in(tmp_path)
+@mostly_vit
+def test_worker_processes_and_kills_change_nothing(undisturbed: RunConfig, tmp_path: Path, job: str) -> None:
+    config = config_in(tmp_path, job)
     workers = replace(config, data=replace(config.data, workers=2))
     live(workers, ["step:9", "step:17", "none"])
     assert_same_end(workers, undisturbed)

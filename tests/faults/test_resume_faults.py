@@ -23,7 +23,8 @@ import psutil
 import pytest
 
 from helpers.agents import free_port, no_orphans
-from helpers.doomed_runs import MODEL, TWO, config_in, finished, launched, losses, same_end, samples, tally
+from helpers.doomed_runs import TWO, config_in, finished, launched, losses, same_end, samples, tally
+from helpers.jobs import VIT
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.plan import Plan
@@ -63,7 +64,7 @@ def stopped_at_8(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
         for name in ("undisturbed", "stopped"):
             config = config_in(tmp_path_factory.mktemp(name), plan, steps=28)
             recipe = replace(config.recipe, augment=Augment(label_smoothing=0.1))
-            configs.append(replace(config, model=replace(MODEL, dropout=0.0, drop_path=0.0), recipe=recipe))
+            configs.append(replace(config, model=replace(VIT, dropout=0.0, drop_path=0.0), recipe=recipe))
         finished(configs[0], "samples")
         with launched(configs[1], "samples", "kill:0:9", options=(*TWO, "--max-restarts", "0")) as agent:
             assert agent.wait(120) == 128 + signal.SIGKILL, agent.said

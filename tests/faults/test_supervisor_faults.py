@@ -22,6 +22,7 @@ import torch
 from helpers.agents import free_port, no_orphans
 from helpers.doomed import poison
 from helpers.doomed_runs import PLANS, STEPS, TWO, config_in, finished, launched, losses, same_end, tally
+from helpers.jobs import JOBS
 from helpers.rows import record
 from helpers.spawn import spawn
 from penstock import checkpoint
@@ -77,6 +78,22 @@ def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: P
             bit_identical=True,
             slowest_seconds_to_the_next_step=slowest,
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [name for name in JOBS if name != "vit"])
+def test_a_killed_rank_of_any_family_changes_no_bit(tmp_path: Path, job: str) -> None:
+    configs = []
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+        configs.append(config_in(tmp_path / name, PLANS["ddp"], steps=12, job=job))
+    calm, killed = configs
+    finished(calm)
+    with launched(killed, "kill:1:6", options=(*TWO, "--max-restarts", "1")) as agent:
+        assert agent.wait(120) == 0, agent.said
+    assert agent.said.count("was killed by SIGKILL") == 1
+    same_end(killed, calm)
+    no_orphans(tmp_path / "killed")
 
 
 # -- SIGTERM and SIGUSR1 at random times, a second one during the save

@@ -1,5 +1,5 @@
-"""Small runs of `penstock train` under `penstock launch`, for tests to disturb; see `doomed` for the faults. Dropout is
-on throughout.
+"""Small runs of `penstock train` under `penstock launch`, for tests to disturb; see `doomed` for the faults, and `jobs`
+for what is trained. Dropout is on throughout.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from safetensors.torch import load_file
 
 from helpers import doomed
 from helpers.agents import Agent
+from helpers.jobs import settings
 from helpers.spawn import spawn
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
-from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
 from penstock.train.metrics import read_metrics
 
 STEPS = 60
-MODEL = ViTConfig(
-    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10,
-    dropout=0.1, drop_path=0.2,
-)  # fmt: skip
 PLANS = {
     "ddp": Plan(micro_batch=16, dp=2, optimizer="fused"),
     "fsdp": Plan(micro_batch=16, dp=2, sharding="fsdp", optimizer="fused"),
@@ -43,8 +39,8 @@ class Tally(NamedTuple):
     step: int
 
 
-def config_in(folder: Path, plan: Plan, *, steps: int = STEPS, **changes: Any) -> RunConfig:
-    """A run of a tiny ViT on the digits in `folder`, saved every four steps."""
+def config_in(folder: Path, plan: Plan, *, steps: int = STEPS, job: str = "vit", **changes: Any) -> RunConfig:
+    """A run of a job of `jobs` in `folder`, saved every four steps."""
     machine = Machine(
         name="desk", device="cpu", source="measured", launch_seconds=1e-6,
         peak_flops=dict.fromkeys(("fp32", "bf16", "fp16"), 1e11),
@@ -54,7 +50,8 @@ def config_in(folder: Path, plan: Plan, *, steps: int = STEPS, **changes: Any) -
         augment=Augment(crop_scale_min=0.6, mixup=0.3, label_smoothing=0.1),
     )  # fmt: skip
     config = RunConfig(
-        model=MODEL, recipe=recipe, plan=plan, machine=str(save_machine(machine, folder / "machine.json")),
+        **settings(job, folder), recipe=recipe, plan=plan,
+        machine=str(save_machine(machine, folder / "machine.json")),
         output=str(folder / "run"), device="cpu", seed=3, checkpoint_every=4, log_every=2,
     )  # fmt: skip
     return replace(config, **changes)

@@ -6,9 +6,11 @@ Each fault is one life of the run that CONFIG (a file of RunConfig settings) des
 - `fsync:N` SIGKILL in place of the N-th fsync of this life: in the middle of a save
 - `time:S`  SIGKILL after S seconds
 - `term:N`  SIGTERM after step N
+- `full:N`  after step N no file may grow past 8 kB, so that the kernel cuts what is written off, as a full disk does
 - `none`    no fault
 - `flip:P`  no life, but one bit flipped in the middle of file P, relative to the run's output
 - `cut:P`   no life, but the last byte of file P cut off
+- `in:P`    no life, but those that follow are of the run that file P describes
 
 One line per life says how it ended: `exit 0`, `signal 9` …. Lives are forked from this process before it has
 computed anything, so that torch is imported once and no thread is forked.
@@ -17,10 +19,13 @@ computed anything, so that torch is imported once and no thread is forked.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,11 @@ def _kill(number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(os.getpid(), number)
 
 
-def _after_step(wanted: int, number: signal.Signals) -> None:
+def _fill_the_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _after_step(wanted: int, act: Callable[[], None]) -> None:
     from penstock.train import loop
 
     run: Any = loop._Run
@@ -38,7 +47,7 @@ def _after_step(wanted: int, number: signal.Signals) -> None:
     def step(self: Any) -> None:
         original(self)
         if self.step == wanted:
-            _kill(number)
+            act()
 
     run._train_step = step
 
@@ -60,9 +69,11 @@ def _at_fsync(wanted: int) -> None:
 def _arm(fault: str) -> None:
     kind, _, value = fault.partition(":")
     if kind == "step":
-        _after_step(int(value), signal.SIGKILL)
+        _after_step(int(value), _kill)
     elif kind == "term":
-        _after_step(int(value), signal.SIGTERM)
+        _after_step(int(value), partial(_kill, signal.SIGTERM))
+    elif kind == "full":
+        _after_step(int(value), _fill_the_disk)
     elif kind == "fsync":
         _at_fsync(int(value))
     elif kind == "time":
@@ -112,6 +123,9 @@ def main(config: Path, faults: list[str]) -> None:
         kind, _, where = fault.partition(":")
         if kind in ("flip", "cut"):
             _damage(_output(config) / where, flip=kind == "flip")
+            continue
+        if kind == "in":
+            config = Path(where)
             continue
         child = os.fork()
         if child == 0:

@@ -181,6 +181,18 @@ def test_a_sample_is_shown_if_there_is_text(enrolled: Enrolled) -> None:
     assert bool(said) is not isinstance(enrolled.task, ImageClassification)
 
 
+def test_a_sample_of_pairs_shows_both_texts_apart() -> None:
+    task, model, make, _ = ENROLLED["pairs"]
+    source = make(task, model, "val")
+    with torch.no_grad():
+        lines = task.sample(create(task.fit(model, source)).eval(), source, torch.device("cpu")).splitlines()
+    # A row has room for 16 letters, and a colon ends the first text.
+    for line, first, second in zip(lines, SHORT, LONG):
+        assert line.startswith(f"{first}: | {second[: 15 - len(first)]} → ")
+        assert line.endswith(")")
+    assert len(lines) == 3
+
+
 def test_padding_is_not_counted_among_tokens(enrolled: Enrolled) -> None:
     with _loader(enrolled, "train", 6) as batches:
         batch = next(batches)

@@ -150,6 +150,20 @@ def _as_transformers_reads_it(reader: str, folder: str) -> None:
     assert json.loads(Path(folder, "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
 
 
+def test_flops_of_a_token_do_not_depend_on_how_long_samples_may_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, each = "bert-tiny --task pairs", []
+    job = ENROLLED[name]
+    for length, padding in (("24", "keep"), ("512", "keep"), ("512", "remove")):
+        words = job.words.replace("sequence 24", f"sequence {length}")
+        monkeypatch.setitem(ENROLLED, name, job._replace(words=words))
+        records = _train(name, f"run-{len(each)}", "--plan.padding", padding)
+        last = [record for record in records if record["event"] == "steps"][-1]
+        each.append(last["model_flops_per_second"] / last["tokens_per_second"])
+    assert each[1:] == pytest.approx([each[0]] * 2, rel=0.05)
+
+
 @pytest.mark.parametrize("name", ENROLLED)
 def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> None:
     """`--from` takes sizes, weights and tokenizer from it, whatever the preset says of sizes."""

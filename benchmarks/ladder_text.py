@@ -18,8 +18,8 @@ from typing import Any
 
 CLIMBS = {
     "gpt2": "penstock ladder gpt2",
-    "bert-base": "penstock ladder bert-base --task pairs --data numbers:en,de --batch 32",
-    "marian-base": "penstock ladder marian-base --data numbers:en,de --batch 32",
+    "bert-base": "penstock ladder bert-base --task pairs --data numbers:en,de --model.sequence 128 --batch 8",
+    "marian-base": "penstock ladder marian-base --data numbers:en,de --batch 16",
     "t5-small": "penstock ladder t5-small",
 }
 OF_TEXT = ("loss-chunked", "padding", "length-groups")

@@ -448,3 +448,20 @@ def test_a_long_compilation_that_promises_more_comes_before_cheap_looks_while_th
     monkeypatch.setattr(of, "speed", lambda one: 1.0, raising=False)
     found: Any = of._next(clock.now + left)
     assert found.setting.plan.compile == first
+
+
+@pytest.mark.parametrize("size", [7.0, 12.0])
+def test_where_few_steps_fit_the_first_looks_go_to_what_promises_most(clock: Clock, size: float) -> None:
+    """GPT-2 with 1,024 tokens takes 7 s a step on two cores: fifty steps fit into six minutes."""
+
+    def cost(setting: Setting) -> float:
+        p = setting.plan
+        return size * (0.45 if p.precision in ("O1", "O2") else 1.0) * (0.9 if p.compile != "none" else 1.0)
+
+    report, _, _ = _climb(
+        clock, cost, rungs=(*EAGER, "compile"), budget=360.0, round_seconds=0.3, loss_steps=0
+    )
+    assert clock.now < 375.0
+    assert report.speedup > 2
+    assert report.control is None
+    assert "A step of the baseline takes" in report.notes[0]

@@ -150,6 +150,17 @@ def _as_transformers_reads_it(reader: str, folder: str) -> None:
     assert json.loads(Path(folder, "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
 
 
+def test_augmentations_that_a_task_does_not_know_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("--recipe.augment.mixup", "0.2", "--recipe.augment.label_smoothing", "0.1")
+    for name, unknown in (("gpt-tiny", ["mixup", "label_smoothing"]), ("marian-tiny", ["mixup"])):
+        caplog.clear()
+        _train(name, name, *options)
+        told = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+        assert [line.split()[0] for line in told] == [f"recipe.augment.{one}" for one in unknown]
+
+
 def test_flops_of_a_token_do_not_depend_on_how_long_samples_may_be(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

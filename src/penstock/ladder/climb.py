@@ -30,7 +30,7 @@ from penstock.ladder.rung import Rung, Setting, Situation, choose
 from penstock.ladder.search import Search
 from penstock.ladder.settings import QUICK_LOSS_STEPS, LadderConfig, command_of
 from penstock.ladder.space import Candidate, Space
-from penstock.ladder.statistics import FEWEST
+from penstock.ladder.statistics import FEWEST, FLOOR
 from penstock.ladder.subject import Subject, subject_of
 from penstock.ladder.team import Team, threads_of
 from penstock.probe import machine_for, resolve_device
@@ -165,7 +165,7 @@ class _Climb:
         self.phase = "path"
         # What changes results may have been left out; then its time is the path's.
         others = [rung for rung in rungs if not rung.searched]
-        path = search.path(best, self._until("apart" if not others else "path"))
+        path = search.path(best, self._until("apart" if not others else "path", weighing=True))
         if not self._pays(best):
             best, path = space.first, []
         for setting in (first, *(step.setting for _, step in path)):
@@ -187,11 +187,19 @@ class _Climb:
         found = self.account.ratio(best.setting, self.subject.first)
         return best.setting == self.subject.first or (found is not None and found.value > 1.0)
 
-    def _control(self) -> Control:
-        """Build the baseline twice, and see by how much the two differ."""
+    def _control(self) -> Control | None:
+        """Build the baseline twice, and see by how much the two differ; None where not even two rounds fit."""
         arena, first = self.arena, self.subject.first
         twin = replace(first, copy=1)
         affordable = int(CONTROL_SHARE * self.budget / (2 * arena.turn_seconds(first)))
+        if affordable < 2:
+            arena.floor = FLOOR
+            self.notes.append(
+                f"A step of the baseline takes {arena.turn_seconds(first):.1f} s. Too few fit into the time to compare "
+                f"the baseline with itself, so the noise floor is taken to be {FLOOR:.1%}. A larger --budget tells "
+                "more, and so do shorter steps (--batch, --model.sequence)."
+            )
+            return None
         arena.play([first, twin], max(FEWEST, min(CONTROL_ROUNDS, affordable)))
         ratio, processor = self.account.ratio(twin, first), self.account.processor_ratio(twin, first)
         assert ratio is not None  # the two have just raced
@@ -226,16 +234,18 @@ class _Climb:
         rounds = int(left / arena.round_of(ends))
         arena.play(ends, max(FEWEST, min(self.config.rounds, rounds)))
 
-    def _until(self, phase: Phase) -> float:
+    def _until(self, phase: Phase, *, weighing: bool = False) -> float:
         """When a phase begins nothing new: at its share of the budget, or earlier, so that what must come can come.
 
-        That is the path until it was climbed, and the last race.
+        That is the path until it was climbed, `weighing` its steps, and the last race.
         """
         needed = 0.0
         if phase != "race" and self.search is not None:
             needed = FEWEST * self.arena.round_of([self.subject.first, self.search.best.setting])
         if phase in ("search", "top") and self.search is not None:
             needed += self.search.path_seconds()
+        elif weighing and self.search is not None:
+            needed += self.search.weighing_seconds()
         return self.start + min(UNTIL[phase] * self.budget, self.budget - needed)
 
     def _tell(self, doing: Any, words: str, settings: Sequence[Setting], expected: float) -> None:
@@ -335,7 +345,7 @@ class _Climb:
     def _report(
         self,
         rungs: Sequence[Rung],
-        control: Control,
+        control: Control | None,
         best: Candidate,
         path: Sequence[tuple[str, Candidate]],
         apart: Apart,

@@ -207,7 +207,7 @@ class LadderReport:
     fastest: Chosen | None
     """The fastest Plan of all, where one that changes results is faster."""
     control: Control | None
-    """None where nothing was measured but the baseline."""
+    """None where nothing was measured but the baseline, or where steps are too long for it."""
     tried: tuple[Tried, ...]
     """Every setting that was measured with one process, the fastest first."""
     candidates: int

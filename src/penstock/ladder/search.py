@@ -140,9 +140,10 @@ class Search:
     def scout(self, end: float) -> None:
         """Look at candidates while one promises to be faster than the best, and there is time.
 
-        Time is kept for a look at the best in compiled form: where steps are slow, eager looks would use it up.
+        Time is kept for a look at the best in compiled form: where steps are slow, eager looks would use it up. It is
+        not kept for the baseline's, where nothing else fits beside it.
         """
-        while (candidate := self._next(end - sum(map(self._cost, self._best_compiled())))) is not None:
+        while candidate := self._next(end - sum(map(self._cost, self._best_compiled()))) or self._first(end):
             self.arena.keep = {self.arena.baseline, self.best.setting}
             self._look(candidate)
         for candidate in self._best_compiled():
@@ -170,6 +171,10 @@ class Search:
         there = self.try_out(candidate, [best], rounds)
         if there and rounds < LOOKS and abs(math.log(self.speed(candidate) / said)) > SURPRISE:
             self.try_out(candidate, [best], LOOKS - rounds)
+
+    def _first(self, end: float) -> Candidate | None:
+        """What to look at while nothing is known but the baseline."""
+        return self._next(end) if len(self.measured) == 1 else None
 
     def _best_compiled(self) -> list[Candidate]:
         """The cheapest compiled form of the best, where none of its forms was looked at."""
@@ -303,12 +308,17 @@ class Search:
 
     def path_seconds(self) -> float:
         """Seconds of the path to the best: its steps are built, take one round together, and are weighed."""
-        settings = [
-            self.arena.baseline,
-            *(step.setting for _, step in self.space.path(self.best, self.speed)),
-        ]
-        weighing = sum(map(self.arena.turn_seconds, settings))
-        return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing
+        settings = self._path_settings()
+        building = sum(map(self.arena.building, settings))
+        return building + self.arena.round_of(settings) + self.weighing_seconds()
+
+    def weighing_seconds(self) -> float:
+        """Seconds in which the memory of each of these settings is measured."""
+        return sum(map(self.arena.turn_seconds, self._path_settings()))
+
+    def _path_settings(self) -> list[Setting]:
+        steps = self.space.path(self.best, self.speed)
+        return [self.arena.baseline, *(step.setting for _, step in steps)]
 
     def path(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn. What cannot be built on

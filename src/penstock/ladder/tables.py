@@ -120,12 +120,19 @@ def plan_words(report: LadderReport, chosen: Chosen) -> str:
     return words
 
 
+MOST_RATIO = 100.0
+"""An interval that ends above this says nothing: too few rounds gave it."""
+
+
 def noise_words(report: LadderReport) -> str:
     """The noise floor: what the baseline differs from itself."""
     if report.control is None:
         return ""
     ratio, floor = report.control.ratio, report.control.floor
+    interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+    if ratio.high > MOST_RATIO:
+        interval = f"{ratio.rounds} rounds give no interval"
     return (
         f"Noise floor {floor:.1%}: the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} "
-        f"({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})."
+        f"({interval})."
     )

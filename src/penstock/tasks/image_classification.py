@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ImageClassification(Task):
 
     unit = "images"
     size_setting = "model.image_size"
+    augments = frozenset(field.name for field in fields(Augment))
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
         model = require_vision(model)

@@ -44,6 +44,8 @@ class Task(ABC):
     """What a sample is called, in the plural."""
     size_setting: str
     """The setting that makes each sample smaller."""
+    augments: frozenset[str] = frozenset()
+    """Fields of `recipe.augment` that it knows."""
 
     # -- data
 

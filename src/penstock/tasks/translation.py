@@ -46,6 +46,7 @@ class Translation(WordTask):
     """
 
     unit = "sentences"
+    augments = frozenset({"label_smoothing"})
 
     def __init__(self, init_from: str | None = None) -> None:
         super().__init__(init_from)

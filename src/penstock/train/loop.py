@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,10 @@ class _Run:
 
         # What is trained, on what, and how long that should take.
         self.task = task_of(config.model, config.task, init_from=config.init_from)
+        usual, wanted = Augment(), config.recipe.augment
+        for name in (field.name for field in fields(usual)):
+            if dims.main and name not in self.task.augments and getattr(wanted, name) != getattr(usual, name):
+                _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
         self.data = train_source.title

@@ -1,0 +1,122 @@
+"""Climbs with a language model of every family, ours and transformers': which rungs are measured, however fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.cli import main
+from penstock.config.machine import Machine, save_machine
+from penstock.ladder import ladder
+
+SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 0, "device": "cpu"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Machine file, so that nothing is probed; and races that end undecided."""
+    monkeypatch.setattr("penstock.ladder.search.MOST_ROUNDS", 2)
+    made = Machine(
+        name="toy", device="cpu", source="measured", peak_flops={"fp32": 5e10, "fp32_medium": 6e10, "bf16": 5e9},
+        memory_bytes=8e9, memory_bytes_per_second=1e10, launch_seconds=2e-6,
+    )  # fmt: skip
+    return str(save_machine(made, tmp_path / "toy.toml"))
+
+
+TEXT = {
+    "gpt-tiny --data text:words": {"loss-chunked"},
+    "bert-tiny --data text:words": {"loss-chunked"},
+    "bert-tiny --task pairs --data pairs:rows.tsv --data.columns source,target,label": {
+        "padding",
+        "length-groups",
+    },
+    "t5-tiny --data text:words": {"loss-chunked"},
+    "marian-tiny --data pairs:rows.tsv --data.columns source,target": {
+        "loss-chunked",
+        "padding",
+        "length-groups",
+    },
+}
+"""A family's task and the rungs of text that it has."""
+
+
+@pytest.mark.parametrize("words", TEXT)
+def test_the_ladder_of_a_family_of_text(
+    words: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f"{'word ' * (1 + number % 9)}\t{'wort ' * (1 + number % 9)}\t{number % 2}" for number in range(400)
+    ]
+    Path("words").mkdir()
+    Path("words", "all.txt").write_text("\n".join(rows))
+    Path("rows.tsv").write_text("\n".join(["source\ttarget\tlabel", *rows]))
+    sides = ("encoder.", "decoder.") if words.startswith(("t5", "marian")) else ("",)
+    sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 48}
+    options = [f"--model.{side}{name}={size}" for side in sides for name, size in sizes.items()]
+    options += [
+        "--rounds=2",
+        "--round_seconds=0.01",
+        "--loss_steps=0",
+        "--batch=8",
+        "--device=cpu",
+        "--output=out",
+    ]
+    options += ["--rungs=optimizer-fused,attention-plain,loss-chunked,padding,length-groups,classifier"]
+    assert main(["ladder", *words.split(), *options, "--machine", machine]) == 0
+    found = json.loads(Path("out", "ladder.json").read_text(encoding="utf-8"))
+    measured = {rung["name"] for rung in found["rungs"] if rung["to_baseline"] is not None}
+    assert measured - {"baseline"} == {"optimizer-fused", "attention-plain", *TEXT[words]}
+    assert all(rung["reason"] for rung in found["rungs"] if rung["status"] == "unsupported")
+    preset, *rest = words.split()
+    assert found["train_command"].startswith(f"penstock train {preset} --model.")
+    assert all(word in found["train_command"] for word in rest)
+
+
+_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_STACKS = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
+FOREIGN: dict[str, dict[str, Any]] = {
+    "ViTForImageClassification": {**_ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 4},
+    "BertForMaskedLM": {**_ENCODER, "vocab_size": 99},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99},
+    "LlamaForCausalLM": {**_ENCODER, "vocab_size": 99},
+    "MarianMTModel": {**_STACKS, "vocab_size": 99, "pad_token_id": 98, "decoder_start_token_id": 98},
+    "T5ForConditionalGeneration": {
+        "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 99,
+        "decoder_start_token_id": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def factory() -> tuple[nn.Module, Any, Any]:
+        kind = getattr(transformers, name)
+        config = kind.config_class(**FOREIGN[name])
+        if "ViT" in name:
+            batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 3])}
+        else:
+            batch = {"input_ids": torch.randint(1, 90, (4, 12)), "labels": torch.randint(1, 90, (4, 12))}
+        return kind(config), batch, lambda model, batch: model(**batch).loss
+
+    report = ladder(
+        factory=factory,
+        rungs=("matmul", "optimizer-fused", "attention-plain", "token-order"),
+        machine=machine,
+        **SHORT,
+    )
+    status = {rung.name: rung.status for rung in report.rungs}
+    assert status["token-order"] == "unsupported"
+    assert status["attention-plain"] in ("kept", "not kept")
+    assert status["optimizer-fused"] in ("kept", "not kept")

@@ -29,7 +29,6 @@ _TEXT = {
     for side in ("", "encoder.", "decoder.")
     for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
 }
-_BATCH = "--plan.micro_batch"
 _LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
 _INSTEAD: dict[str, dict[str, str]] = {
     "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0", "--recipe.warmup_share": "0",
@@ -127,7 +126,7 @@ def _of_text(preset: ModelConfig) -> dict[str, str]:
         for name, value in (_TEXT | _LENGTHS).items()
         if both == (name.count(".") == 2 or "decoder" in name)
     }
-    return {**sizes, "--model.sequence": "32", "--data.limit": "8", _BATCH: "16"}
+    return {**sizes, "--model.sequence": "32", "--data.limit": "8", "--plan.micro_batch": "16"}
 
 
 def small_form(words: list[str], folder: Path) -> list[str]:
@@ -142,10 +141,10 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     for name in models:
         if name in PRESETS and not isinstance(PRESETS[name], ViTConfig):
             instead = {option: value for option, value in instead.items() if option not in _MODEL}
-            small = _of_text(PRESETS[name]) if verb in ("train", "ladder") else {}
-            instead |= {
-                option: value for option, value in small.items() if verb == "train" or option != _BATCH
-            }
+            if verb in ("train", "ladder"):
+                instead |= _of_text(PRESETS[name])
+            if verb == "ladder":
+                del instead["--plan.micro_batch"]  # --batch says it
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):

@@ -182,7 +182,9 @@ def export_model(
     with torch.device("meta"):
         model = create(config.model)
     try:
-        weights, _ = fitted(model, merged(state or read_weights(checkpoint, which), config.recipe.lora, model))
+        weights, _ = fitted(
+            model, merged(state or read_weights(checkpoint, which), config.recipe.lora, model)
+        )
     except ConfigError as problem:
         raise CheckpointError(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "

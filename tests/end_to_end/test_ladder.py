@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.toy import toy_machine
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
 from penstock.ladder import LadderReport, ladder
 
@@ -26,11 +26,7 @@ SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 4, "d
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A Machine file, so that nothing is probed; and races that end undecided."""
     monkeypatch.setattr("penstock.ladder.search.MOST_ROUNDS", 2)
-    made = Machine(
-        name="toy", device="cpu", source="measured", peak_flops={"fp32": 5e10, "fp32_medium": 6e10, "bf16": 5e9},
-        memory_bytes=8e9, memory_bytes_per_second=1e10, launch_seconds=2e-6,
-    )  # fmt: skip
-    return str(save_machine(made, tmp_path / "toy.toml"))
+    return toy_machine(tmp_path)
 
 
 def test_the_ladder_of_a_tiny_vision_transformer(

@@ -309,8 +309,8 @@ class Search:
     def path_seconds(self) -> float:
         """Seconds of the path to the best: its steps are built, take one round together, and are weighed."""
         settings = self._path_settings()
-        building = sum(map(self.arena.building, settings))
-        return building + self.arena.round_of(settings) + self.weighing_seconds()
+        weighing = sum(map(self.arena.turn_seconds, settings))
+        return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing
 
     def weighing_seconds(self) -> float:
         """Seconds in which the memory of each of these settings is measured."""

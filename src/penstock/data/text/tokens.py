@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,13 @@ class TokenSource(Source):
         counts = [(text.size - length) // stride + 1 for text in self._texts]
         self._mixture = Mixture(counts, [weight for _, weight in texts])
         self.sample = np.dtype((np.int32, (length,)))
+
+    @cached_property
+    def unpacked_padding(self) -> float:  # type: ignore[override]
+        """As `Source` says it. Reads the index of every document, so it is worked out when asked for."""
         documents = np.concatenate([text.documents() for text in self._texts])
-        padded = int(np.ceil(documents / stride).sum()) * stride
-        self.unpacked_padding = 1 - int(documents.sum()) / padded
+        padded = int(np.ceil(documents / self.stride).sum()) * self.stride
+        return 1 - int(documents.sum()) / padded
 
     @property
     def bytes_per_token(self) -> float:

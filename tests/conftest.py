@@ -31,6 +31,14 @@ def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def known_machine(_isolated: None) -> None:
+    """No run probes this machine, which takes ten seconds: its figures are there, but made up."""
+    from helpers.toy import take_for_this_one
+
+    take_for_this_one()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _settled() -> None:
     """Collections of garbage pass over all that was there before this module: mostly torch's and transformers' own

@@ -117,7 +117,6 @@ def _hold(world: int, names: list[str], lines: list[str]) -> None:
 
 
 # The loss of a padded batch is a mean over other numbers of words on each rank; here every sample has as many.
-@pytest.mark.alone
 def test_two_ranks_learn_what_one_process_does() -> None:
     _hold(
         2,
@@ -127,7 +126,6 @@ def test_two_ranks_learn_what_one_process_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ENROLLED)
 def test_every_way_to_share_out_learns_the_same(name: str) -> None:
     shardings = ["zero1 optimizer=contiguous", "zero2 accumulate=2", "hsdp shard=1", "fsdp offload=optimizer"]
@@ -326,7 +324,6 @@ def _adapted(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     return [(p.line(), trained(config, p, **options), trained(config, alone(p), **options)) for p in plans]
 
 
-@pytest.mark.alone
 def test_adapters_learn_over_ranks_what_they_learn_in_one_process() -> None:
     pytest.importorskip("peft")
     lines = ["dp=2 micro_batch=2 sharding=fsdp", "dp=2 micro_batch=2 accumulate=2"]

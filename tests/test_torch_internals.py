@@ -73,6 +73,8 @@ def _own(node: ast.Attribute) -> bool:
 def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """What a module takes of torch's internals, class swaps, and what it changes for the whole process."""
     inner: set[ast.AST] = set()
+    # A name that is put together begins with its first part; `f"{field}_length"` is none of torch's.
+    later = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             for full, name in ((f"{node.module}.{alias.name}", alias.name) for alias in node.names):
@@ -85,7 +87,7 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from _of_attribute(node, own)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in PROCESS_WIDE:
             yield node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in later:
             name = node.value  # asked for by getattr, or looked for
             theirs = name in TORCHS or name not in own | NOT_TORCHS
             if re.fullmatch(r"_[a-z][a-z_]+", name) and not name.startswith("_penstock") and theirs:
@@ -155,6 +157,8 @@ def test_every_use_of_torchs_internals_is_listed_with_its_reason() -> None:
         ("module._flat = 1", {"._flat"}),
         ("self._mine = 1\nx._mine", set()),
         ("getattr(x, '_hidden_thing')", {"._hidden_thing"}),
+        ("getattr(x, f'_hidden_{thing}')", {"._hidden_"}),
+        ("f'{field}_length'", set()),
         ("x.__class__ = Y", {"__class__"}),
         ("x._modules", {"._modules"}),
         ("import torch\ntorch.nn.Linear", set()),

@@ -40,7 +40,6 @@ def _errors() -> list[str]:
     return told
 
 
-@pytest.mark.alone
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     torn = "file 1 is torn"
     first, second, third = spawn(_errors, 3)

@@ -267,7 +267,6 @@ def find_nothing(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.alone
 def test_several_ranks_refuse_alike_and_run_nothing(path: Path) -> None:
     marker = path.parent / "harm"
     (path / "local.json").write_bytes(pickle.dumps(Payload(marker)))

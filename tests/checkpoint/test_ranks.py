@@ -16,8 +16,6 @@ from penstock import checkpoint
 from penstock.checkpoint import Snapshot, storage
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
 
-pytestmark = pytest.mark.alone
-
 Run = tuple[list[float], dict[str, torch.Tensor]]
 
 

@@ -34,7 +34,6 @@ def go_on(layout: str, folder: Path) -> list[float]:
     return trainee.train(5)
 
 
-@pytest.mark.alone
 def test_the_first_format_is_read_on_any_layout(tmp_path: Path) -> None:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     undisturbed = Trainee()

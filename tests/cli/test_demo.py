@@ -33,7 +33,6 @@ def test_the_bare_command_greets_with_three_things_to_type(capsys: pytest.Captur
     assert all(len(line) <= 80 for line in told.splitlines())
 
 
-@pytest.mark.alone
 def test_the_greeting_loads_as_little_as_help_does() -> None:
     program = "import sys; from penstock.cli import main; main([]); print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -89,7 +88,6 @@ def test_the_readme_shows_the_picture_of_its_record() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_short_demo_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--output", str(tmp_path / "demo"), "--budget", "30", "--epochs", "2"]

@@ -59,6 +59,7 @@ def test_an_input_that_is_no_file_is_refused_at_once(
     line: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.probe.probe", None)  # which takes seconds
     words = line.split()
     named = next(word.rpartition(":")[2] for word in words if word.rpartition(":")[2].startswith("it"))
     KINDS[kind](tmp_path / named)

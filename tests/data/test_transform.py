@@ -21,6 +21,7 @@ def batch_of(source: Any, *, training: bool, workers: int = 0) -> Any:
         return next(iter(loader))
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_function_named_in_the_settings_gets_each_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

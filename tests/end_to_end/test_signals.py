@@ -107,7 +107,7 @@ def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_pat
 @pytest.mark.parametrize(
     ("form", "job"),
     [
-        *((form, "vit") for form in FORMS),
+        *(pytest.param(form, "vit", marks=() if form == "alone" else pytest.mark.slow) for form in FORMS),
         *(pytest.param("alone", job, marks=pytest.mark.slow) for job in FAMILIES if job != "vit"),
     ],
 )

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from helpers.jobs import FAMILIES, JOBS, settings
+from helpers.jobs import JOBS, settings
+from helpers.sweeps import slow_but
 from penstock import checkpoint
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, save_machine
@@ -110,12 +111,7 @@ def assert_same_end(run: RunConfig, undisturbed: RunConfig) -> None:
     assert ours == theirs
 
 
-def slow_but(names: Sequence[str]) -> list[Any]:
-    """All jobs as parameters, of which only these are no part of the slow suite."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in JOBS]
-
-
-@pytest.mark.parametrize("job", slow_but(FAMILIES))
+@pytest.mark.parametrize("job", slow_but(JOBS, "vit", "decoder"))
 def test_a_kill_a_flipped_bit_a_kill_in_a_save_and_a_full_disk_change_nothing(
     tmp_path: Path, job: str
 ) -> None:
@@ -136,7 +132,7 @@ mostly_vit = pytest.mark.parametrize(
 """The other jobs in the whole fault suite only."""
 
 
-@pytest.fixture(scope="module", params=slow_but(["vit"]))
+@pytest.fixture(scope="module", params=slow_but(JOBS, "vit"))
 def job(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

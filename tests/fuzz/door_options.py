@@ -153,7 +153,7 @@ def _enough(*_: Any, **__: Any) -> Any:
 _INSTEAD: dict[str, Any] = {
     "penstock.train.train": _train,
     "penstock.ladder.climb.ladder": _climb,
-    "penstock.ladder.subject.subject_of": _subject,
+    "penstock.ladder.own.subject_of": _subject,
     "penstock.probe.probe": _probe,
     "penstock.probe.keep": lambda machine: None,
     "penstock.doctor.examine": lambda **_: [],

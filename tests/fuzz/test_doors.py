@@ -20,10 +20,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and time
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_300_broken_inputs_end_in_a_sentence(door: str) -> None:
-    outcome = fuzz(door, 300)
+def test_200_broken_inputs_end_in_a_sentence(door: str) -> None:
+    outcome = fuzz(door, 200)
     assert not outcome.failures, "\n".join(outcome.failures)
-    assert outcome.cases >= 290  # hypothesis ends a block early where it has made everything
+    assert outcome.cases >= 190  # hypothesis ends a block early where it has made everything
     assert len(outcome.ended) > 1, "a door that refuses nothing, or everything, is not being tried"
 
 

@@ -17,8 +17,10 @@ QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS":
 
 
 def needs_to_be_alone() -> None:
-    """Refuse to start processes beside other tests: the timeouts of both would mean nothing."""
-    assert "PYTEST_XDIST_WORKER" not in os.environ, "Mark a test that starts ranks with `pytest.mark.alone`."
+    """Refuse to start an agent beside other tests: the timeouts of both would mean nothing."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ, (
+        "Mark a test that starts an agent with `pytest.mark.alone`."
+    )
 
 
 class Agent:

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helpers.agents import needs_to_be_alone
 from helpers.spawn import Rank, ask, start_server
 
 R = TypeVar("R")
@@ -33,7 +32,6 @@ class RankPool:
 
     def run(self, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
         """What `function(*args)` returned on each rank, by rank. Takes and raises what `helpers.spawn.spawn` does."""
-        needs_to_be_alone()
         if not self._ranks:
             self._start()
         try:

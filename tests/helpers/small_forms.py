@@ -151,6 +151,8 @@ def small_form(words: list[str], folder: Path) -> list[str]:
         text = bool({"ctranslate2", "onnx-search"} & {*words})
         kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
         next(passed)
+    if verb == "probe":
+        kept.append("--quick")
     for word in passed:
         if word == "--measure":  # is tested with the server
             continue

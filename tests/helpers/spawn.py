@@ -26,8 +26,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helpers.agents import needs_to_be_alone
-
 R = TypeVar("R")
 
 _QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -64,7 +62,6 @@ def spawn(
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    needs_to_be_alone()
     start_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="penstock-spawn-") as scratch:

@@ -65,24 +65,20 @@ def _same(line: str, names: list[str], ways: list[str]) -> None:
             assert found[case] == texts, f"rank {rank} of {line}: {case}"
 
 
-@pytest.mark.alone
 def test_split_layers_make_the_same_texts_in_every_way() -> None:
     _same("tp=2", ["llama", "marian-tiny"], list(WAYS))
     _same("tp=2", ["gpt", "alibi", "t5-tiny"], list(FEW))
 
 
-@pytest.mark.alone
 def test_replicas_share_out_the_texts() -> None:
     _same("dp=2", ["gpt", "t5-tiny"], list(FEW))
 
 
-@pytest.mark.alone
 def test_stages_make_the_same_texts_in_every_way() -> None:
     _same("pp=2", ["llama", "marian-tiny"], list(WAYS))
     _same("pp=2", ["window", "t5-tiny"], list(FEW))
 
 
-@pytest.mark.alone
 def test_all_go_together() -> None:
     _same("tp=2 dp=2", ["llama", "marian-tiny"], list(FEW))
     _same("dp=4", ["gpt"], ["greedy"])  # one rank has no text
@@ -96,7 +92,6 @@ def _too_many_stages() -> str:
     return str(refused.value)
 
 
-@pytest.mark.alone
 def test_a_stage_has_a_block() -> None:
     assert "a stack of the model has 2; use at most that" in pool(4).run(_too_many_stages)[0]
 
@@ -106,7 +101,6 @@ def _unseeded() -> list[tuple[int, ...]]:
     return [each.ids for each in made.generate(ROWS, max_tokens=8, temperature=1.0)]
 
 
-@pytest.mark.alone
 def test_ranks_draw_the_same_without_a_seed() -> None:
     one, other = pool(2).run(_unseeded)
     assert one == other
@@ -120,7 +114,6 @@ def _drawn_text(line: str, stop: str) -> list[str]:
     return [*texts, "".join(made.stream("AB", **given))]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("line", ["tp=2", "dp=2"])
 def test_texts_before_a_stop_text_and_in_pieces_are_the_same(line: str) -> None:
     whole = _drawn_text("baseline", " ")[0]
@@ -153,7 +146,6 @@ def _opened(folder: Path) -> tuple[int, int, list[tuple[int, ...]]]:
     return held, len(packed), [each.ids for each in made.generate(ROWS, max_tokens=10)]
 
 
-@pytest.mark.alone
 def test_a_rank_packs_its_part_of_what_a_folder_holds(folder: Path) -> None:
     alone = Generator(folder, ends=())
     packed = [module for module in alone.model.modules() if isinstance(module, Packed)]
@@ -204,7 +196,6 @@ def _led(name: str, texts: int) -> list[list[int]]:
     return made
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["llama", "marian-tiny"])
 def test_ranks_follow_the_one_that_serves(name: str) -> None:
     expected = _served(_engine(tiny(name, words=WORDS)), 5)
@@ -221,7 +212,6 @@ def _said(words: list[str], typed: str) -> tuple[int, str]:
         sys.stdin = before
 
 
-@pytest.mark.alone
 def test_of_several_ranks_one_reads_and_one_prints(folder: Path) -> None:
     words = ["generate", str(folder), "--max_tokens", "9"]
     expected = [each.ids for each in Generator(folder).generate(["ab", "c", "de"], max_tokens=9)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from helpers.spawn import spawn
 from penstock.config.plan import Plan
 from penstock.parallel import ALONE, ParallelDims, dims_of
 from penstock.parallel.agree import Ballot, average
-
-pytestmark = pytest.mark.alone
 
 
 def _dims() -> ParallelDims:

@@ -16,8 +16,6 @@ from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig, V
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
 
-pytestmark = pytest.mark.alone
-
 KINDS = {"all_reduce": "allreduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
 SAMPLES = 2
 

@@ -28,8 +28,6 @@ from penstock.parallel import ParallelDims, dims_of
 from penstock.parallel.context import split_tokens
 from penstock.planner.describe import describe
 
-pytestmark = pytest.mark.alone
-
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-4)
 STEPS = 3
 

@@ -21,8 +21,6 @@ from penstock.models import create
 from penstock.optim import clip_grad_norm_, grad_norm, make_optimizer, parameter_groups
 from penstock.parallel import Sharded, dims_of, shard
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 CONV = ViTConfig(
     image_size=16, patch_size=16, channels=1, width=16, depth=1, heads=2, mlp_width=16, classes=4, stem="conv"

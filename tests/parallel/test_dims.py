@@ -86,14 +86,12 @@ def _joins(line: str, wrong: bool) -> tuple[int, int, tuple[int, ...]] | str:
         return str(error)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("line", "mesh"), [("dp=2", (2, 1)), ("dp=2 sharding=fsdp", (1, 2))])
 def test_ranks_join_by_the_launchers_environment(line: str, mesh: tuple[int, ...]) -> None:
     found = spawn(_joins, 2, line, False, group=False)
     assert found == [(0, 2, mesh), (1, 2, mesh)]
 
 
-@pytest.mark.alone
 def test_the_wrong_number_of_ranks_is_refused_before_they_meet() -> None:
     for told in spawn(_joins, 2, "dp=4 micro_batch=8", True, group=False):
         assert "The launcher started 2 processes, but the plan is for 4" in str(told)
@@ -123,7 +121,6 @@ def _groups(lines: list[str]) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.alone
 def test_groups_hold_the_ranks_that_differ_in_their_dimensions_alone() -> None:
     lines = [
         "dp=4 sharding=fsdp",
@@ -148,7 +145,6 @@ def _large_groups(line: str) -> list[list[int]]:
     return [torch.distributed.get_process_group_ranks(dims.group(*names)) for names in (LOSS, ("pp",))]
 
 
-@pytest.mark.alone
 def test_losses_are_averaged_over_samples_and_tokens_but_not_over_parts_of_the_model() -> None:
     found = spawn(_large_groups, 8, "dp=2 sharding=fsdp cp=2 pp=2")
     assert found[2] == [[0, 1, 2, 3], [2, 6]]
@@ -176,7 +172,6 @@ def norm_over_two_dimensions() -> tuple[float, float, list[str]]:
     return grad_norm(gradients).item(), whole, placements
 
 
-@pytest.mark.alone
 def test_the_norm_over_two_dimensions_is_that_of_the_whole_gradients() -> None:
     for norm, whole, placements in spawn(norm_over_two_dimensions, 4):
         assert "_StridedShard" in placements, "the case that this test is about"

@@ -16,8 +16,6 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
 
-pytestmark = pytest.mark.alone
-
 STEPS = 20
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,10 +16,8 @@ from helpers.equality import alone, trained
 from helpers.spawn import spawn
 from penstock.build import build
 from penstock.config.plan import Plan
-from penstock.config.run import Recipe
+from penstock.config.run import Lora, Recipe
 from penstock.parallel import Sharded, dims_of
-
-pytestmark = pytest.mark.alone
 
 STEPS = 5
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
@@ -108,25 +106,28 @@ CASES |= {
 }
 
 
-def _both(name: str, line: str) -> tuple[int, Any, Any]:
+def _both(name: str, line: str, recipe: Recipe = RECIPE) -> tuple[int, Any, Any]:
     case, plan = CASES[name], Plan.parse(line)
     dims = dims_of(plan, "cpu")
-    built = build(case.make, plan, loss=case.loss, dims=dims)
+    built = build(case.make, plan, recipe=recipe, loss=case.loss, dims=dims)
     assert isinstance(built.replicas, Sharded)
     units = len(built.replicas.units)
-    options: dict[str, Any] = {"steps": STEPS, "recipe": RECIPE, "batches": case.batches, "loss": case.loss}
+    options: dict[str, Any] = {"steps": STEPS, "recipe": recipe, "batches": case.batches, "loss": case.loss}
     got = trained(case.make, plan, **options)
-    expected = trained(case.make, replace(alone(plan), recompute="none"), **options)
+    expected = trained(case.make, replace(alone(plan), recompute="none", loss="whole"), **options)
     return units, got, expected
 
 
-def _all(names: list[str], line: str) -> list[tuple[int, Any, Any]]:
-    return [_both(name, line) for name in names]
+def _all(names: list[str], line: str, recipe: Recipe = RECIPE) -> list[tuple[int, Any, Any]]:
+    return [_both(name, line, recipe) for name in names]
 
 
 @pytest.mark.parametrize(
     "names",
-    [["like timm", "anyone's"], [n for n in CASES if n.startswith("transformers")]],
+    [
+        ["like timm", "anyone's"],
+        pytest.param([n for n in CASES if n.startswith("transformers")], marks=pytest.mark.slow),
+    ],
     ids=["own", "transformers"],
 )
 def test_blocks_are_found_gathered_and_trained(names: list[str]) -> None:
@@ -135,14 +136,31 @@ def test_blocks_are_found_gathered_and_trained(names: list[str]) -> None:
     line = "dp=2 micro_batch=2 sharding=fsdp recompute=full accumulate=2"
     for name, (units, got, expected) in zip(names, spawn(_all, 2, names, line, timeout=120)[0]):
         assert units == CASES[name].blocks + 1, f"{name}: each block is a unit, and the rest is one"
-        assert got.weights.keys() == expected.weights.keys()
-        torch.testing.assert_close(
-            torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6
-        )
-        torch.testing.assert_close(
-            torch.tensor(got.norms), torch.tensor(expected.norms), rtol=1e-4, atol=1e-6
-        )
-        for key, value in expected.weights.items():
-            torch.testing.assert_close(
-                got.weights[key], value, msg=lambda text, k=key, n=name: f"{n}: {k}: {text}"
-            )
+        _assert_alike(name, got, expected)
+
+
+def test_adapters_are_shared_out_and_trained() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    names = [f"transformers {name}" for name in ("gpt2", "llama", "bert of classes", "t5")]
+    recipe = replace(RECIPE, lora=Lora(rank=2))
+    line = "dp=2 micro_batch=2 sharding=fsdp recompute=full"
+    for name, (_, got, expected) in zip(names, spawn(_all, 2, names, line, recipe, timeout=120)[0]):
+        assert any(".lora_" in key for key in got.weights), name
+        _assert_alike(name, got, expected)
+
+
+def test_logits_of_shared_out_weights_are_put_off() -> None:
+    pytest.importorskip("transformers")
+    names = [f"transformers {name}" for name in ("gpt2", "qwen3", "bert", "marian")]
+    line = "dp=2 micro_batch=2 sharding=fsdp loss=chunked"
+    for name, (_, got, expected) in zip(names, spawn(_all, 2, names, line, timeout=120)[0]):
+        _assert_alike(name, got, expected)
+
+
+def _assert_alike(name: str, got: Any, expected: Any) -> None:
+    assert got.weights.keys() == expected.weights.keys()
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(expected.norms), rtol=1e-4, atol=1e-6)
+    for key, value in expected.weights.items():
+        torch.testing.assert_close(got.weights[key], value, msg=lambda text, k=key: f"{name}: {k}: {text}")

@@ -19,8 +19,6 @@ from penstock.parallel import dims_of
 from penstock.precision.fp8 import Scaling, fp8_linear
 from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
 
-pytestmark = pytest.mark.alone
-
 SCALED = replace(TINY, layer_scale=0.5)
 RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)
 

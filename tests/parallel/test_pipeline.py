@@ -127,13 +127,11 @@ def _compare(name: str, line: str, *, double: bool = True, seconds: float = 60.0
     assert all(one["held"] < wanted["held"] for one in found)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ENROLLED)
 def test_every_family_trains_in_two_stages(name: str) -> None:
     _compare(name, "micro_batch=2 accumulate=3 pp=2")
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -156,7 +154,6 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
     _compare(name, line)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -166,14 +163,18 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         ("marian", "micro_batch=2 accumulate=2 pp=2 tp=2 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true padding=remove"),
         ("vit", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true schedule=interleaved virtual=2"),
-        ("gpt", "micro_batch=1 accumulate=2 pp=2 tp=2 dp=2 sharding=fsdp"),
-        ("bart", "micro_batch=1 accumulate=2 pp=2 tp=2 sp=true dp=2"),
-        ("gpt", "micro_batch=1 accumulate=2 pp=2 dp=4 sharding=hsdp shard=2"),
+        pytest.param(
+            "gpt", "micro_batch=1 accumulate=2 pp=2 tp=2 dp=2 sharding=fsdp", marks=pytest.mark.slow
+        ),
+        pytest.param("bart", "micro_batch=1 accumulate=2 pp=2 tp=2 sp=true dp=2", marks=pytest.mark.slow),
+        pytest.param(
+            "gpt", "micro_batch=1 accumulate=2 pp=2 dp=4 sharding=hsdp shard=2", marks=pytest.mark.slow
+        ),
         ("gpt", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=selective"),
         ("bert", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("vit", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("marian", "micro_batch=2 accumulate=2 cp=2 pp=2"),
-        ("bart", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true"),
+        pytest.param("bart", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true", marks=pytest.mark.slow),
         ("t5", "micro_batch=2 accumulate=2 cp=2 tp=2 padding=remove"),
         ("t5", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
@@ -189,7 +190,6 @@ def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
     _compare(name, line)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -202,7 +202,6 @@ def test_what_is_split_can_be_compiled(line: str) -> None:
     _compare("gpt", f"micro_batch=1 accumulate=2 {line}", seconds=300.0)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "line",
     [
@@ -220,21 +219,19 @@ def test_every_level_trains_in_stages(line: str) -> None:
     _compare("gpt", f"micro_batch=2 accumulate=2 pp=2 {line}", double=False)
 
 
-@pytest.mark.alone
 def test_what_is_frozen_stays_on_every_stage() -> None:
     _compare("gpt", "micro_batch=2 accumulate=2 pp=2", freeze=("tokens", "decoder.blocks.0"))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "line"),
     [
         ("gpt", "pp=2"),
-        ("t5", "pp=2 dp=2 sharding=fsdp"),
+        pytest.param("t5", "pp=2 dp=2 sharding=fsdp", marks=pytest.mark.slow),
         ("vit", "pp=2 recompute=full"),
         ("gpt", "tp=2"),
         ("modernbert", "tp=2 sp=true"),
-        ("t5", "tp=2 sp=true dp=2 sharding=fsdp"),
+        pytest.param("t5", "tp=2 sp=true dp=2 sharding=fsdp", marks=pytest.mark.slow),
         ("marian", "tp=2 pp=2 sp=true"),
     ],
 )
@@ -249,7 +246,6 @@ def _loaded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return whole_state(built.model, built.dims)
 
 
-@pytest.mark.alone
 def test_stages_start_from_the_weights_of_a_whole_model() -> None:
     weights = create(_config("gpt")).state_dict()
     found = pool(2).run(_loaded, weights)[0]
@@ -299,7 +295,6 @@ def _of_theirs(name: str, line: str) -> tuple[list[tuple[float, float]], Tensor]
     return told, outputs.logits
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert"))]
 )
@@ -345,7 +340,6 @@ def _went_on(name: str, line: str, folder: str, save: bool) -> list[tuple[float,
     return _steps(built, name, range(2, 4), double=True)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -386,7 +380,6 @@ class _Third:
             raise MemoryError("no room")
 
 
-@pytest.mark.alone
 def test_an_error_names_stage_and_micro_batch() -> None:
     with pytest.raises(RankFailed, match=r"In the forward pass of stage 1 .* for micro-batch 2 .* no room"):
         pool(2).run(_fails, "micro_batch=1 accumulate=4 pp=2")

@@ -19,8 +19,6 @@ from penstock.step import TrainStep
 from penstock.train import train
 from penstock.train.metrics import read_metrics
 
-pytestmark = pytest.mark.alone
-
 MODEL = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10, dropout=0.1
 )  # fmt: skip

@@ -98,7 +98,6 @@ def _made(names: list[str]) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "names", [["penstock", "awkward"], ["vit", "gpt2", "llama", "bert"]], ids=["own", "hf"]
 )
@@ -153,7 +152,6 @@ def _limited() -> tuple[bool, float, int]:
     return refused, float(output.double().sum()), held
 
 
-@pytest.mark.alone
 def test_a_model_larger_than_a_ranks_memory_is_made() -> None:
     torch.manual_seed(1)
     with torch.no_grad():

@@ -322,7 +322,6 @@ def _replicas(level: str, options: dict[str, Any]) -> tuple[Tensor, list[float]]
     return torch.cat([value.flatten() for value in model.state_dict().values()]), norms
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("level", "options"), LEVELS[2:])
 def test_replicas_that_average_the_last_micro_batch_only_stay_equal(
     level: str, options: dict[str, Any]

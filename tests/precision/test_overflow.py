@@ -223,7 +223,6 @@ def _lost_on_rank_one() -> list[tuple[int, int, str]]:
     return found
 
 
-@pytest.mark.alone
 def test_all_ranks_end_together_and_the_one_that_overflows_names_its_layer() -> None:
     for (steps, code, other), (steps_one, code_one, own) in zip(*spawn(_lost_on_rank_one, 2), strict=True):
         assert steps == steps_one

@@ -13,8 +13,6 @@ import penstock
 from helpers.spawn import spawn
 from penstock.precision import LossScaler, agree_over, scalers_of
 
-pytestmark = pytest.mark.alone
-
 backward: Any = Tensor.backward
 
 

@@ -78,7 +78,6 @@ def test_chunks_train_as_the_whole_loss_does(name: str, line: str, tolerance: fl
         torch.testing.assert_close(found.weights[key], value, rtol=tolerance, atol=max(1e-5, tolerance / 10))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_ranks_train_as_one_process_does(sharding: str, precision: str) -> None:

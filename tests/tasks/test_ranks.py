@@ -61,7 +61,6 @@ def translate(line: str) -> dict[str, float]:
     return _train(Translation(), replace(SEQ2SEQ), source, line)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_negatives_are_gathered_with_their_gradients(sharding: str) -> None:
     found = spawn(embed, 2, f"micro_batch=4 dp=2 sharding={sharding}")
@@ -70,7 +69,6 @@ def test_negatives_are_gathered_with_their_gradients(sharding: str) -> None:
         assert rank == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.alone
 def test_sharded_ranks_translate_together() -> None:
     found = spawn(translate, 2, "micro_batch=4 dp=2 sharding=fsdp")
     assert found[0] == found[1]

@@ -4,9 +4,9 @@
 
 Each class of transformers that Penstock reads and writes is compared in fp32 on a CPU, at the sizes of `SIZES`. All
 weights are drawn and then disturbed, so that no bias is zero and no norm one. `read`: transformers makes and saves the
-model, and Penstock reads the folder. `written`: Penstock makes and saves it, and transformers reads the folder. A
-figure is the largest difference of any logit over the largest logit, and the worst of several draws. A model without a
-head has features in place of logits.
+model, and Penstock reads the folder. `written`: Penstock makes and saves it, and transformers reads the folder, as the
+class `saved_as`. A figure is the largest difference of any logit over the largest logit, and the worst of several
+draws. A model without a head has features in place of logits.
 
 all-MiniLM-L6-v2 has the weights that its package brings. Its sentence embeddings are the mean over tokens, scaled to
 length 1, and the figure is the largest difference of any of their numbers.
@@ -57,6 +57,7 @@ def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
             for option, (_, ours) in library.options.items()
             if (name := ours[0].rpartition(".")[2]) in SIZES
         }
+        options |= {"local_attention": 16} if library.window == "alternating" else {}
         options |= dict.fromkeys(library.last_token, SIZES["vocabulary"] - 1)
         for head, architecture in library.architectures.items():
             yield library.model_type, architecture, options | ({"num_labels": 3} if head == "classes" else {})
@@ -119,13 +120,14 @@ def disturb(model: nn.Module, *, biased: bool) -> None:
 
 
 @torch.no_grad()
-def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) -> dict[str, float]:
-    """The largest relative difference of outputs of one class, where we read and where we write the weights."""
+def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) -> dict[str, Any]:
+    """The largest relative difference of outputs of one class, where we read and where we write the weights, and the
+    class that they are written for."""
     cls = getattr(transformers, architecture)
     settings = cls.config_class(**options)
     values = settings.to_dict() | {"architectures": [architecture]}
     config = VIT if values["model_type"] == "vit" else read_text_config(values)
-    found = {"read": 0.0, "written": 0.0}
+    found, saved_as = {"read": 0.0, "written": 0.0}, architecture
     for seed in range(draws):
         torch.manual_seed(seed)
         given = inputs(config.family)
@@ -138,11 +140,12 @@ def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) 
                     ours, theirs = from_pretrained(folder), made
                 else:
                     save_pretrained(made, folder)
-                    ours, theirs = made, cls.from_pretrained(folder)
+                    saved_as = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
+                    ours, theirs = made, getattr(transformers, saved_as).from_pretrained(folder)
             expected = theirs_of(theirs.eval(), config.family, given)
             got = ours_of(ours.eval(), config.family, given)
             found[way] = max(found[way], float((got - expected).abs().max() / expected.abs().max()))
-    return found
+    return {**found, "saved_as": saved_as}
 
 
 @torch.no_grad()

@@ -265,8 +265,9 @@ def _parity() -> Iterator[str]:
             raise LookupError(f"{RESULTS.name} has no {architecture}; run {stored['command']}.")
         found = stored["differences"][architecture]
         tests = ", ".join(held_by(*each) for each in (VIT if model_type == "vit" else TEXT))
-        figures = f"{_relative(found['read'])} | {_relative(found['written'])}"
-        yield f"| `{model_type}` | `{architecture}` | {figures} | {tests} |"
+        saved_as = found["saved_as"] if found["saved_as"] != architecture else ""
+        written = f"{_relative(found['written'])}{f', as `{saved_as}`' if saved_as else ''}"
+        yield f"| `{model_type}` | `{architecture}` | {_relative(found['read'])} | {written} | {tests} |"
     yield ""
     yield PRETRAINED.format(
         test=held_by(*EMBEDDINGS), difference=_relative(stored["sentence_embeddings"]), date=stored["time"][:10],

@@ -137,6 +137,9 @@ def test_bounds_of_the_caller() -> None:
     assert parse_json('{"a": Infinity}', "x", bounds=Bounds(infinite=True)) == {"a": float("inf")}
     assert parse_json('{"a": "\\u001b"}', "x", bounds=Bounds(control=True)) == {"a": "\x1b"}
     _refused(parse_json, '{"a": "\\ud800"}', "half a character", bounds=Bounds(control=True))
+    assert parse_json('{"a": 1000000000000000019884624838656}', "x", bounds=Bounds(wide=True)) == {
+        "a": int(1e30)
+    }
     _refused(parse_json, '{"a": [1, 2]}', "more than 2 values", bounds=Bounds(values=2))
     _refused(parse_json, '{"a": 1, "b": 2, "c": 3}', "more than 3 values", bounds=Bounds(values=3))
     with pytest.raises(CheckpointError, match=r"^The index is not valid JSON: .*\. Write it again\.$"):

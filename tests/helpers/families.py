@@ -58,7 +58,10 @@ ENROLLED = {
     "bert of classes": Enrolled(
         small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
     ),
-    "modernbert": Enrolled(small("modernbert-tiny"), None),
+    "modernbert": Enrolled(small("modernbert-tiny"), "AutoModelForMaskedLM"),
+    "modernbert of classes": Enrolled(
+        small("modernbert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
+    ),
     "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
     "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),

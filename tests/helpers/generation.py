@@ -21,7 +21,13 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen": {"kv_heads": 2, "qk_norm": True},
     "qwen2": {"kv_heads": 2, "qkv_bias": True},
     "alibi": {"positions": "alibi"},
-    "window": {"window": 4, "positions": "rotary"},
+    "window": {
+        "window": 4,
+        "positions": "rotary",
+        "window_base": 30.0,
+        "global_every": 2,
+        "first_norm": False,
+    },
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
 _LIKE_LLAMA = ("llama", "qwen", "qwen2")

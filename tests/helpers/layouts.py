@@ -131,6 +131,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
     "modernbert": _own(_wider("modernbert-tiny"), summed),
+    "modernbert of classes": _own(_wider("modernbert-tiny", head="classes", classes=3)),
     "t5": _own(_wider("t5-tiny"), summed),
     "marian": _own(_wider("marian-tiny"), summed),
     "bart": _own(_wider("bart-tiny"), summed),

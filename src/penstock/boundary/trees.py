@@ -36,6 +36,8 @@ class Bounds:
     """Whether a number may be infinite or NaN."""
     control: bool = False
     """Whether text may hold control characters other than tabs and ends of lines."""
+    wide: bool = False
+    """Whether whole numbers may have more than 64 bits."""
 
 
 SETTINGS = Bounds()
@@ -174,7 +176,7 @@ class _Examination:
                     self.enter(entry, level + 1)
                 elif kind is str:
                     self._text(entry, "the text")
-                elif kind is int and entry not in INTEGERS:
+                elif kind is int and entry not in INTEGERS and not self._bounds.wide:
                     raise _Problem("is a whole number of more than 64 bits")
                 elif kind is float and not (math.isfinite(entry) or self._bounds.infinite):
                     raise _Problem(f"is {entry}, but must be a finite number")

@@ -27,6 +27,7 @@ Classifier = Literal["token", "pooled"]
 Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
 Init = Literal["normal", "scaled", "fan_in", "xavier"]
+Pooler = Literal["tanh", "norm"]
 EncoderHead = Literal["words", "classes", "none"]
 Pixels = Annotated[int, Range(1, 1 << 16)]
 Words = Annotated[int, Range(1, 1 << 24)]
@@ -166,6 +167,9 @@ class EncoderConfig(_OneStack):
     """What the model gives: logits of each token over the vocabulary (`words`), logits of each sample over `classes`,
     read from its first token, or each token's features."""
     classes: Words = 2
+    pooler: Pooler = "tanh"
+    """What comes before `classes`: a dense layer and tanh, as in BERT, or what comes before words, a dense layer, the
+    activation and a norm (`norm`), as in ModernBERT."""
     output_bias: bool = True
 
 
@@ -366,8 +370,8 @@ _BART: dict[str, Any] = {
 _BART_MODEL: dict[str, Any] = {"embedding_norm": True, "scale_embeddings": False, "init": "normal"}
 _MODERN: dict[str, Any] = {
     "positions": "rotary", "rotary": Rotary(base=160000.0), "norm_first": True, "norm_eps": 1e-5, "norm_bias": False,
-    "bias": False, "qkv_bias": False, "mlp": "geglu", "window": 128, "global_every": 3, "token_types": 0,
-    "dropout": 0.0,
+    "bias": False, "qkv_bias": False, "mlp": "geglu", "window": 128, "window_base": 10000.0, "global_every": 3,
+    "token_types": 0, "dropout": 0.0, "first_norm": False, "pooler": "norm",
 }  # fmt: skip
 
 PRESETS: dict[str, ModelConfig] = {

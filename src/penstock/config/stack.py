@@ -63,6 +63,9 @@ class Stack:
     norm_first: bool = True
     """Whether a norm comes before attention and MLP, and after the last block (pre-norm), or after each residual
     sum, as in Vaswani et al."""
+    first_norm: bool = True
+    """Whether the first block of a pre-norm stack normalises what its attention reads. ModernBERT's does not, because a
+    norm follows its embeddings (Warner et al., 2024, section 2.1)."""
     norm_bias: bool = True
     """Whether layer norms have a shift; RMS norms have none."""
     bias: bool = True
@@ -71,6 +74,8 @@ class Stack:
     """Whether the projections to queries, keys and values have biases."""
     positions: Positions = "learned"
     rotary: Rotary = field(default_factory=Rotary)
+    window_base: Positive | None = None
+    """`rotary.base` of blocks that attend to their window only; none: that of the others."""
     relative_buckets: Annotated[int, Range(1, 1 << 16)] = 32
     """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
     relative_distance: Count = 128
@@ -122,6 +127,11 @@ class Stack:
         return self.mlp in ("swiglu", "geglu", "geglu_tanh")
 
     @property
+    def biased(self) -> bool:
+        """Whether positions are numbers that are added to the scores of self-attention."""
+        return self.positions in ("relative", "alibi")
+
+    @property
     def weights_dropout(self) -> float:
         """Dropout probability of attention weights."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
@@ -134,6 +144,10 @@ class Stack:
     def mixture(self, block: int) -> bool:
         """Whether the MLP of the block of this index, from 0, is a mixture of experts."""
         return self.experts > 0 and block % self.expert_every == self.expert_every - 1
+
+    def normed(self, block: int) -> bool:
+        """Whether the block of this index, from 0, has a norm for its attention."""
+        return self.first_norm or block > 0
 
     def windowed(self, block: int) -> bool:
         """Whether the block of this index, from 0, attends to its window only."""
@@ -160,6 +174,16 @@ class Stack:
             yield (
                 f"{where}.rotary.low is {self.rotary.low:g}, but must be below {where}.rotary.high "
                 f"{self.rotary.high:g}."
+            )
+        if not self.first_norm and not self.norm_first:
+            yield (
+                f"{where}.first_norm false leaves out the norm before the first block's attention, which only blocks "
+                f"with {where}.norm_first true have; leave it out, or set that to true."
+            )
+        if self.window_base is not None and (self.positions != "rotary" or self.window is None):
+            yield (
+                f"{where}.window_base is for blocks with rotary positions and a window; set {where}.positions to "
+                f"rotary and {where}.window to a number of tokens, or leave it out."
             )
         if self.parallel and not self.norm_first:
             yield (

@@ -101,3 +101,12 @@ def test_any_other_module_takes_its_own_names() -> None:
     assert torch.equal(source.weight, target.weight)
     with pytest.raises(ConfigError, match=r"weight is \(2, 4\)"):
         load_weights(target, nn.Linear(4, 2).state_dict())
+
+
+def test_a_model_of_anyones_keeps_its_own_names() -> None:
+    """BERT's weights may have the names that TensorFlow gave to norms; those of another model are not renamed."""
+    model = nn.Module()
+    model.LayerNorm = nn.Module()
+    model.LayerNorm.gamma = nn.Parameter(torch.zeros(2))
+    load_weights(model, {"LayerNorm.gamma": torch.ones(2)})
+    assert torch.equal(model.LayerNorm.gamma, torch.ones(2))

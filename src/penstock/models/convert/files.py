@@ -70,6 +70,24 @@ def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
     return headers
 
 
+def said_in(source: Path) -> dict[str, Any]:
+    """What config.json and generation_config.json say in a folder of weights, or beside a file of them; the latter is
+    what transformers generates by.
+    """
+    folder = source if source.is_dir() else source.parent
+    said: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            said |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+    return said
+
+
+def first_token(said: dict[str, Any]) -> int | None:
+    """What a decoder begins with, by `said_in`."""
+    start = said.get("decoder_start_token_id")
+    return start if isinstance(start, int) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError."""
     raw = read_bytes(path, "The file", limit=_CONFIG.bytes, error=CheckpointError, remedy=_REMEDY)

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _FILES = (
-    "config.json", "*.safetensors", "*.safetensors.index.json",
+    "config.json", "generation_config.json", "1_Pooling/config.json", "*.safetensors", "*.safetensors.index.json",
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "target_vocab.json", "merges.txt",
     "*.spm", "*.model",
 )  # fmt: skip
@@ -18,8 +18,8 @@ _FILES = (
 
 def local_weights(source: str | Path) -> Path:
     """A path as it is; of a name on the hub (`google/vit-base-patch16-224`, with `@REVISION` if you like) the folder
-    in the cache, to which it is fetched once. Only safetensors, config.json and a tokenizer's
-    files are fetched.
+    in the cache, to which it is fetched once. Only safetensors, what says how to use them, and a tokenizer's files are
+    fetched.
 
     Raises:
         ConfigError: neither a path nor a model on the hub, or one without safetensors.

@@ -1,14 +1,14 @@
 """The text models of transformers as data: what each option of their config.json is here, and which cannot be honoured.
 
 An option is one of our fields, or has a value that must be, or changes nothing that a model computes. Any other is
-refused by name, so that no model is read as another.
+refused by name unless it is off, so that no model is read as another. Off are false, null and what is empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig
 from penstock.config.stack import Mlp, Stack
@@ -18,21 +18,25 @@ from penstock.models.stack import TextConfig
 FREE = frozenset({
     "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",
     "bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout", "decoder_start_token_id",
-    "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "exponential_decay_length_penalty",
-    "extra_pos_embeddings", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "id2label", "init_std", "initializer_factor", "initializer_range", "label2id",
-    "length_penalty", "max_length", "max_window_layers", "min_length", "model_type", "n_ctx",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores",
-    "pad_token_id", "penstock", "prefix", "pretraining_tp", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
-    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache", "attn_implementation",
-    "dense_act_fn", "is_gated_act",
+    "directionality", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "eos_token_ids",
+    "exponential_decay_length_penalty", "extra_pos_embeddings", "finetuning_task", "force_bos_token_to_be_generated",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std",
+    "initializer_factor", "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
+    "max_window_layers", "min_length", "model_type", "n_ctx", "n_positions", "n_special", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "penstock", "pooler_fc_size",
+    "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    "predict_special_tokens", "prefix", "pretraining_tp", "qa_dropout", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "seq_classif_dropout",
+    "sinusoidal_pos_embds", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_weights_",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "attn_implementation", "dense_act_fn", "is_gated_act",
 })  # fmt: skip
-"""Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation.
-So do those that begin with an underscore."""
+"""Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation, and
+what stands in files on the hub though transformers' models do not read it. So do those that begin with an underscore.
+"""
 ACTIVATIONS: dict[str, Mlp] = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
@@ -80,6 +84,18 @@ class Library:
     """Fields of ours that config.json keeps under `penstock`, because transformers has one value for all."""
     default: str = ""
     """Activation where the option is absent."""
+    of_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The same of options that change nothing but a head of classes."""
+    free: frozenset[str] = frozenset()
+    """Options besides `FREE` that change nothing that its models compute."""
+    window: Literal["none", "flagged", "always", "alternating"] = "none"
+    """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
+    all blocks but every n-th have a `local_attention`, and with it other rotary positions."""
+    shift: int = 0
+    """By how much `max_position_embeddings` is larger than the positions that are ever used."""
+    written: bool = True
+    """Whether our models are written as this one. What is only read is written as the one that it computes the same
+    as."""
 
 
 _ROPED: dict[str, Any] = {
@@ -97,6 +113,10 @@ _LLAMA: dict[str, Option] = {
     "tie_word_embeddings": (False, ("tied",)),
     "attention_dropout": (0.0, ("attention_dropout",)),
 }
+_LIKE_LLAMA: dict[str, Any] = {
+    "activation": ("hidden_act", GATED), "default": "silu", "names": tables.llama_names, "prefix": "model.",
+    "heads": ("lm_head.",), "ignored": r"rotary_emb\.inv_freq$", "rotary": True,
+}  # fmt: skip
 _QWEN: dict[str, Option] = {
     **_LLAMA,
     "vocab_size": (151936, ("vocabulary",)),
@@ -144,6 +164,49 @@ _T5_STACK = Stack(
     mlp_dropout=None,
 )
 
+_T5: dict[str, Option] = {
+    "vocab_size": (32128, ("vocabulary",)),
+    "d_model": (512, _sides("width")),
+    "d_kv": (64, _sides("head_features")),
+    "d_ff": (2048, _sides("mlp_width")),
+    "num_layers": (6, ("encoder.depth",)),
+    "num_decoder_layers": ("=num_layers", ("decoder.depth",)),
+    "num_heads": (8, _sides("heads")),
+    "relative_attention_num_buckets": (32, _sides("relative_buckets")),
+    "relative_attention_max_distance": (128, _sides("relative_distance")),
+    "dropout_rate": (0.1, _sides("dropout")),
+    "layer_norm_epsilon": (1e-6, _sides("norm_eps")),
+    "tie_word_embeddings": (True, ("tied",)),
+    "scale_decoder_outputs": ("=tie_word_embeddings", ("scale_outputs",)),
+}
+_LIKE_T5: dict[str, Any] = {
+    "must": {"is_encoder_decoder": (True,), "is_decoder": (False,)},
+    "activation": ("feed_forward_proj", FEED_FORWARD), "names": tables.t5_names, "prefix": "", "heads": (),
+    "ignored": r"EncDecAttention\.relative_attention_bias",
+}  # fmt: skip
+_ENCODER = EncoderConfig(norm_first=False, embedding_norm=True)
+_BERT: dict[str, Option] = {
+    "vocab_size": (30522, ("vocabulary",)),
+    "hidden_size": (768, ("width",)),
+    "num_hidden_layers": (12, ("depth",)),
+    "num_attention_heads": (12, ("heads",)),
+    "intermediate_size": (3072, ("mlp_width",)),
+    "hidden_dropout_prob": (0.1, ("dropout",)),
+    "attention_probs_dropout_prob": (0.1, ("attention_dropout",)),
+    "max_position_embeddings": (512, ("max_positions",)),
+    "type_vocab_size": (2, ("token_types",)),
+    "layer_norm_eps": (1e-12, ("norm_eps",)),
+    "tie_word_embeddings": (True, ("tied",)),
+}
+_BERT_MUST: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,), "is_decoder": (False,), "add_cross_attention": (False,),
+    "position_embedding_type": ("absolute",), "classifier_dropout": (None,),
+}  # fmt: skip
+_LIKE_BERT: dict[str, Any] = {
+    "default": "gelu", "names": tables.bert_names, "prefix": "bert.", "heads": ("cls.", "classifier."),
+    "ignored": r"position_ids$|^cls\.seq_relationship\.|^cls\.predictions\.(decoder\.|bias$)|^bert\.pooler\.",
+}  # fmt: skip
+
 LIBRARIES: tuple[Library, ...] = (
     Library(
         model_type="gpt2",
@@ -173,8 +236,18 @@ LIBRARIES: tuple[Library, ...] = (
         },
         # transformers' Llama knows no window: it would see all tokens in spite of these.
         must={**_CAUSAL, "sliding_window": (None,), "use_sliding_window": (False, None)},
-        activation=("hidden_act", GATED), default="silu",
-        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+        **_LIKE_LLAMA,
+    ),
+    Library(
+        model_type="mistral",
+        architectures={"words": "MistralForCausalLM"},
+        base=DecoderConfig(**_ROPED),
+        options={
+            **_LLAMA, "intermediate_size": (14336, ("mlp_width",)), "num_key_value_heads": (8, ("kv_heads",)),
+            "max_position_embeddings": (131072, ("sequence",)), "head_dim": (None, ("head_features",)),
+        },
+        must={**_CAUSAL, "layer_types": (None,)},
+        **_LIKE_LLAMA, window="always",
     ),
     Library(
         model_type="qwen2",
@@ -182,8 +255,7 @@ LIBRARIES: tuple[Library, ...] = (
         base=DecoderConfig(**{**_ROPED, "qkv_bias": True}),
         options=_QWEN,
         must=_CAUSAL,
-        activation=("hidden_act", GATED), default="silu",
-        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+        **_LIKE_LLAMA, window="flagged",
     ),
     Library(
         model_type="qwen3",
@@ -191,49 +263,99 @@ LIBRARIES: tuple[Library, ...] = (
         base=DecoderConfig(**_ROPED, qk_norm=True),
         options={**_QWEN, "head_dim": (128, ("head_features",))},
         must={**_CAUSAL, "attention_bias": (False,)},
-        activation=("hidden_act", GATED), default="silu",
-        names=tables.llama_names, prefix="model.", heads=("lm_head.",), ignored=r"rotary_emb\.inv_freq$", rotary=True,
+        **_LIKE_LLAMA, window="flagged",
     ),
     Library(
         model_type="bert",
         architectures={
             "words": "BertForMaskedLM", "classes": "BertForSequenceClassification", "none": "BertModel",
         },
-        base=EncoderConfig(norm_first=False, embedding_norm=True),
+        base=_ENCODER,
+        options=_BERT,
+        must=_BERT_MUST,
+        activation=("hidden_act", ACTIVATIONS), **_LIKE_BERT,
+    ),
+    *(
+        Library(
+            model_type=kind,
+            architectures={
+                "words": f"{name}ForMaskedLM", "classes": f"{name}ForSequenceClassification", "none": f"{name}Model",
+            },
+            base=_ENCODER,
+            options={**_BERT, "vocab_size": (words, ("vocabulary",))},
+            # Numbers of positions begin behind that of the padding. In training, transformers' head for classes has one
+            # more dropout than BERT's.
+            must={**_BERT_MUST, "pad_token_id": (1,)}, shift=2,
+            activation=("hidden_act", ACTIVATIONS), **_LIKE_BERT, written=False,
+        )
+        for kind, name, words in (
+            ("roberta", "Roberta", 50265), ("xlm-roberta", "XLMRoberta", 30522), ("camembert", "Camembert", 30522),
+        )
+    ),
+    Library(
+        model_type="distilbert",
+        # Its head for classes has a ReLU where BERT's has a tanh.
+        architectures={"words": "DistilBertForMaskedLM", "none": "DistilBertModel"},
+        base=replace(_ENCODER, token_types=1, norm_eps=1e-12),
         options={
-            "vocab_size": (30522, ("vocabulary",)), "hidden_size": (768, ("width",)),
-            "num_hidden_layers": (12, ("depth",)), "num_attention_heads": (12, ("heads",)),
-            "intermediate_size": (3072, ("mlp_width",)), "hidden_dropout_prob": (0.1, ("dropout",)),
-            "attention_probs_dropout_prob": (0.1, ("attention_dropout",)),
-            "max_position_embeddings": (512, ("max_positions",)), "type_vocab_size": (2, ("token_types",)),
-            "layer_norm_eps": (1e-12, ("norm_eps",)), "tie_word_embeddings": (True, ("tied",)),
+            "vocab_size": (30522, ("vocabulary",)), "max_position_embeddings": (512, ("max_positions",)),
+            "n_layers": (6, ("depth",)), "n_heads": (12, ("heads",)), "dim": (768, ("width",)),
+            "hidden_dim": (3072, ("mlp_width",)), "dropout": (0.1, ("dropout",)),
+            "attention_dropout": (0.1, ("attention_dropout",)), "tie_word_embeddings": (True, ("tied",)),
+        },
+        must={"is_encoder_decoder": (False,), "is_decoder": (False,)},
+        activation=("activation", ACTIVATIONS), **_LIKE_BERT, written=False,
+    ),
+    Library(
+        model_type="modernbert",
+        architectures={
+            "words": "ModernBertForMaskedLM", "classes": "ModernBertForSequenceClassification",
+            "none": "ModernBertModel",
+        },
+        base=EncoderConfig(
+            embedding_norm=True, first_norm=False, positions="rotary", token_types=0, pooler="norm",
+        ),
+        options={
+            "vocab_size": (50368, ("vocabulary",)), "hidden_size": (768, ("width",)),
+            "intermediate_size": (1152, ("mlp_width",)), "num_hidden_layers": (22, ("depth",)),
+            "num_attention_heads": (12, ("heads",)), "max_position_embeddings": (8192, ("sequence",)),
+            "norm_eps": (1e-5, ("norm_eps",)), "norm_bias": (False, ("norm_bias",)),
+            "attention_bias": (False, ("qkv_bias", "bias")), "mlp_bias": (False, ("bias",)),
+            "classifier_bias": (False, ("bias",)), "decoder_bias": (True, ("output_bias",)),
+            "mlp_dropout": (0.0, ("mlp_dropout",)), "tie_word_embeddings": (True, ("tied",)),
         },
         must={
-            "is_encoder_decoder": (False,), "is_decoder": (False,), "add_cross_attention": (False,),
-            "position_embedding_type": ("absolute",), "classifier_dropout": (None,),
+            "is_encoder_decoder": (False,), "is_decoder": (False,), "embedding_dropout": (0.0,),
+            "attention_dropout": (0.0,), "classifier_activation": ("gelu",),
         },
-        activation=("hidden_act", ACTIVATIONS), default="gelu",
-        names=tables.bert_names, prefix="bert.", heads=("cls.", "classifier."),
-        ignored=r"position_ids$|^cls\.seq_relationship\.|^cls\.predictions\.decoder\.|^bert\.pooler\.",
+        of_classes={"classifier_pooling": ("cls",), "classifier_dropout": (0.0,)},
+        free=frozenset({
+            "cls_token_id", "deterministic_flash_attn", "initializer_cutoff_factor", "layer_norm_eps",
+            "position_embedding_type", "reference_compile", "repad_logits_with_grad", "sparse_pred_ignore_index",
+            "sparse_prediction",
+        }),
+        activation=("hidden_activation", {"gelu": "geglu"}), default="gelu",
+        names=tables.modernbert_names, prefix="model.", heads=("head.", "decoder.", "classifier."),
+        ignored=r"^head\.|^decoder\.", window="alternating",
+        last_token=("pad_token_id",),
     ),
     Library(
         model_type="t5",
         architectures={"words": "T5ForConditionalGeneration"},
         base=Seq2SeqConfig(encoder=_T5_STACK, decoder=_T5_STACK, init="fan_in"),
+        options=_T5,
+        default="relu", **_LIKE_T5,
+    ),
+    Library(
+        model_type="mt5",
+        architectures={"words": "MT5ForConditionalGeneration"},
+        base=Seq2SeqConfig(encoder=_T5_STACK, decoder=_T5_STACK, init="fan_in", scale_outputs=False),
         options={
-            "vocab_size": (32128, ("vocabulary",)), "d_model": (512, _sides("width")),
-            "d_kv": (64, _sides("head_features")), "d_ff": (2048, _sides("mlp_width")),
-            "num_layers": (6, ("encoder.depth",)), "num_decoder_layers": ("=num_layers", ("decoder.depth",)),
-            "num_heads": (8, _sides("heads")), "relative_attention_num_buckets": (32, _sides("relative_buckets")),
-            "relative_attention_max_distance": (128, _sides("relative_distance")),
-            "dropout_rate": (0.1, _sides("dropout")), "layer_norm_epsilon": (1e-6, _sides("norm_eps")),
-            "tie_word_embeddings": (True, ("tied",)),
-            "scale_decoder_outputs": ("=tie_word_embeddings", ("scale_outputs",)),
+            **{name: option for name, option in _T5.items() if name != "scale_decoder_outputs"},
+            "vocab_size": (250112, ("vocabulary",)), "d_ff": (1024, _sides("mlp_width")),
+            "num_layers": (8, ("encoder.depth",)), "num_heads": (6, _sides("heads")),
         },
-        must={"is_encoder_decoder": (True,), "is_decoder": (False,)},
-        activation=("feed_forward_proj", FEED_FORWARD), default="relu",
-        names=tables.t5_names, prefix="", heads=(),
-        ignored=r"EncDecAttention\.relative_attention_bias",
+        default="gated-gelu", **_LIKE_T5, written=False,
     ),
     Library(
         model_type="bart",

@@ -16,9 +16,10 @@ from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import create
 from penstock.models.anatomy import WHOLE
-from penstock.models.convert.files import described, read_state_dict
+from penstock.models.convert.files import described, read_state_dict, said_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit, shares_head
+from penstock.models.convert.spellings import respelled
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.vit import from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
@@ -73,13 +74,15 @@ def load_weights(
 def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool) -> Loaded:
     # A stage of a pipeline has the names of the whole model, and some of its weights.
     whole = create(cast(Any, model).config, device="meta") if WHOLE in model.__dict__ else model
+    model_type = None
     if isinstance(source, str | Path):
         source = local_weights(source)
-        fitted(whole, described(source), new_head)  # before anything is read
+        require_fitting(whole, source, new_head=new_head)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
+        model_type = said_in(source).get("model_type")
     else:
         state = source
-    state, loaded = fitted(whole, state, new_head)
+    state, loaded = fitted(whole, state, new_head, model_type)
     if whole is not model:  # what other ranks hold, and what is drawn anew, stays as it is
         held = model.state_dict()
         state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
@@ -90,15 +93,24 @@ def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head:
     return loaded
 
 
+def require_fitting(model: nn.Module, source: Path, *, new_head: bool = False) -> None:
+    """Refuse weights that do not fit the model, which may be on the meta device, by what their files say of them.
+
+    Raises as `load_weights`.
+    """
+    fitted(model, described(source), new_head, said_in(source).get("model_type"))
+
+
 def fitted(
-    model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False
+    model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False, model_type: Any = None
 ) -> tuple[dict[str, Tensor], Loaded]:
     """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones,
-    and the model may be on the meta device. Raises ConfigError as `load_weights`.
+    and the model may be on the meta device. `model_type` is what the config.json beside the weights says. Raises
+    ConfigError as `load_weights`.
     """
     state, expected = dict(given), model.state_dict()
     if isinstance(model, TextModel):
-        return _fitted_text(model, state, new_head)
+        return _fitted_text(model, state, new_head, model_type)
     if not isinstance(model, ViT):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
@@ -144,16 +156,18 @@ def require_as_large(
 
 
 _OUR_HEADS = ("head.", "pooler.", "transform.")
-_THEIR_HEADS = ("cls.", "classifier.", "lm_head.", "score.", "bert.pooler.")
+_THEIR_HEADS = (
+    "cls.", "classifier.", "lm_head.", "score.", "bert.pooler.", "head.", "decoder.weight", "decoder.bias",
+)  # fmt: skip
 
 
 def _fitted_text(
-    model: TextModel, state: dict[str, Tensor], new_head: bool
+    model: TextModel, state: dict[str, Tensor], new_head: bool, model_type: Any
 ) -> tuple[dict[str, Tensor], Loaded]:
     expected, ignored, misfits = model.state_dict(), tuple[str, ...](), dict[str, str]()
     names: Names = "penstock" if "tokens.weight" in state else "hf"
     if names == "hf":
-        ours, free = text_from_hf(state, model)
+        ours, free = text_from_hf(respelled(state, model_type), model)
         state, misfits = ours.state, ours.misfits
         # What served another head is of no use to a new one.
         other = tuple(name for name in ours.left if new_head and name.startswith(_THEIR_HEADS))

@@ -96,8 +96,32 @@ def bert_names(config: TextConfig) -> Names:
         **(
             {"head": _one("classifier")}
             if getattr(config, "head", "") == "classes"
-            else {"head": _one(words + "decoder"), "head.bias": _one(words + "bias")}
+            # transformers has two biases. Untied ones are not the same, and it adds that of the decoder.
+            else {
+                "head": _one(words + "decoder"),
+                "head.bias": _one(words + ("" if config.tied else "decoder.") + "bias"),
+            }
         ),
+    }
+
+
+def modernbert_names(config: TextConfig) -> Names:
+    here, classes = "model.layers.{i}.", getattr(config, "head", "") == "classes"
+    return {
+        "tokens": _one("model.embeddings.tok_embeddings"),
+        "encoder.embedding_norm": _one("model.embeddings.norm"),
+        "encoder.norm": _one("model.final_norm"),
+        "encoder.blocks.{i}.norm1": _one(here + "attn_norm"),
+        "encoder.blocks.{i}.attention.qkv": _one(here + "attn.Wqkv", form="heads"),
+        "encoder.blocks.{i}.attention.out": _one(here + "attn.Wo"),
+        "encoder.blocks.{i}.norm2": _one(here + "mlp_norm"),
+        "encoder.blocks.{i}.mlp.up": _one(here + "mlp.Wi"),
+        "encoder.blocks.{i}.mlp.down": _one(here + "mlp.Wo"),
+        "transform.dense": _one("head.dense"),
+        "transform.norm": _one("head.norm"),
+        "pooler.dense": _one("head.dense"),
+        "pooler.norm": _one("head.norm"),
+        "head": _one("classifier" if classes else "decoder"),
     }
 
 

@@ -94,8 +94,8 @@ def _in_their_form(config: ModelConfig, state: Mapping[str, Tensor]) -> tuple[di
 def from_pretrained(
     folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> ViT | TextModel:
-    """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier, GPT-2, Llama, Qwen 2 or 3,
-    BERT, T5, BART or Marian, wrote.
+    """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
+    `penstock.models.convert.libraries`, wrote.
 
     Raises ConfigError for another family, CheckpointError for broken files.
     """

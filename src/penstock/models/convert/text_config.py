@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal
 
 from penstock.boundary.files import quoted, shown
-from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, told
+from penstock.config.convert import told
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
 from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, Tokens, Words, stacks
-from penstock.config.stack import Rotary, Scaling
 from penstock.errors import ConfigError
 from penstock.models.convert.libraries import FREE, LIBRARIES, Library
+from penstock.models.convert.places import options_of, read_places, written_places
 from penstock.models.stack import TextConfig
 
 _OWN = ("init", "sequence", "decoder_sequence")
@@ -58,13 +58,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     activation = getattr(given, option)
     if activation not in known:
         problems.append(f"config.json has {option} {told(activation)}; known are {', '.join(known)}.")
-    if library.rotary:
-        found["rotary"] = _rotary(given, problems)
-        if "sliding_attention" in (given.layer_types or ()) and not given.use_sliding_window:
-            problems.append(
-                "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
-                "transformers has no window; set it to true, or remove layer_types."
-            )
+    found |= read_places(given, library, problems)
     if given.penstock.output_bias is not None and "output_bias" not in library.own:
         problems.append(
             f"config.json has output_bias under penstock, which no {library.model_type} reads; remove it there."
@@ -73,10 +67,10 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)
     found |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
-    if library.rotary and given.use_sliding_window:
-        found["window"] = _window(given)
+    if library.shift:
+        found["max_positions"] = max(1, found["max_positions"] - library.shift)
     if isinstance(library.base, EncoderConfig):
-        found |= _head(given, library)
+        found |= _head(given, library, values)
     own = {name: getattr(given.penstock, name) for name in _own(library)}
     found |= {name: value for name, value in own.items() if value is not None}
     found.setdefault("sequence", found.get("max_positions", 512))
@@ -88,26 +82,6 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
 def _own(library: Library) -> list[str]:
     """Our fields that a config.json of this library keeps under `penstock`."""
     return [name for name in (*_OWN, *library.own) if hasattr(library.base, name)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rope:
-    """Rotary positions of a config.json."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: Positive | None = None
-    factor: Annotated[float, Range(1, 1 << 20)] | None = None
-    original_max_position_embeddings: Count | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    attention_factor: NotNegative | None = None
-    mscale: NotNegative | None = None
-    mscale_all_dim: NotNegative | None = None
-    truncate: bool | None = None
-    partial_rotary_factor: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +101,6 @@ _LABELS: dict[str, tuple[Any, Any]] = {
     "num_labels": (Words | None, None),
     "problem_type": (_Problem | None, None),
 }
-_TURNING: dict[str, tuple[Any, Any]] = {
-    "rope_theta": (Positive | None, None),
-    "rope_scaling": (_Rope | None, None),
-    "rope_parameters": (_Rope | None, None),
-    "use_sliding_window": (bool | None, None),
-    "sliding_window": (Count | None, None),
-    "max_window_layers": (Natural | None, None),
-    "layer_types": (tuple[Literal["full_attention", "sliding_attention"], ...] | None, None),
-}
-"""Options of libraries with rotary positions."""
 
 
 @cache
@@ -146,7 +110,7 @@ def _record(model_type: str) -> type:
     entries = {
         **_LABELS,
         library.activation[0]: (str, library.default),
-        **(_TURNING if library.rotary else {}),
+        **options_of(library),
     }
     for option, (default, ours) in library.options.items():
         follows = isinstance(default, str) and default.startswith("=")
@@ -169,85 +133,46 @@ def _value(given: Any, option: str, library: Library) -> Any:
 
 def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
     """Each option that has no place in our models, or another value than they have."""
-    known = {*field_types(_record(library.model_type)), *FREE}
+    known = {*field_types(_record(library.model_type)), *FREE, *library.free, *library.of_classes}
     for option, value in values.items():
         if option in library.must:
             allowed = library.must[option]
             if value not in allowed:
                 yield f"config.json has {option} {told(value)}, but Penstock's model has {allowed[0]!r} only."
-        elif option not in known and not option.startswith("_"):
+        elif option not in known and not option.startswith("_") and not _is_off(value):
             yield (
                 f"config.json has {shown(option)} {told(value)}, of which Penstock does not know what it changes; "
                 "remove it if it changes nothing that the model computes."
             )
 
 
-def _rotary(config: Any, problems: list[str]) -> Rotary:
-    """What version 4 of transformers writes as rope_theta and rope_scaling, and version 5 as rope_parameters."""
-    given = config.rope_parameters or config.rope_scaling or _Rope()
-    base = given.rope_theta or config.rope_theta or Rotary.base
-    kind = given.rope_type or given.type or "default"
-    same: dict[str, tuple[Any, ...]] = {
-        "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True),
-        "partial_rotary_factor": (None, 1.0),
-    }  # fmt: skip
-    problems += [
-        f"config.json has {name} {getattr(given, name)!r} for its rotary positions, which Penstock's do not have."
-        for name, allowed in same.items()
-        if getattr(given, name) not in allowed
-    ]
-    if kind == "default":
-        return Rotary(base=base)
-    if kind not in ("linear", "llama3", "yarn"):
-        problems.append(
-            f"config.json has rope_type {told(kind)}; Penstock's rotary positions have default, linear, llama3 and "
-            "yarn."
-        )
-        return Rotary(base=base)
-    if given.factor is None:
-        problems.append(f"config.json has rope_type {kind!r} without its factor; add it.")
-        return Rotary(base=base)
-    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    trained = given.original_max_position_embeddings or config.max_position_embeddings
-    return Rotary(
-        base=base,
-        scaling=cast(Scaling, kind),
-        factor=given.factor,
-        trained=trained if kind != "linear" else Rotary.trained,
-        low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
-        high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
-    )
+def _is_off(value: Any) -> bool:
+    """Whether an option that is not known can change nothing, because it is turned off."""
+    return value is None or value is False or value in ({}, [], "")
 
 
-def _window(given: Any) -> int | None:
-    """The window that all blocks have. Raises ConfigError where only some have it."""
-    depth = given.num_hidden_layers
-    first = depth if given.max_window_layers is None else given.max_window_layers
-    kinds = given.layer_types or [
-        "full_attention" if i < first else "sliding_attention" for i in range(depth)
-    ]
-    if set(kinds) == {"full_attention"}:
-        return None
-    if set(kinds) == {"sliding_attention"}:
-        return cast(int | None, given.sliding_window)
-    raise ConfigError(
-        "config.json has use_sliding_window with layer_types of both kinds, but Penstock reads models that have the "
-        "window in all blocks, or in none."
-    )
-
-
-def _head(given: Any, library: Library) -> dict[str, Any]:
+def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
     """What an encoder gives, by the class in config.json's architectures."""
-    name = (given.architectures or ["BertForMaskedLM"])[0]
+    name = (given.architectures or [library.architectures["words"]])[0]
     heads = {theirs: ours for ours, theirs in library.architectures.items()} | {"BertForPreTraining": "words"}
     if name not in heads:
         raise ConfigError(f"config.json is of {quoted(name)}; known are {', '.join(heads)}.")
     classes = len(given.id2label or ()) or given.num_labels or 2
     if heads[name] == "classes":
         _require_loss(given.problem_type, classes)
+        if wrong := [
+            one for one, allowed in library.of_classes.items() if values.get(one, allowed[0]) not in allowed
+        ]:
+            raise ConfigError(
+                [
+                    f"config.json has {option} {told(values[option])}, but Penstock's head of classes has "
+                    f"{library.of_classes[option][0]!r} only."
+                    for option in wrong
+                ]
+            )
     return {
         "head": heads[name],
-        "output_bias": True,
+        **({} if "decoder_bias" in library.options else {"output_bias": True}),
         **({"classes": classes} if heads[name] == "classes" else {}),
     }
 
@@ -300,6 +225,10 @@ def _settled(stack: Any) -> Any:
         changes["kv_heads"] = None
     if stack.head_width * stack.heads == stack.width:
         changes["head_features"] = None
+    if not any(stack.windowed(block) for block in range(stack.depth)):
+        changes |= {"window": None, "window_base": None, "global_every": 0}
+    elif stack.global_every > stack.depth:
+        changes["global_every"] = stack.depth
     if stack.weights_dropout == stack.dropout:
         changes["attention_dropout"] = None
     if stack.hidden_dropout in (0.0, stack.dropout):
@@ -313,11 +242,15 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
     """
     best: list[str] | None = None
     for library in LIBRARIES:
-        if type(library.base) is not type(config):
+        if type(library.base) is not type(config) or not library.written:
             continue
         values = _written(config, library)
         try:
-            lacks = list(_differences(settled(config), read_text_config(values), "model"))
+            theirs = read_text_config(values)
+            ours: Any = settled(config)
+            if isinstance(theirs, EncoderConfig) and theirs.head != "classes":
+                ours = replace(ours, pooler=theirs.pooler)  # which it does not have
+            lacks = list(_differences(ours, theirs, "model"))
         except ConfigError as error:
             lacks = [str(error)]
         if not lacks:
@@ -345,7 +278,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         **{
             option: allowed[0]
             for option, allowed in library.must.items()
-            if option != "partial_rotary_factor"
+            if None not in allowed  # what may be absent is left out
         },
     }
     for option, (_, ours) in library.options.items():
@@ -354,13 +287,9 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
     stack = stacks(config)[0]
     option, known = library.activation
     values[option] = next((theirs for theirs, ours in known.items() if ours == stack.mlp), library.default)
-    if library.rotary:
-        values |= _written_rotary(stack.rotary)
-        if stack.window is not None and library.model_type != "llama":
-            kinds = ["sliding_attention"] * stack.depth
-            values |= {"use_sliding_window": True, "sliding_window": stack.window, "layer_types": kinds}
-            values["max_window_layers"] = 0
+    values |= written_places(stack, library)
     if isinstance(config, EncoderConfig) and config.head == "classes":
+        values |= {option: allowed[0] for option, allowed in library.of_classes.items()}
         values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.classes)}
         values["label2id"] = {f"LABEL_{i}": i for i in range(config.classes)}
         values["problem_type"] = _problem(config.classes)
@@ -380,18 +309,3 @@ def _at(config: TextConfig, path: str) -> Any:
         "max_positions": lambda: config.max_positions or config.sequence,
     }
     return known[name]() if name in known else getattr(holder, name)
-
-
-def _written_rotary(rotary: Rotary) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_theta": rotary.base}
-    if rotary.scaling == "none":
-        return values
-    scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}
-    if rotary.scaling != "linear":
-        low, high = (
-            ("low_freq_factor", "high_freq_factor")
-            if rotary.scaling == "llama3"
-            else ("beta_slow", "beta_fast")
-        )
-        scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
-    return {**values, "rope_scaling": scaling}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
@@ -53,14 +54,16 @@ def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anato
     for name, sizes in zip(names, stacks(config)):
         entrance = _entrance(config, sizes, name)
         last = (Norm(f"{name}.norm"),) if sizes.norm_first else ()
-        found.append(
-            stack(
-                (f"{name}.blocks.{i}" for i in range(sizes.depth)),
-                _block(sizes, (Dropout("{}"),) if sizes.dropout else (), cross=bool(found)),
-                before=(*before, *entrance),
-                after=(*last, *_exit(config)) if name == names[-1] else last,
-            )
+        whole = stack(
+            (f"{name}.blocks.{i}" for i in range(sizes.depth)),
+            _block(sizes, (Dropout("{}"),) if sizes.dropout else (), cross=bool(found)),
+            before=(*before, *entrance),
+            after=(*last, *_exit(config)) if name == names[-1] else last,
         )
+        if not sizes.first_norm:
+            first, *others = whole.blocks
+            whole = replace(whole, blocks=(replace(first, parts=first.parts[1:]), *others))
+        found.append(whole)
         before = ()
     return Anatomy(family=config.family, stacks=tuple(found))
 
@@ -81,7 +84,9 @@ def _exit(config: ModelConfig) -> tuple[Role, ...]:
         return () if isinstance(config, EncoderConfig) else (Head("head"),)
     if config.head == "classes":
         dropout = (Dropout("dropout"),) if config.dropout else ()
-        return (Pooler("pooler"), *dropout, Head("head"))
+        tanh = config.pooler == "tanh"
+        pooler = (Pooler("pooler"),) if tanh else (Pooler("pooler.dense"), Norm("pooler.norm"))
+        return (*pooler, *dropout, Head("head"))
     return (Linear("transform.dense"), Norm("transform.norm"), Head("head"))
 
 

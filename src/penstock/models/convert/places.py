@@ -1,0 +1,225 @@
+"""Rotary positions and windows, as transformers' config.json says them, and our fields for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, told
+from penstock.config.stack import Rotary, Scaling
+from penstock.models.convert.libraries import Library
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rope:
+    """Rotary positions of a config.json."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Annotated[float, Range(1, 1 << 20)] | None = None
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: NotNegative | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: NotNegative | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ropes:
+    """Those of blocks that see all tokens, and of blocks with a window."""
+
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
+
+
+_TURNING: dict[str, tuple[Any, Any]] = {
+    "rope_theta": (Positive | None, None),
+    "rope_scaling": (_Rope | None, None),
+    "rope_parameters": (_Rope | None, None),
+}
+"""Options of libraries with rotary positions."""
+_WINDOWED: dict[str, tuple[Any, Any]] = {
+    "use_sliding_window": (bool | None, None),
+    "sliding_window": (Count | None, None),
+    "max_window_layers": (Natural | None, None),
+    "layer_types": (tuple[Literal["full_attention", "sliding_attention"], ...] | None, None),
+}
+"""Options of libraries where a flag turns windows on."""
+_ALTERNATING: dict[str, tuple[Any, Any]] = {
+    "local_attention": (Count, 128),
+    "global_attn_every_n_layers": (Count, 3),
+    "layer_types": _WINDOWED["layer_types"],
+    "global_rope_theta": (Positive, 160000.0),
+    "local_rope_theta": (Positive, 10000.0),
+    "rope_parameters": (_Ropes | None, None),
+}
+"""Of those whose blocks have a window by turns."""
+_WINDOW: dict[str, tuple[Any, Any]] = {"sliding_window": (Count | None, 4096)}
+"""Of those that always have one."""
+
+
+def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
+    """What a config.json of this library may hold of them: each option with its type and its default."""
+    windows = {"none": {}, "flagged": _WINDOWED, "always": _WINDOW, "alternating": _ALTERNATING}
+    return (_TURNING if library.rotary else {}) | windows[library.window]
+
+
+def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
+    """Our fields; why they cannot be is added to `problems`."""
+    if library.window == "alternating":
+        return _alternating(given, problems)
+    if not library.rotary:
+        return {}
+    found: dict[str, Any] = {"rotary": _rotary(given, problems)}
+    if library.window == "always":
+        found["window"] = given.sliding_window
+    elif library.window == "flagged" and given.use_sliding_window:
+        found["window"] = _window(given, problems)
+    elif library.window == "flagged" and "sliding_attention" in (given.layer_types or ()):
+        problems.append(
+            "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
+            "transformers has no window; set it to true, or remove layer_types."
+        )
+    return found
+
+
+def _rotary(config: Any, problems: list[str]) -> Rotary:
+    """What version 4 of transformers writes as rope_theta and rope_scaling, and version 5 as rope_parameters."""
+    given = config.rope_parameters or config.rope_scaling or _Rope()
+    return _turning(given, config.rope_theta or Rotary.base, config.max_position_embeddings, problems)
+
+
+def _turning(given: _Rope, base: float, positions: int, problems: list[str]) -> Rotary:
+    """`base` and `positions` hold where the record does not say them."""
+    base = given.rope_theta or base
+    kind = given.rope_type or given.type or "default"
+    same: dict[str, tuple[Any, ...]] = {
+        "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True),
+        "partial_rotary_factor": (None, 1.0),
+    }  # fmt: skip
+    problems += [
+        f"config.json has {name} {getattr(given, name)!r} for its rotary positions, which Penstock's do not have."
+        for name, allowed in same.items()
+        if getattr(given, name) not in allowed
+    ]
+    if kind == "default":
+        return Rotary(base=base)
+    if kind not in ("linear", "llama3", "yarn"):
+        problems.append(
+            f"config.json has rope_type {told(kind)}; Penstock's rotary positions have default, linear, llama3 and "
+            "yarn."
+        )
+        return Rotary(base=base)
+    if given.factor is None:
+        problems.append(f"config.json has rope_type {kind!r} without its factor; add it.")
+        return Rotary(base=base)
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    trained = given.original_max_position_embeddings or positions
+    return Rotary(
+        base=base,
+        scaling=cast(Scaling, kind),
+        factor=given.factor,
+        trained=trained if kind != "linear" else Rotary.trained,
+        low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
+        high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
+    )
+
+
+def _window(given: Any, problems: list[str]) -> int | None:
+    """The window that all blocks have."""
+    depth = given.num_hidden_layers
+    first = depth if given.max_window_layers is None else given.max_window_layers
+    kinds = given.layer_types or [
+        "full_attention" if i < first else "sliding_attention" for i in range(depth)
+    ]
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) == {"sliding_attention"}:
+        return cast(int | None, given.sliding_window)
+    problems.append(
+        "config.json has use_sliding_window with layer_types of both kinds, but Penstock reads models that have the "
+        "window in all blocks, or in none."
+    )
+    return None
+
+
+def _alternating(given: Any, problems: list[str]) -> dict[str, Any]:
+    """Which blocks have a window, and rotary positions of both kinds."""
+    ropes, length = given.rope_parameters or _Ropes(), given.max_position_embeddings
+    rotary = _turning(ropes.full_attention or _Rope(), given.global_rope_theta, length, problems)
+    near = _turning(ropes.sliding_attention or _Rope(), given.local_rope_theta, length, problems)
+    if near != replace(rotary, base=near.base):
+        problems.append(
+            "config.json has rope_parameters of two kinds, but Penstock's blocks differ in rope_theta alone."
+        )
+    depth, every = given.num_hidden_layers, given.global_attn_every_n_layers
+    kinds = given.layer_types or tuple(_kind(i % every > 0) for i in range(depth))
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    if len(full) == depth:
+        return {"rotary": rotary, "window": None}
+    every = 0 if not full else full[1] if len(full) > 1 else depth
+    if kinds != tuple(_kind(not every or i % every > 0) for i in range(depth)):
+        problems.append(
+            "config.json has layer_types in no regular turn, but Penstock reads models in which every n-th block, from "
+            "the first, has full_attention."
+        )
+    base = None if near.base == rotary.base else near.base
+    return {"rotary": rotary, "window": given.local_attention, "global_every": every, "window_base": base}
+
+
+def _kind(windowed: bool) -> str:
+    return "sliding_attention" if windowed else "full_attention"
+
+
+def written_places(stack: Any, library: Library) -> dict[str, Any]:
+    """What a config.json of this library says of a stack's."""
+    if library.window == "alternating":
+        return _written_alternating(stack)
+    if not library.rotary:
+        return {}
+    values = _written_rotary(stack.rotary)
+    if library.window == "always":
+        values["sliding_window"] = stack.window
+    elif library.window == "flagged" and stack.window is not None:
+        kinds = [_kind(True)] * stack.depth
+        values |= {"use_sliding_window": True, "sliding_window": stack.window, "layer_types": kinds}
+        values["max_window_layers"] = 0
+    return values
+
+
+def _written_alternating(stack: Any) -> dict[str, Any]:
+    """As version 5 of transformers has it, and what version 4 reads of it besides."""
+    near = replace(stack.rotary, base=stack.window_base or stack.rotary.base)
+    ropes = {}
+    for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
+        written = _written_rotary(rotary)
+        ropes[kind] = {"rope_type": "default", **written.pop("rope_scaling", {}), **written}
+    return {
+        "local_attention": stack.window or _ALTERNATING["local_attention"][1],
+        "layer_types": [_kind(stack.windowed(i)) for i in range(stack.depth)],
+        "global_attn_every_n_layers": max(1, stack.global_every if stack.window else 1),
+        "rope_parameters": ropes,
+        "global_rope_theta": stack.rotary.base,
+        "local_rope_theta": near.base,
+    }
+
+
+def _written_rotary(rotary: Rotary) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_theta": rotary.base}
+    if rotary.scaling == "none":
+        return values
+    scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}
+    if rotary.scaling != "linear":
+        low, high = (
+            ("low_freq_factor", "high_freq_factor")
+            if rotary.scaling == "llama3"
+            else ("beta_slow", "beta_fast")
+        )
+        scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
+    return {**values, "rope_scaling": scaling}

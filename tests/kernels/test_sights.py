@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.plan import CAUSAL_BLOCK
+from penstock.config.model import PRESETS
+from penstock.config.plan import CAUSAL_BLOCK, AttentionBackend
+from penstock.kernels import varlen
 from penstock.kernels.attention import BACKENDS, Scores, attention, plain_attention
 from penstock.kernels.documents import Documents
 from penstock.kernels.windows import Windows
+from penstock.models import create, stack
 from penstock.models.positions import added, visible
+from penstock.models.stack import TextModel
 
 TOKENS = 333
 DEVICE = torch.device("cpu")
@@ -102,3 +107,94 @@ def test_masks_are_made_numbers_once_unless_they_learn() -> None:
     assert added(learned, torch.bfloat16) is learned
     assert added(None, torch.bfloat16) is None
     assert {"plain", "sdpa"} <= set(BACKENDS)
+
+
+def _kernel_of_lengths(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int,
+    scale: float | None, reach: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What torch's kernel computes, one sequence after the other."""
+    assert starts.dtype == key_starts.dtype == torch.int32
+    sizes, key_sizes = starts.diff().tolist(), key_starts.diff().tolist()
+    assert max(sizes) <= longest
+    assert max(key_sizes) <= longest_keys
+    found = []
+    pieces = zip(q.split(sizes), *(t[: sum(key_sizes)].split(key_sizes) for t in (k, v)), strict=True)
+    for one, keys, values in pieces:
+        behind = torch.arange(len(one))[:, None] - torch.arange(len(keys))
+        seen = torch.ones_like(behind, dtype=torch.bool)
+        for side, distance in zip(reach, (behind, -behind)):
+            seen &= (distance <= side) | (side < 0)
+        heads = [t.transpose(0, 1)[None] for t in (one, keys, values)]
+        found.append(plain_attention(*heads, Scores(seen[None, None], scale=scale))[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+LENGTHS = {
+    "packed decoder": replace(PRESETS["llama-tiny"], vocabulary=50, sequence=96),
+    "packed window": replace(PRESETS["gpt-tiny"], vocabulary=50, sequence=96, window=7, dropout=0.0),
+    "window": replace(PRESETS["gpt-tiny"], vocabulary=50, sequence=96, window=7, dropout=0.0),
+    "packed encoder": replace(PRESETS["modernbert-tiny"], vocabulary=50, sequence=96, dropout=0.0),
+    "padded encoder": replace(PRESETS["modernbert-tiny"], vocabulary=50, sequence=96, window=9, dropout=0.0),
+    "padded translator": replace(PRESETS["marian-tiny"], vocabulary=50, sequence=96),
+}
+"""Models, and how their samples come."""
+
+
+def _outputs(name: str, backend: AttentionBackend, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """What a model gives of tokens that count, and all gradients."""
+    torch.manual_seed(0)
+    model = create(LENGTHS[name]).to(device, dtype).eval()
+    assert isinstance(model, TextModel)
+    model.set_attention(backend)
+    if name.startswith("padded"):
+        model.set_padding("remove")
+    tokens = torch.randint(0, 50, (3, 96), device=device)
+    lengths = torch.tensor([96, 40, 71], device=device)
+    documents = (torch.arange(96) // torch.tensor([[30], [50], [96]])).to(device)
+    counted = torch.ones(3, 96, 1, dtype=torch.bool, device=device)
+    if name == "padded translator":
+        out = model(tokens, torch.randint(0, 50, (3, 20), device=device), lengths)
+        counted = counted[:, :20]
+    elif name == "padded encoder":
+        out = model(tokens, lengths)
+        counted = (torch.arange(96, device=device) < lengths[:, None])[..., None]
+    elif name == "packed encoder":
+        out = model(tokens, None, None, documents)
+    else:
+        out = model(tokens, documents if name.startswith("packed") else None)
+    out = out * counted
+    out.backward(torch.randn(out.shape, dtype=dtype).to(device) * counted)
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_kernel_of_lengths_takes_the_place_of_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _outputs(name, "plain", "cpu", torch.double)
+    calls = []
+
+    def counting(*given: Any) -> Tensor:
+        calls.append(given[3].tolist())
+        return _kernel_of_lengths(*given)
+
+    monkeypatch.setattr(varlen, "_kernel", counting)
+    monkeypatch.setattr(stack, "serves", lambda backend, device, dtype: backend == "flash")
+    found = _outputs(name, "flash", "cpu", torch.double)
+    torch.testing.assert_close(found, expected)
+    wanted = {
+        "packed": [0, 30, 60, 90, 96, 146, 192, 288],
+        "window": [0, 96, 192, 288],
+        "padded": [0, 96, 136, 207, 216],
+    }
+    assert calls[0] == wanted[name.split()[0]]
+    if name == "padded translator":
+        assert [0, 20, 40, 60] in calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LENGTHS)
+def test_torchs_kernel_of_lengths_takes_the_place_of_masks(name: str) -> None:
+    expected = _outputs(name, "plain", "cuda", torch.float32)
+    found = _outputs(name, "flash", "cuda", torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.03 * float(other.abs().max()))

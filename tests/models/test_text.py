@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import LOSS_BUDGET, Plan, TokenOrder
+from penstock.config.plan import LOSS_BUDGET, UNPADDED_MEAN, Plan, TokenOrder
 from penstock.config.rules import problems
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
+from penstock.kernels.documents import Documents
 from penstock.models import create
 from penstock.models.anatomy import set_loss, set_padding
 from penstock.models.positions import visible
@@ -114,14 +115,22 @@ def test_padding_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["batch_first", "batch_second"])
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("name", ["bert", "modern", "t5", "marian"])
-def test_padding_left_out_changes_neither_outputs_nor_gradients(name: str, order: TokenOrder) -> None:
+def test_padding_left_out_changes_neither_outputs_nor_gradients(
+    name: str, alone: bool, order: TokenOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether attention goes from sample to sample, or keeps padding."""
+    monkeypatch.setitem(UNPADDED_MEAN, 8, 6 if alone else 7)  # samples have 6 tokens on average
     model, inputs = _model(MODELS[name]), _inputs(MODELS[name])
     model.set_token_order(order)
     counted = torch.arange(12) < inputs[-1][:, None] if name in ("bert", "modern") else torch.ones(3, 8)
-    expected, seen = None, []
+    expected, seen, sights = None, [], []
     model.get_submodule("encoder.blocks.0.mlp").register_forward_pre_hook(
         lambda _, given: seen.append(given[0][..., 0].numel())
+    )
+    model.get_submodule("encoder.blocks.0.attention").register_forward_pre_hook(
+        lambda _, given: sights.append(isinstance(given[1].mask, Documents))
     )
     for padding in ("keep", "remove"):
         set_padding(model, padding)  # type: ignore[arg-type]
@@ -133,6 +142,7 @@ def test_padding_left_out_changes_neither_outputs_nor_gradients(name: str, order
         expected = got if expected is None else expected
         torch.testing.assert_close(got, expected)
     assert seen == [36, 18]  # of 18 real tokens among 36
+    assert sights == [False, alone]
 
 
 def test_decoders_and_models_of_others_refuse_to_leave_padding_out() -> None:

@@ -92,8 +92,8 @@ def attention(
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
     own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
     torch's. A causal mask and heads that share keys cost the fused kernels no memory; a mask of their own costs what it
-    has elements. On a CPU a learned bias leads torch to its `math`, and so does dropout in half precision; in fp32 and
-    fp64 `sdpa` with dropout is `plain` there.
+    has elements. On a CPU a learned bias leads torch to its `math`. torch's kernel for CPUs has no dropout either, so
+    that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without wide vectors.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
@@ -105,6 +105,17 @@ def attention(
     if backend == "sdpa":
         return _fused(q, k, v, scores)
     return _pinned(q, k, v, backend, scores)
+
+
+def type_of_scores(x: Tensor) -> torch.dtype:
+    """The type of queries and keys that are made of x."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast casts products of x."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
@@ -119,11 +130,17 @@ def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scor
     return backend in ("plain", "math") or (backend == "sdpa" and lacks)
 
 
+def composes(q: Tensor, dropout: float) -> bool:
+    """Whether torch would compose attention of several operators, with its own dropout and half types in fp32, which is
+    slower than the plain form."""
+    quick = q.element_size() >= 4 or (q.dtype == torch.bfloat16 and WIDE_VECTORS)
+    return bool(dropout) and q.device.type == "cpu" and quick
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     mask = scores.mask
     assert mask is None or isinstance(mask, Tensor)
-    if scores.dropout and q.device.type == "cpu" and q.element_size() >= 4:
-        # torch's kernel for CPUs has no dropout. It would compose attention with its own, which is slower than ours.
+    if composes(q, scores.dropout):
         return plain_attention(q, k, v, scores)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)

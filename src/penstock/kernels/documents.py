@@ -1,4 +1,5 @@
-"""Attention within each of the documents that are packed into samples, one document after the other.
+"""Attention within each of the documents that are packed into samples, one document after the other; or within each of
+the samples that make one without padding.
 
 No mask is made, and what one document would not see of another is not computed. Where a document ends must be known on
 the host, so this serves a CPU; elsewhere a mask tells documents apart, which is the reference too.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, Sight, attention
+from penstock.kernels.padding import Unpadded
 
 LEAST_MEAN = 32
 """Tokens of a document on average, below which a mask is quicker than so many small calls."""
@@ -31,14 +33,22 @@ class Documents:
         mask: Callable[[int], Tensor | Sight | None] | None = None,
     ) -> None:
         self.runs, self.causal = runs, causal
+        """Tokens of each document in each sample. What is behind the last sees nothing, and becomes zeros."""
         self.mask = mask
         """The mask within a document of so many tokens, where a causal one is not all that it has."""
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(
-        cls, documents: Tensor, *, causal: bool, mask: Callable[[int], Tensor | Sight | None] | None = None
+        cls,
+        documents: Tensor | Unpadded,
+        *,
+        causal: bool,
+        mask: Callable[[int], Tensor | Sight | None] | None = None,
     ) -> Documents | None:
         """Runs of one number in `documents` (B, N), or None where they are on no CPU, or too short."""
+        if isinstance(documents, Unpadded):
+            return cls([documents.lengths], causal=causal, mask=mask)
         if documents.device.type != "cpu":
             return None
         runs = _runs(documents)
@@ -55,16 +65,18 @@ class Documents:
         self, sample: int, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores
     ) -> Tensor:
         lengths = self.runs[sample]
-        pieces = zip(*(torch.split(t[sample : sample + 1], lengths, dim=2) for t in (q, k, v)), strict=True)
+        rest = q.shape[2] - sum(lengths)
+        pieces = zip(*(torch.split(t[sample : sample + 1], [*lengths, rest], dim=2) for t in (q, k, v)))
         found = []
-        for (one, keys, values), tokens in zip(pieces, lengths, strict=True):
+        for (one, keys, values), tokens in zip(pieces, lengths):
             mask = None if self.mask is None else self.mask(tokens)
             inside = scores._replace(mask=mask, causal=self.causal and mask is None)
             found.append(attention(one, keys, values, backend, inside))
+        if rest:
+            found.append(v.new_zeros(*found[0].shape[:2], rest, found[0].shape[3]))
         return torch.cat(found, dim=2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _runs(documents: Tensor) -> list[list[int]]:
     """Lengths of the runs of one number in each sample."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]

@@ -5,10 +5,11 @@ and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gr
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
-The plain form holds R·V logits and, but on a CPU (see `penstock.kernels.cross_entropy`), several copies of them in
-fp32. The chunked form takes some rows at a time. It makes each chunk's gradient at once, multiplies it into those of x,
-W and b, and forgets the logits. So no product is repeated, and the backward pass only multiplies by the gradient of the
-sum. What it keeps for that is as large as x, W and b.
+The plain form holds R·V logits, in the type that the layer multiplies in (see `penstock.kernels.cross_entropy`). Of a
+vocabulary that ranks share out it makes copies of its part in fp32. The chunked form takes some rows at a time. It
+makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
+repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
+and b.
 """
 
 from __future__ import annotations
@@ -85,10 +86,7 @@ def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> in
     return -(-rows // -(-rows // most)) if rows else 1
 
 
-# One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be
-# free to put that off, and keep the logits until then.
-@torch.library.custom_op("penstock::linear_cross_entropy", mutates_args=())
-def _chunked(
+def in_chunks(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -121,6 +119,11 @@ def _chunked(
             sums.weight if kept == torch.float16 else sums.weight.to(kept),
             sums.bias if kept == torch.float16 else sums.bias.to(kept),
         )
+
+
+# One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be
+# free to put that off, and keep the logits until then.
+_chunked = torch.library.custom_op("penstock::linear_cross_entropy", mutates_args=())(in_chunks)
 
 
 @_chunked.register_fake

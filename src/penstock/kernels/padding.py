@@ -1,17 +1,23 @@
-"""Leaves padding out of what is computed token by token, and puts it back where attention wants whole samples.
+"""Leaves padding out of what is computed.
 
-Attention itself stays in samples with a mask of padding: it is a small part of the work at the lengths of sentences,
-and one call of a fused kernel for all samples is quicker than one for each.
+On a CPU a batch becomes one sample, in which attention goes from each of its samples to the next (`Unpadded`); so it
+does on a GPU with `attention=flash`, whose kernel knows lengths. Elsewhere, and for short samples, padding is left out
+of what is computed token by token, and put back for attention with a mask (`Real`).
 
 Shapes: B samples, N tokens, T tokens that are computed, D features.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from penstock.config.plan import UNPADDED_MEAN, AttentionBackend
+from penstock.kernels.attention import Scores, attention
+from penstock.kernels.varlen import varlen_attention
 
 SIZES = 16
 """Different T at the most, so that compiled code is used again; a sixteenth of all tokens is computed in vain at worst,
@@ -33,7 +39,11 @@ class Real(NamedTuple):
         """Of tokens at `places` (N,) those before `lengths` (B,) of each sample; None where leaving out the others
         saves nothing. On a GPU this waits for the lengths.
         """
-        padding = places >= lengths[:, None]  # (B, N)
+        return cls.but(places >= lengths[:, None], sequence_first=sequence_first)
+
+    @classmethod
+    def but(cls, padding: Tensor, *, sequence_first: bool = False) -> Real | None:
+        """All tokens but those of `padding` (B, N)."""
         count = _rounded(padding)
         if count == padding.numel():
             return None
@@ -49,6 +59,84 @@ class Real(NamedTuple):
         """The reverse: zeros where no token is computed."""
         whole = _Put.apply(x[0], self.rows, self.first * self.second)  # type: ignore[no-untyped-call]
         return whole.unflatten(0, (self.first, self.second))  # type: ignore[no-any-return]
+
+
+class Unpadded:
+    """The samples of a batch behind each other, as one sample. No tuple, whose numbers compiled code would be made for.
+
+    As a mask of cross attention it lets the tokens of each sample see those that belong to it: see `Sight`.
+    """
+
+    def __init__(self, real: Real, lengths: list[int], *, varlen: bool) -> None:
+        self.real, self.lengths, self.varlen = real, lengths, varlen
+        self.places = (real.rows % real.second)[None]
+        """(1, T), the position of each token in its sample."""
+        self.rest = len(real.rows) - sum(lengths)
+        """Tokens of padding behind the last sample."""
+        ends = torch.tensor([0, *itertools.accumulate([*lengths, self.rest])], dtype=torch.int32)
+        self._starts = ends.to(real.rows.device)  # once, and not for each block
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def of(cls, lengths: Tensor, tokens: int, dtype: torch.dtype, *, varlen: bool) -> Unpadded | None:
+        """Of samples of `lengths` (B,), padded to so many tokens, whose queries are of this type. None where padding
+        is better kept in attention. `varlen` says that the kernel knows lengths.
+        """
+        if not cls.pays(
+            lengths, dtype, varlen=varlen
+        ):  # asked first: on a GPU the rest waits for the lengths
+            return None
+        real = Real.of(lengths, torch.arange(tokens, device=lengths.device), sequence_first=False)
+        return None if real is None else cls(real, lengths.tolist(), varlen=varlen)
+
+    @staticmethod
+    def pays(lengths: Tensor, dtype: torch.dtype, *, varlen: bool) -> bool:
+        """Whether attention from sample to sample is quicker than with padding and a mask."""
+        long = lengths.device.type == "cpu" and int(lengths.sum()) >= UNPADDED_MEAN[dtype.itemsize] * len(
+            lengths
+        )
+        return varlen or long
+
+    def starts(self, *, rest: bool) -> tuple[Tensor, int]:
+        """Where samples begin and where the last ends, int32, and the length of the longest; the `rest` is one, too."""
+        if rest:
+            return self._starts, max(*self.lengths, self.rest)
+        return self._starts[:-1], max(self.lengths)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """Attention of samples, q (B, H, M, K), to these: k and v (1, G, T, K); returns (B, H, M, K)."""
+        if self.varlen:
+            samples, _, tokens, _ = q.shape
+            begins = torch.arange(0, (samples + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+            return varlen_attention(
+                q, k, v, (begins, tokens), self.starts(rest=False), (-1, -1), scores.scale
+            )
+        scores = scores._replace(mask=None)
+        ends = [*self.lengths, self.rest]
+        parts = zip(torch.split(q, 1), torch.split(k, ends, dim=2), torch.split(v, ends, dim=2))
+        return torch.cat([attention(*part, backend, scores) for part in parts])
+
+
+class Padded:
+    """A `Sight` that puts padding back for attention: queries, keys and values of (1, T) tokens become those of whole
+    samples, whose padding a mask hides. For models of others, which cannot be told of `Real`.
+    """
+
+    def __init__(self, real: Real, mask: Tensor) -> None:
+        self.real, self.mask = real, mask
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`: q (1, H, T, K), k and v (1, G, T, K); returns (1, H, T, K)."""
+        q, k, v = (self._put(t) for t in (q, k, v))
+        mixed = attention(q, k, v, backend, scores._replace(mask=self.mask, causal=False))
+        rows = self.real.take(mixed.transpose(1, 2).flatten(2))
+        return rows.view(*rows.shape[:2], *mixed.shape[1::2]).transpose(1, 2)
+
+    def _put(self, x: Tensor) -> Tensor:
+        """(1, H, T, K) to (B, H, N, K)."""
+        rows = self.real.put(x.transpose(1, 2).flatten(2))
+        return rows.view(*rows.shape[:2], *x.shape[1::2]).transpose(1, 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -61,6 +61,12 @@ class Switch:
         self.used = False
         """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
 
+    def note(self) -> None:
+        """Say that attention has been called."""
+        self.used = True
+        if self.around is not None:
+            self.around.used = True
+
 
 class Watch(TorchFunctionMode):
     """Inside, calls of torch's attention are noted, and answered by ours where the backend is none of torch's."""
@@ -74,12 +80,12 @@ class Watch(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **options)
         switch = self.switch
-        switch.used = True
-        if switch.around is not None:
-            switch.around.used = True
+        switch.note()
         query = args[0] if args else options["query"]
         backend = chosen_backend(switch.backend, query.device, query.dtype, query.shape[-2])
         attend = plain_sdpa if backend == "plain" else func
+        if switch.again and backend in PINNED:  # pinned when it is computed again, too
+            attend = functools.partial(_pinned, func, backend)
         if switch.again and torch.is_grad_enabled():
             scores = Scores(
                 _given("attn_mask", 3, args, options), dropout=_given("dropout_p", 4, args, options) or 0.0
@@ -87,6 +93,11 @@ class Watch(TorchFunctionMode):
             if keeps_scores(backend, query, query.shape[-2], scores):
                 return checkpoint(attend, *args, use_reentrant=False, **options)
         return attend(*args, **options)
+
+
+def _pinned(func: Any, backend: AttentionBackend, *args: Any, **kwargs: Any) -> Any:
+    with sdpa_kernel(PINNED[backend]):
+        return func(*args, **kwargs)
 
 
 def _given(name: str, place: int, args: Any, options: Any) -> Any:
@@ -102,6 +113,13 @@ def set_sdpa(module: nn.Module, switch: Switch) -> None:
     # torch.compile compiles the switch with the module, so that compiled code of two backends is told apart.
     as_it_is = switch.backend == "sdpa" and not switch.again
     wrapped = forward if as_it_is else functools.partial(_switched, forward, switch)
+    object.__setattr__(module, "forward", wrapped)
+
+
+def under_sdpa(module: nn.Module, forward: Any) -> None:
+    """Let a module's forward pass be this one, under the switch that is set."""
+    switch = switch_of(module)
+    wrapped = forward if switch is None else functools.partial(_switched, forward, switch)
     object.__setattr__(module, "forward", wrapped)
 
 

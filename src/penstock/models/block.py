@@ -34,11 +34,13 @@ class Context(NamedTuple):
     """The mask of blocks with a sliding window."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
+    near_rotation: tuple[Tensor, Tensor] | None = None
+    """Those of blocks with a sliding window, where they differ."""
     memory: Tensor | None = None
     """What cross attention reads, in the order of the tokens."""
     memory_mask: Tensor | Sight | None = None
     real: Real | None = None
-    """Which tokens are computed, if padding is left out; attention alone sees whole samples."""
+    """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
 
 
 _ALONE = Context()
@@ -170,8 +172,9 @@ class Attention(_Attending):
         packed = packed if context.real is None else context.real.put(packed)
         q, k, v = split_heads(packed, self.head_width, self.shared)
         q, k = self.normed(q, k, v)
-        if context.rotation is not None:
-            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+        turn = context.near_rotation if self.windowed and context.near_rotation else context.rotation
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
             if self.q_norm is None:
                 v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
         mixed = self.mix(q, k, v, context.near if self.windowed else context.mask)
@@ -267,7 +270,8 @@ class Block(nn.Module):
     """Attention and an MLP, each added to the tokens: x + attention(norm(x)) (pre-norm), or norm(x + attention(x)), as
     `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention between the two.
 
-    `branch` are the options of `Branch`, `attention` those of `Attention`.
+    `branch` are the options of `Branch`, `attention` those of `Attention`. Without `normed` attention reads the tokens
+    as they are.
     """
 
     def __init__(
@@ -277,12 +281,13 @@ class Block(nn.Module):
         attention: dict[str, Any] | None = None,
         *,
         cross: bool = False,
+        normed: bool = True,
         **where: Any,
     ) -> None:
         super().__init__()
         branch = branch or {}
         self.norm_first = sizes.norm_first
-        self.norm1 = make_norm(sizes, sizes.width, **where)
+        self.norm1 = make_norm(sizes, sizes.width, **where) if normed else nn.Identity()
         self.attention = Attention(sizes, **(attention or {}), **where)
         self.branch1 = Branch(sizes, **branch, **where)
         self.cross: CrossAttention | None = None

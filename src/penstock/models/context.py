@@ -18,8 +18,8 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
 from penstock.models.block import Context
-from penstock.models.encoder import Pooler
-from penstock.models.positions import alibi, places_of, rotation
+from penstock.models.encoder import NormPooler, Pooler
+from penstock.models.positions import alibi, places_of, rotations
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel, TokenStack
 from penstock.models.vit import ViT
@@ -55,9 +55,6 @@ class _Tokens:
 
     def context(self, stack: TokenStack, x: Tensor, memory: Tensor | None) -> Context:
         sizes = stack.sizes
-        turn = None
-        if sizes.positions == "rotary":
-            turn = rotation(sizes, self.places, sequence_first=stack.sequence_first)
         sight: Shared | None = None
         if memory is not None and self.memory is not None:
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
@@ -73,7 +70,7 @@ class _Tokens:
             memory_mask=sight,
             mask=Shared(self.cut, self.count, **known),
             near=Shared(self.cut, self.count, window=sizes.window, **known),
-            rotation=turn,
+            **rotations(sizes, self.places, sequence_first=stack.sequence_first),
         )
 
     def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:
@@ -86,7 +83,7 @@ class _Tokens:
                 return found[0]
             return alibi(sizes.heads, looking, seen, device)[0, stack.heads]
 
-        if sizes.positions not in ("relative", "alibi"):
+        if not sizes.biased:
             return None
         return torch.cat([between(reach, 1)[:, :, 0].flip(1), between(1, reach)[:, 0, 1:]], dim=1)
 
@@ -108,7 +105,7 @@ class _SharedText:
         for module in model.modules():
             if isinstance(module, TokenStack):
                 module.forward = _SharedStack(module.forward, self)  # type: ignore[method-assign]
-            elif isinstance(module, Pooler):
+            elif isinstance(module, Pooler | NormPooler):
                 self.pooled = True
                 module.forward = _WholeFirst(module.forward, self)  # type: ignore[method-assign]
 

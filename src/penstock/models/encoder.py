@@ -14,7 +14,7 @@ from penstock.models.stack import TextModel, TokenStack
 
 
 class Transform(nn.Module):
-    """What comes before the output of masked words: a dense layer, the activation and a norm, (B, N, D) → (B, N, D)."""
+    """What comes before the output of masked words: a dense layer, the activation and a norm, (…, D) → (…, D)."""
 
     def __init__(self, config: EncoderConfig, **where: Any) -> None:
         super().__init__()
@@ -39,6 +39,13 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(x[:, 0]))
 
 
+class NormPooler(Transform):
+    """The transform of the first token: (B, N, D) → (B, D)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, 0])
+
+
 class Encoder(TextModel):
     """Token numbers (B, N) to what `config.head` says: logits of each token (B, N, V), logits of each sample
     (B, classes), or each token's features (B, N, D). Weights are drawn from torch's global generator.
@@ -56,7 +63,7 @@ class Encoder(TextModel):
             self.transform = Transform(config, **where)
             self.head = self._make_head(**where)
         elif config.head == "classes":
-            self.pooler = Pooler(config, **where)
+            self.pooler = (Pooler if config.pooler == "tanh" else NormPooler)(config, **where)
             self.dropout = Dropout(config.dropout) if config.dropout else None
             self.head = nn.Linear(config.width, config.classes, **where)
 

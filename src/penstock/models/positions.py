@@ -10,6 +10,7 @@ fp32 once per pass, and all blocks share them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +51,22 @@ class Sinusoidal(nn.Module):
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def rotation(sizes: Stack, places: Tensor, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
-    rotary = sizes.rotary
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
+
+
+def rotations(sizes: Stack, places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
+    """What the `Context` of a stack holds of its rotary positions; nothing for other stacks."""
+    if sizes.positions != "rotary":
+        return {}
+    found = {"rotation": _rotation(sizes, sizes.rotary, places, sequence_first=sequence_first)}
+    if sizes.window_base is not None:
+        near = replace(sizes.rotary, base=sizes.window_base)
+        found["near_rotation"] = _rotation(sizes, near, places, sequence_first=sequence_first)
+    return found
+
+
+def _rotation(sizes: Stack, rotary: Rotary, places: Tensor, *, sequence_first: bool) -> Rotation:
     angles = places.unsqueeze(-1) * frequencies(rotary, sizes.head_width, places.device)  # (…, N, K/2)
     if angles.dim() == 2:
         angles = angles.unsqueeze(0)

@@ -12,15 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import LOSS_BUDGET, LossForm, Padding
+from penstock.config.plan import LOSS_BUDGET, AttentionBackend, LossForm, Padding
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
-from penstock.kernels.attention import Sight
+from penstock.kernels.attention import Sight, autocasts, type_of_scores
 from penstock.kernels.documents import Documents
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.kernels.padding import Real
+from penstock.kernels.padding import Real, Unpadded
 from penstock.kernels.split_linear import linear_apart
+from penstock.kernels.varlen import Varlen, serves
 from penstock.kernels.vocabulary import Share
 from penstock.kernels.windows import Windows
 from penstock.models.base import Switched, Undrawn
@@ -33,7 +34,7 @@ from penstock.models.positions import (
     alibi,
     biased,
     places_of,
-    rotation,
+    rotations,
     visible,
     within,
 )
@@ -54,6 +55,7 @@ class TokenStack(nn.Module):
         self.sizes, self.causal = sizes, causal
         self.sequence_first = False
         self.padding: Padding = "keep"
+        self.backend: AttentionBackend = "sdpa"
         self.heads = slice(None)
         """Those of all heads that are computed here."""
         self.places: Learned | Sinusoidal | None = None
@@ -65,7 +67,13 @@ class TokenStack(nn.Module):
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.blocks = nn.ModuleList(
-            Block(sizes, attention={"causal": causal, "windowed": sizes.windowed(i)}, cross=cross, **where)
+            Block(
+                sizes,
+                attention={"causal": causal, "windowed": sizes.windowed(i)},
+                cross=cross,
+                normed=sizes.normed(i),
+                **where,
+            )
             for i in range(sizes.depth)
         )
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first else None
@@ -81,23 +89,27 @@ class TokenStack(nn.Module):
     ) -> Tensor:
         """With a `past`, the tokens follow those whose keys and values it keeps, and it says where they stand."""
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
+        tokens, unpadded = x.shape[1], None
         if self.places is not None:
             x = x + self.places(places).to(x.dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         if self.dropout is not None:
             x = self.dropout(x)
-        context = (
-            self._context(x, places, lengths, documents) if past is None else past.context(self, x, memory)
-        )
-        if memory is not None and past is None:
-            mask = None if memory_lengths is None else within(memory_lengths, memory.shape[1])
-            mask = added(mask, _type_of_scores(x))
-            memory = memory.transpose(0, 1) if self.sequence_first else memory
-            context = context._replace(memory=memory, memory_mask=mask)
+        removes = self.padding == "remove" and lengths is not None and not self.causal
+        if removes and documents is None and past is None:
+            unpadded = Unpadded.of(lengths, tokens, type_of_scores(x), varlen=self._knows_lengths(x))
+        if unpadded is not None:
+            x, places, lengths = unpadded.real.take(x), unpadded.places, None
+        if past is None:
+            context = self._context(x, places, tokens, lengths, unpadded or documents)
+            if memory is not None:
+                context = self._beside(context, memory, memory_lengths, x)
+        else:
+            context = past.context(self, x, memory)
         x = x.transpose(0, 1) if self.sequence_first else x
-        if self.padding == "remove" and lengths is not None and not self.causal:
-            counted = torch.arange(places.shape[-1], device=x.device)
+        if removes and lengths is not None:
+            counted = torch.arange(tokens, device=x.device)
             real = Real.of(lengths, counted, sequence_first=self.sequence_first)
             context = context._replace(real=real)
         x = x if context.real is None else context.real.take(x)
@@ -105,15 +117,40 @@ class TokenStack(nn.Module):
             x = block(x, context)
         x = x if self.norm is None else self.norm(x)
         x = x if context.real is None else context.real.put(x)
-        return x.transpose(0, 1) if self.sequence_first else x
+        x = x.transpose(0, 1) if self.sequence_first else x
+        return x if unpadded is None else unpadded.real.put(x)
+
+    def _beside(self, context: Context, memory: Tensor, lengths: Tensor | None, x: Tensor) -> Context:
+        """With the memory that cross attention of x reads."""
+        mask: Tensor | Sight | None = None
+        if lengths is not None:
+            dtype, unpadded = type_of_scores(x), None
+            if self.padding == "remove":
+                unpadded = Unpadded.of(lengths, memory.shape[1], dtype, varlen=self._knows_lengths(x))
+            if unpadded is None:
+                mask = added(within(lengths, memory.shape[1]), dtype)
+            else:
+                memory, mask = unpadded.real.take(memory), unpadded
+        memory = memory.transpose(0, 1) if self.sequence_first else memory
+        return context._replace(memory=memory, memory_mask=mask)
+
+    def _knows_lengths(self, x: Tensor) -> bool:
+        """Whether attention of x goes through a kernel of variable lengths."""
+        sizes = self.sizes
+        plain = not sizes.biased and not (self.training and sizes.weights_dropout)
+        return plain and serves(self.backend, x.device, type_of_scores(x))
 
     def _context(
-        self, x: Tensor, places: Tensor, lengths: Tensor | None, documents: Tensor | None
+        self,
+        x: Tensor,
+        places: Tensor,
+        tokens: int,
+        lengths: Tensor | None,
+        documents: Tensor | Unpadded | None,
     ) -> Context:
-        sizes, tokens = self.sizes, x.shape[1]
-        turn = None
-        if sizes.positions == "rotary":
-            turn = rotation(sizes, places, sequence_first=self.sequence_first)
+        """`tokens` are those of the longest sample."""
+        sizes = self.sizes
+        turns: dict[str, Any] = rotations(sizes, places, sequence_first=self.sequence_first)
         bias = None
         if self.relative is not None:
             bias = self.relative(tokens, tokens)
@@ -122,15 +159,16 @@ class TokenStack(nn.Module):
 
         kinds = {sizes.windowed(i) for i in range(sizes.depth)}
         known: dict[str, Any] = {
+            "varlen": self._knows_lengths(x),
             "samples": x.shape[0],
             "device": x.device,
-            "dtype": _type_of_scores(x),
+            "dtype": type_of_scores(x),
             "lengths": lengths,
         }
         return Context(
             mask=self._sight(tokens, None, bias, documents, **known) if False in kinds else None,
             near=self._sight(tokens, sizes.window, bias, documents, **known) if True in kinds else None,
-            rotation=turn,
+            **turns,
         )
 
     def _sight(
@@ -138,13 +176,20 @@ class TokenStack(nn.Module):
         tokens: int,
         window: int | None,
         bias: Tensor | None,
-        documents: Tensor | None = None,
+        documents: Tensor | Unpadded | None = None,
         *,
         dtype: torch.dtype,
+        varlen: bool = False,
         **known: Any,
     ) -> Tensor | Sight | None:
         """Which tokens see which, in the form that takes the least memory here."""
         causal = self.causal
+        if varlen and isinstance(documents, Unpadded):
+            return Varlen(*documents.starts(rest=True), causal=causal, window=window)
+        if varlen and known["lengths"] is None and (documents is not None or window is not None):
+            where = {name: known[name] for name in ("samples", "device")}
+            alone: Varlen = Varlen.of(documents, tokens=tokens, causal=causal, window=window, **where)
+            return alone
         if documents is not None and (causal or known["lengths"] is None):
 
             def within_one(length: int) -> Tensor | Sight | None:
@@ -153,9 +198,12 @@ class TokenStack(nn.Module):
                 return self._sight(length, window, inside, dtype=dtype, **alone)
 
             more = window is not None or bias is not None
-            found = Documents.of(documents, causal=causal, mask=within_one if more else None)
+            found: Documents | None = Documents.of(
+                documents, causal=causal, mask=within_one if more else None
+            )
             if found is not None:
                 return found
+        assert not isinstance(documents, Unpadded)  # of which there are documents
         if window is not None and bias is None:
             near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)
             if near is not None:
@@ -163,17 +211,6 @@ class TokenStack(nn.Module):
         device, lengths = known["device"], known["lengths"]
         seen = visible(tokens, device, causal=causal, window=window, lengths=lengths, documents=documents)
         return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
-
-
-def _type_of_scores(x: Tensor) -> torch.dtype:
-    """The type of queries and keys that are made of x."""
-    return torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
-
-
-def _autocast(x: Tensor) -> bool:
-    """Whether torch.autocast casts products of x."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Vocabulary(nn.Linear):
@@ -189,7 +226,7 @@ class Vocabulary(nn.Linear):
     def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
         # Of a table that embeds tokens too, two gradients are added.
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        linear = linear_apart if added and not _autocast(x) else F.linear
+        linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
             return linear(x, self.weight, self.bias)
         budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None

@@ -1,26 +1,22 @@
-"""Models of Hugging Face transformers: ViT, GPT-2, Llama, Qwen 2 and 3, BERT, T5, BART, Marian, Mixtral, with whatever
-head a task gives them.
+"""Models of Hugging Face transformers: ViT, GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3, BERT, RoBERTa, XLM-RoBERTa,
+CamemBERT, ModernBERT, T5, mT5, BART and Marian, with whatever head a task gives them.
 
 A base class is enrolled with each, so that all models of the family are known.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from penstock.config.plan import AttentionBackend
+from penstock.config.plan import Padding
 from penstock.errors import ConfigError
-from penstock.kernels.attention import BACKENDS, Scores, attention, keeps_scores
-from penstock.kernels.sdpa import Switch, set_sdpa
-from penstock.models.anatomy import Anatomy, Family, Stack, enrol, numbered, pruned, stack
+from penstock.models.anatomy import Anatomy, Family, Stack, anatomy_of, enrol, numbered, pruned, stack
+from penstock.models.families import transformers_switches as switches
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -182,6 +178,33 @@ def _bert(names: Collection[str], config: Any) -> Stacks:
     return (stack(blocks, parts, before=before, after=(Pooler("pooler"),)),)
 
 
+def _modernbert(names: Collection[str], config: Any) -> Stacks:
+    """The first block has no norm before its attention."""
+    attention = Attention(
+        "attn",
+        projections=(Linear("attn.Wqkv", "column", fused=(1, 1, 1)),),
+        out=Linear("attn.Wo", "row"),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+    )
+    perceptron = Perceptron("mlp", up=Linear("mlp.Wi", "column", fused=(1, 1)), down=Linear("mlp.Wo", "row"))
+    parts = (
+        Norm("attn_norm"),
+        attention,
+        Dropout("attn.out_drop"),
+        Norm("mlp_norm"),
+        perceptron,
+        Dropout("mlp.drop"),
+    )
+    before = (
+        Embedding("embeddings.tok_embeddings", "token"),
+        Norm("embeddings.norm"),
+        Dropout("embeddings.drop"),
+    )
+    blocks = numbered(names, r"layers\.(\d+)")
+    return (stack(blocks, parts, before=before, after=(Norm("final_norm"),)),)
+
+
 def _t5(names: Collection[str], config: Any) -> Stacks:
     def attention(layer: str, name: str, *, cross: bool = False) -> tuple[Role, ...]:
         name = f"{layer}.{name}"
@@ -253,7 +276,7 @@ def _bart(names: Collection[str], config: Any) -> Stacks:
 
 # Linears of a task whose outputs are the model's.
 _HEADS = (
-    "lm_head", "classifier", "score", "qa_outputs", "predictions.decoder", "seq_relationship", "out_proj",
+    "lm_head", "decoder", "classifier", "score", "qa_outputs", "seq_relationship", "out_proj",
 )  # fmt: skip
 
 
@@ -289,60 +312,17 @@ def _around(model: nn.Module, inside: Anatomy) -> Iterator[Role]:
     yield from (Role(name) for name in loose.values())
 
 
-def _set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """Through transformers' own registry of attention functions, in which Penstock's are entered."""
-    transformers: Any = sys.modules["transformers"]  # imported: the model is one of its classes
-    # By number: transformers takes any name with "flash" in it for a package of its own to import.
-    name = "sdpa" if backend == "sdpa" else f"penstock_{BACKENDS.index(backend)}"
-    if backend not in BACKENDS or not hasattr(transformers, "AttentionInterface"):
+def _set_padding(model: nn.Module, padding: Padding) -> None:
+    config: Any = model.config
+    blocks = [] if config.is_decoder else [block.name for block in anatomy_of(model).stacks[0].blocks]
+    if not blocks:
         raise ConfigError(
-            f"plan.attention {backend!r} cannot be applied to {type(model).__qualname__}: transformers "
-            f"{transformers.__version__} has no registry of attention functions; install transformers>=4.56."
+            f"plan.padding={padding} cannot be applied to {type(model).__qualname__}, which has no encoder; leave "
+            "plan.padding out."
         )
-    if backend != "sdpa":
-        transformers.AttentionInterface.register(name, _interface(backend))
-    model.set_attn_implementation(name)  # type: ignore[operator]
+    switches.set_padding(map(model.get_submodule, blocks), model, padding)
 
 
-def _recompute_vit_scores(block: nn.Module) -> None:
-    """Wherever attention comes to be computed: in Penstock's forms, or in a call of torch's."""
-    for module in block.modules():
-        setattr(module, _AGAIN, True)
-    set_sdpa(block, Switch("sdpa", again=True))
-
-
-def _interface(backend: AttentionBackend) -> Any:
-    """Penstock's attention as transformers calls it: out is (B, N, H, K), and no weights are returned."""
-
-    def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        if attention_mask is not None or dropout:
-            raise ConfigError(
-                f"plan.attention {backend!r} takes neither a mask nor dropout of attention weights; set "
-                f"attention_probs_dropout_prob to 0 and pass no attention_mask, or use plan.attention sdpa."
-            )
-        if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1.0) > 1e-6:
-            raise ConfigError(
-                f"plan.attention {backend!r} scales by 1/√{query.shape[-1]}, but got {scaling}."
-            )
-        attend: Callable[..., Tensor] = attention
-        again = getattr(module, _AGAIN, False) and torch.is_grad_enabled()
-        if again and keeps_scores(backend, query, query.shape[-2], Scores()):
-            attend = partial(checkpoint, attention, use_reentrant=False)
-        return attend(query, key, value, backend).transpose(1, 2).contiguous(), None
-
-    return forward
-
-
-_AGAIN = "penstock_scores_again"
 _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     "vit.modeling_vit.ViT": (
         "hf_vit",
@@ -350,12 +330,18 @@ _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     ),
     "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2),
     "llama.modeling_llama.Llama": ("hf_llama", _llama),
+    "mistral.modeling_mistral.Mistral": ("hf_mistral", _llama),
     "qwen2.modeling_qwen2.Qwen2": ("hf_qwen2", _llama),
     "qwen3.modeling_qwen3.Qwen3": ("hf_qwen3", _llama),
     "bert.modeling_bert.Bert": ("hf_bert", _bert),
+    "roberta.modeling_roberta.Roberta": ("hf_roberta", _bert),
+    "xlm_roberta.modeling_xlm_roberta.XLMRoberta": ("hf_xlm_roberta", _bert),
+    "camembert.modeling_camembert.Camembert": ("hf_camembert", _bert),
+    "modernbert.modeling_modernbert.ModernBert": ("hf_modernbert", _modernbert),
     "bart.modeling_bart.Bart": ("hf_bart", _bart),
     "marian.modeling_marian.Marian": ("hf_marian", _bart),
     "t5.modeling_t5.T5": ("hf_t5", _t5),
+    "mt5.modeling_mt5.MT5": ("hf_mt5", _t5),
     "mixtral.modeling_mixtral.Mixtral": ("hf_mixtral", _llama),
 }
 for _path, (_name, _stacks) in _BASES.items():
@@ -363,7 +349,9 @@ for _path, (_name, _stacks) in _BASES.items():
         f"transformers.models.{_path}PreTrainedModel",
         Family(
             anatomy=partial(_anatomy, _name, _stacks),
-            set_attention=_set_vit_attention if _name == "hf_vit" else None,
-            recompute_scores=_recompute_vit_scores if _name == "hf_vit" else None,
+            set_attention=switches.set_vit_attention if _name == "hf_vit" else None,
+            recompute_scores=switches.recompute_vit_scores if _name == "hf_vit" else None,
+            set_loss=None if _name == "hf_vit" else switches.set_loss,
+            set_padding=_set_padding if _stacks in (_bert, _bart) else None,
         ),
     )

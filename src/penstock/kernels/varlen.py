@@ -1,0 +1,102 @@
+"""Attention over sequences of different lengths that lie behind each other, by torch's flash kernel for them.
+
+`attention=flash` takes it on a GPU in half precision where a mask would tell packed documents apart, limit a window, or
+hide padding: no mask of N² numbers is made, and nothing is computed that no token sees. The kernel has no dropout and
+no biases; with these, and with other backends, a mask does it, which is the reference.
+
+Shapes: B samples, H heads, G heads of keys and values, N tokens, K features per head; S sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.config.plan import AttentionBackend
+from penstock.kernels.attention import Scores
+
+
+def serves(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention with this backend goes through the kernel."""
+    return backend == "flash" and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class Varlen:
+    """Where sequences begin in a batch whose samples are taken for one: a `Sight`."""
+
+    def __init__(self, starts: Tensor, longest: int, *, causal: bool, window: int | None = None) -> None:
+        self.starts = starts
+        """(S + 1,) int32: where each begins, and where the last ends."""
+        self.longest = longest
+        """No sequence has more tokens."""
+        self.before, self.after = -1, 0 if causal else -1
+        """How far a token sees; −1 is without limit."""
+        if window is not None:
+            self.before = window - 1 if causal else window // 2
+            self.after = 0 if causal else window // 2
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def of(
+        cls,
+        documents: Tensor | None,
+        *,
+        samples: int,
+        tokens: int,
+        device: torch.device,
+        causal: bool,
+        window: int | None,
+    ) -> Varlen:
+        """Sequences are the runs of one number in `documents` (B, N), else whole samples. Waits for the device."""
+        first = torch.zeros(samples, tokens, dtype=torch.bool, device=device)
+        first[:, 0] = True
+        if documents is not None:
+            first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begins = first.flatten().nonzero().squeeze(1)
+        starts = torch.cat([begins, begins.new_full((1,), samples * tokens)]).int()
+        return cls(starts, tokens, causal=causal, window=window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        ends = (self.starts, self.longest)
+        return varlen_attention(q, k, v, ends, ends, (self.before, self.after), scores.scale)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: tuple[Tensor, int],
+    keys: tuple[Tensor, int],
+    reach: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    """Attention of each sequence of queries to the same one of keys: q (B, H, M, K), k and v (B', G, T, K), whose
+    samples are taken for one; returns (B, H, M, K). `queries` and `keys` say where sequences begin and how long the
+    longest is; `reach`, how many tokens before and after its own a query sees, −1 for all.
+    """
+    samples, heads, tokens, _ = q.shape
+    if k.shape[1] != heads:  # not every torch that we support has them grouped
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    out = _kernel(q, k, v, queries[0], keys[0], queries[1], keys[1], scale, reach)
+    return torch.unflatten(out, 0, (samples, tokens)).transpose(1, 2)
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float | None,
+    reach: tuple[int, int],
+) -> Tensor:
+    """torch's: q (T, H, K), k and v (T', H, K)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    found = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=reach)
+    assert isinstance(found, Tensor)
+    return found

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
 from penstock.errors import ConfigError
+from penstock.infer.asked import Template, template_in
 from penstock.infer.measure import Client, replay, step_costs
 from penstock.infer.scheduler import Limits
 from penstock.infer.simulate import simulate
@@ -53,6 +55,24 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     settings = ["slots=4", "waiting=8", "body_seconds=1", "body_bytes=20000", "key=secret", "seconds=20"]
     with served(where, *settings) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    "given", [TEMPLATE, [{"name": "rag", "template": "x"}, {"name": "default", "template": TEMPLATE}]]
+)
+def test_of_several_chat_templates_the_default_is_taken(given: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    template = template_in(tmp_path)
+    assert template is not None
+    assert template.text([{"role": "user", "content": "How high?"}]) == "u:How high?\na:"
+
+
+def test_a_template_may_use_what_transformers_lets_it() -> None:
+    text = """{{ strftime_now("%Y") }}{% for one in messages %}{% if loop.index == 2 %}{% break %}{% endif %}
+{%- generation -%}{{ one.content }}{%- endgeneration -%}
+{% endfor %}"""
+    said = Template(text, {}).text([{"content": "high"}, {"content": "low"}])
+    assert said == time.strftime("%Y") + "high"
 
 
 def ask(running: Running, path: str, body: object) -> tuple[int, dict, dict]:  # type: ignore[type-arg]
@@ -313,6 +333,7 @@ def memory(running: Running) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_the_simulation_knows_a_server_whose_steps_are_known(tmp_path: Path) -> None:
     """Load of others on the machine makes the server slower than it can be: hence the width."""
     with served(folder(tmp_path, 20), "slots=4", "waiting=64") as running:

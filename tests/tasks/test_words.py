@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,18 @@ import pytest
 import torch
 
 from helpers.texts import SPECIALS, TEXT, Letters, Windows
-from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
+from penstock.config.plan import Padding
+from penstock.config.run import DataConfig
 from penstock.data.loader import HostBatch
+from penstock.data.source import Source
+from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.anatomy import set_padding
 from penstock.tasks.masked_words import MaskedWords, PrepareMasked
 from penstock.tasks.next_token import NextToken
-from penstock.tasks.span_corruption import PrepareSpans, Sizes, sizes_of
+from penstock.tasks.span_corruption import PrepareSpans, Sizes, SpanCorruption, sizes_of
 from penstock.tasks.text import SIZES, documents_of, first_samples, rounded
 
 CPU = torch.device("cpu")
@@ -53,6 +60,33 @@ def test_targets_are_the_tokens_that_follow() -> None:
     assert torch.equal(targets[:-1, -1], tokens[1:, 0])  # each token is a target once
     assert documents is not None
     assert float(batch.count) == targets.numel() == batch.tokens == batch.bytes
+
+
+DOCUMENTS = [f"w {'a bc ' * (number % 5)}end" for number in range(40)]
+
+
+def _unpacked(task: NextToken | MaskedWords, model: Any, folder: Path) -> Source:
+    (folder / "train.jsonl").write_text("\n".join(f'{{"text": "{text}"}}' for text in DOCUMENTS))
+    return task.read(DataConfig(source=f"text:{folder}", packed=False), model, Bytes(), "train")
+
+
+def test_unpacked_documents_are_learnt_as_if_each_were_alone(tmp_path: Path) -> None:
+    config = replace(DECODER, sequence=32, vocabulary=Bytes.size)
+    torch.manual_seed(0)
+    model = create(config).double()
+    source = _unpacked(NextToken(), config, tmp_path)
+    assert source.lengths is not None
+    batch = NextToken().prepare(source, config)(first_samples(source, 9), CPU)
+    alone = torch.zeros((), dtype=torch.double)
+    for text in DOCUMENTS[:9]:
+        tokens = torch.tensor([[*text.encode(), Bytes.end]])
+        alone += model(tokens[:, :-1], None, tokens[:, 1:])
+    torch.testing.assert_close(model(*batch.inputs), alone)
+    targets = sum(map(len, DOCUMENTS[:9]))
+    assert float(batch.count) == batch.tokens == targets  # type: ignore[arg-type]
+    assert batch.bytes == pytest.approx(targets * source.bytes_per_token)  # type: ignore[attr-defined]
+    assert batch.inputs[0].shape == (9, 28)  # 25 tokens is the longest, of sizes that are multiples of 4
+    assert "│" in NextToken().sample(model.float().eval(), source, CPU)
 
 
 def test_bits_per_byte_and_perplexity_of_a_loss_of_one_bit() -> None:
@@ -126,6 +160,36 @@ def test_rows_point_at_what_was_hidden() -> None:
     assert float(batch.count) == told.sum()
 
 
+@pytest.mark.parametrize("padding", ["keep", "remove"])
+def test_words_of_unpacked_documents_are_hidden_as_if_each_were_alone(
+    tmp_path: Path, padding: Padding
+) -> None:
+    config = EncoderConfig(vocabulary=Bytes.size, sequence=40, width=16, depth=2, heads=2, mlp_width=16)
+    torch.manual_seed(0)
+    model = create(config).double()
+    set_padding(model, padding)
+    source = _unpacked(MaskedWords(), config, tmp_path)
+    host = first_samples(source, 9)
+    prepare = MaskedWords().prepare(source, config)
+    batch = prepare(host, CPU)
+    tokens, lengths, _, documents, *_ = batch.inputs
+    assert documents is None
+    assert lengths.tolist() == [len(text) + 3 for text in DOCUMENTS[:9]]  # type: ignore[union-attr]
+    assert tokens.shape == (9, 30)  # 28 is the longest, of sizes that are multiples of 5
+    assert batch.tokens == int(lengths.sum())
+    losses = torch.zeros((), dtype=torch.double)
+    for i in range(9):
+        one = prepare(HostBatch(host.samples[i : i + 1], host.ids[[i]], host.positions[[i]], ()), CPU)
+        hidden = int((one.inputs[4] != -100).sum())
+        assert 0 < hidden <= round(0.15 * (len(DOCUMENTS[i]) + 1))
+        kept = one.inputs[0][:, : len(DOCUMENTS[i]) + 3]
+        assert torch.equal(tokens[i, : kept.shape[1]], kept[0])
+        assert (kept[0, 0], kept[0, -1]) == (Bytes.classify, Bytes.separator)
+        losses += model(kept, None, None, None, *one.inputs[4:])
+    torch.testing.assert_close(model(*batch.inputs), losses)
+    assert "[" in MaskedWords().sample(model.eval(), source, CPU)
+
+
 def test_a_tokenizer_without_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EncoderConfig(width=16, depth=1, heads=2, mlp_width=16)
     with pytest.raises(ConfigError, match=r"model\.head is none, but masked words need logits"):
@@ -161,6 +225,11 @@ def test_a_corrupted_text_can_be_put_together_again() -> None:
         whole = [n for number in left[:-1] for n in spans.get(number, [number])]
         assert whole == text.tolist()
         assert left[-1] == gone[-1] == END
+
+
+def test_spans_are_taken_out_of_packed_text_only() -> None:
+    with pytest.raises(ConfigError, match=r"data\.packed is false"):
+        SpanCorruption().read(DataConfig(packed=False), PRESETS["t5-tiny"], Bytes(), "train")
 
 
 def test_spans_are_a_pure_function_of_seed_and_position() -> None:

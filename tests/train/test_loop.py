@@ -40,7 +40,7 @@ from penstock.train import loop, train
 from penstock.train.callbacks import Callback, Record
 from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
-from penstock.train.metrics import read_metrics
+from penstock.train.metrics import Records, read_metrics
 from penstock.train.trackers import trackers
 
 MODEL = ViTConfig(
@@ -365,6 +365,17 @@ def test_running_out_of_memory_is_said_with_advice(
 
     monkeypatch.setattr(loop._Run, "_train_step", exhausted)
     with pytest.raises(OutOfMemory, match="micro_batch=8 accumulate=4"):
+        train(config)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_when_a_record_is_written_ends_the_run_with_a_sentence(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Records, "rewind", lambda self, *_, **__: self.path.symlink_to("/dev/full"))
+    with pytest.raises(
+        EnvironmentProblem, match=r"metrics\.jsonl cannot be read or written: the disk is full"
+    ):
         train(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -152,6 +153,16 @@ def test_each_record_is_on_its_way_to_the_disk_at_once(tmp_path: Path) -> None:
     metrics.write("steps", 1)
     assert records(tmp_path / "metrics.jsonl") == [("steps", 1)]
     metrics.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    records = Records(tmp_path, None)
+    with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+        records.write("steps", 1)
+    assert caught.value.errno == errno.ENOSPC
+    records.close()
 
 
 def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ ENROLLED = {
     "llama-tiny": Job(f"{_ONE} --model.kv_heads 1 --data text:words", "AutoModelForCausalLM"),
     "qwen-tiny": Job(f"{_ONE} --model.kv_heads 1 --data text:words", "AutoModelForCausalLM"),
     "bert-tiny": Job(f"{_ONE} --data text:words", "AutoModelForMaskedLM"),
+    "gpt-tiny --data.packed false": Job(f"{_ONE} --data text:words", "AutoModelForCausalLM"),
+    "bert-tiny --data.packed false --data.group_by_length true --plan.padding remove": Job(
+        f"{_ONE} --data text:words", "AutoModelForMaskedLM"
+    ),
     "modernbert-tiny": Job(f"{_ONE} --data text:words", None),
     "bert-tiny --task pairs": Job(f"{_ONE} --data pairs:pairs.tsv", "AutoModelForSequenceClassification"),
     "bert-tiny --task sentences": Job(

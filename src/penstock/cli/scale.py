@@ -68,8 +68,8 @@ def scale(config: ScaleConfig) -> int:
     and a function loss(model, batch).
     """
     from penstock.cli.scale_page import Measured, scale_page
+    from penstock.ladder.own import subject_of
     from penstock.ladder.settings import LadderConfig
-    from penstock.ladder.subject import subject_of
     from penstock.models.convert import load_weights
     from penstock.precision import gradient_histogram, recommend
     from penstock.probe import resolve_device
@@ -98,7 +98,7 @@ def scale(config: ScaleConfig) -> int:
     measured = Measured(
         title=subject.title,
         data=subject.data,
-        samples=subject.samples(subject.first) if subject.splittable else None,
+        samples=subject.first.plan.global_batch if subject.splittable else None,
         lr=config.lr,
         gradients=found,
         advice=recommend(found, headroom=config.headroom),

@@ -69,6 +69,9 @@ class DataConfig(Checked, where="data"):
     columns: tuple[str, ...] = ()
     """Columns of a table that are read: text, or first and second text, then the label. Numbers from 1 name those of a
     table without a first line of names."""
+    packed: bool = True
+    """Whether documents of running text fill samples behind each other. If not, a sample is one document, or a piece of
+    one, and padded."""
     group_by_length: bool = False
     """Whether batches hold rows of similar length, which saves padding."""
     bad_rows: Literal["fail", "skip"] = "fail"

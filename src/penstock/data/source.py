@@ -19,6 +19,8 @@ from penstock.errors import DataError
 Pixels = NDArray[np.uint8]
 Split = Literal["train", "val"]
 
+PADDING = -1
+"""Where a sample of tokens has no text, if samples are not packed."""
 VAL_EVERY = 5
 """In a source without a split, every fifth sample of each class is in the validation set."""
 

@@ -6,6 +6,8 @@ taken and not used.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import BadValue, Range, convert, nearest
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
+from penstock.data.text.open import settings_in
 from penstock.errors import ConfigError
 
 MOST_CHOICES = 16
@@ -181,8 +184,13 @@ class Template:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
+        # transformers' own tag marks what a model said, for training.
+        text = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", text)
+        text = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", text)
         self._specials = dict(specials)
         try:
             self._template = environment.from_string(text)
@@ -206,17 +214,14 @@ def _refuse(why: str) -> None:
 
 def template_in(folder: Path) -> Template | None:
     """The chat template of a model's folder, None if it has none."""
-    settings: dict[str, Any] = {}
-    file = folder / "tokenizer_config.json"
-    if file.is_file():
-        raw = read_text(file, "The tokenizer's settings", limit=1 << 24, error=ConfigError)
-        settings = parse_json(
-            raw, "The tokenizer's settings", bounds=Bounds(bytes=1 << 24, values=1 << 18, control=True)
-        )
+    settings = settings_in(folder)
     own = folder / "chat_template.jinja"
-    text = (
-        read_text(own, "The chat template", limit=1 << 20) if own.is_file() else settings.get("chat_template")
-    )
+    text = settings.get("chat_template")
+    if own.is_file():
+        text = read_text(own, "The chat template", limit=1 << 20)
+    elif isinstance(text, list):  # several, by name
+        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
+        text = named[0].get("template") if named else None
     if not isinstance(text, str):
         return None
     specials: dict[str, str] = {}

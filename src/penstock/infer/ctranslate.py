@@ -148,6 +148,8 @@ def lacking(config: ModelConfig) -> Iterator[str]:
             yield "sliding windows"
         if sizes.parallel:
             yield "parallel blocks"
+        if not sizes.first_norm:
+            yield "a first block without a norm"
         if sizes.experts:
             yield "mixtures of experts"
         if sizes.qk_norm and sizes.norm != "rms":

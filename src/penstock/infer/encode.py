@@ -22,7 +22,7 @@ from penstock.config.model import positions
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
-from penstock.infer.text import around, needed
+from penstock.infer.text import needed
 from penstock.models.anatomy import set_padding
 from penstock.models.encoder import Encoder
 from penstock.models.vit import ViT
@@ -55,14 +55,15 @@ class _Texts:
             ids = list(text)[:most]
             return ids, len(ids)
         tokenizer = needed(self.tokenizer)
-        first, last = around(tokenizer)
         parts = [part.tolist() for part in tokenizer.encode([text] if isinstance(text, str) else list(text))]
-        room = most - len(first) - len(last) * len(parts)
+        frame = tokenizer.frame(len(parts))
+        room = most - frame.tokens
         while sum(map(len, parts)) > room:
             longest = max(parts, key=len)
             del longest[max(room // len(parts), len(longest) - (sum(map(len, parts)) - room)) :]
-        ids = [*first, *parts[0], *last]
-        return [*ids, *(parts[1] + last if len(parts) > 1 else [])], len(ids)
+        ids = [*frame.before, *parts[0], *frame.between]
+        second = len(ids) if len(parts) > 1 else len(ids) + len(frame.behind)
+        return [*ids, *(parts[1] if len(parts) > 1 else []), *frame.behind], second
 
     def compute(
         self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]

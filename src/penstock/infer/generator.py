@@ -58,11 +58,11 @@ class Generated:
 class Generator:
     """A decoder or an encoder–decoder that continues or translates texts.
 
-    `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Qwen 2 or
-    3, T5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and `weights` how they
-    are kept: see `penstock.infer.weights`. With `compile=whole` or `compile=blocks` each step that makes the next
-    tokens is one compiled graph, which takes its time when it is first met: see `penstock.infer.static`. `draft` is a
-    smaller model with the same vocabulary, for `speculate`.
+    `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Mistral,
+    Qwen 2 or 3, T5, mT5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and
+    `weights` how they are kept: see `penstock.infer.weights`. With `compile=whole` or `compile=blocks` each step that
+    makes the next tokens is one compiled graph, which takes its time when it is first met: see `penstock.infer.static`.
+    `draft` is a smaller model with the same vocabulary, for `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
     `penstock.infer.ranks`. They are those of the process group that is there, or those that `penstock launch` or

@@ -21,7 +21,7 @@ from penstock.infer.texts import sharded
 from penstock.infer.weights import ROUNDED, pack, suited
 from penstock.models.anatomy import set_attention
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.files import read_json
+from penstock.models.convert.files import first_token, read_json, said_in
 from penstock.models.convert.hub import local_weights
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
@@ -96,7 +96,7 @@ def loaded(
         if not (folder / "config.json").is_file() and (folder / "export" / "config.json").is_file():
             folder = folder / "export"  # the folder of a run
         module = from_pretrained(folder)
-        said, first = _said(folder), _pooled_first(folder)
+        said, first = said_in(folder), _pooled_first(folder)
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = module.eval()
@@ -150,25 +150,16 @@ def _share_out(module: nn.Module, dims: ParallelDims, *, alike: bool) -> None:
 
 def marks_of(folder: Path) -> tuple[int | None, tuple[int, ...]]:
     """The token that a decoder of a folder begins with, and those that end a text."""
-    return _marks(_said(folder), found_in(folder))
+    return _marks(said_in(folder), found_in(folder))
 
 
 def _marks(said: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:
-    start, ends = said.get("decoder_start_token_id"), said.get("eos_token_id")
+    start, ends = first_token(said), said.get("eos_token_id")
     if tokenizer is not None:
         start = start if start is not None else tokenizer.start
         ends = ends if ends is not None else tokenizer.end
     every = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    return start if isinstance(start, int) else None, every
-
-
-def _said(folder: Path) -> dict[str, Any]:
-    """What config.json and generation_config.json say; the latter is what transformers generates by."""
-    said: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            said |= {key: value for key, value in read_json(folder / name).items() if value is not None}
-    return said
+    return start, every
 
 
 def _pooled_first(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention
+from penstock.models.positions import Rotation
 
 
 def mask_of(
@@ -46,12 +47,16 @@ def mask_of(
     return bias.masked_fill(~near.unsqueeze(1), -math.inf).to(dtype)
 
 
-def turned(tables: tuple[Tensor, Tensor], places: Tensor, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for `rotate` of tokens at `places` (R, N), from tables (1, positions, 1, K/2)."""
-    cosine, sine = (
-        table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1]) for table in tables
-    )
-    return (cosine.transpose(0, 1), sine.transpose(0, 1)) if sequence_first else (cosine, sine)
+def turned(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
+    """Of tables of all positions (1, positions, 1, K/2), as `rotations` gives them, those of tokens at `places`
+    (R, N).
+    """
+
+    def chosen(table: Tensor) -> Tensor:
+        found = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
+        return found.transpose(0, 1) if sequence_first else found
+
+    return {name: (chosen(cosine), chosen(sine)) for name, (cosine, sine) in tables.items()}
 
 
 def folded(

@@ -32,7 +32,7 @@ from penstock.errors import ConfigError
 from penstock.infer.onnx_file import Run, write_onnx
 from penstock.infer.past import NEVER, Columns, Past
 from penstock.models.decoder import Decoder
-from penstock.models.positions import rotation
+from penstock.models.positions import Rotation, rotations
 from penstock.models.seq2seq import Seq2Seq
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -95,9 +95,9 @@ class Given(Past):
         self.memory, self.remembers = memory, True
         self.remember(mask.sum(1), mask.shape[1])
 
-    def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
+    def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
         # A table of all positions, which serves many passes, would be made anew in each.
-        return rotation(sizes, self.places, sequence_first=sequence_first)
+        return rotations(sizes, self.places, sequence_first=sequence_first)
 
 
 class _Generating(nn.Module):

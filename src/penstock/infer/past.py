@@ -22,7 +22,7 @@ from penstock.infer.looks import folded, mask_of, turned
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
 from penstock.models.block import Context
-from penstock.models.positions import alibi, rotation
+from penstock.models.positions import Rotation, alibi, rotations
 
 NEVER = 1 << 30
 """The position of a column that nothing may see."""
@@ -217,9 +217,7 @@ class Past:
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """What the blocks of a `TokenStack` are given in this pass."""
         sizes: Stack = stack.sizes
-        turn = None
-        if sizes.positions == "rotary":
-            turn = self._turn(sizes, sequence_first=stack.sequence_first)
+        turns: dict[str, Any] = self._turns(sizes, sequence_first=stack.sequence_first)
         kinds = {sizes.windowed(block) for block in range(sizes.depth)}
         dtype = (
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -230,7 +228,7 @@ class Past:
         # Of the blocks that lie here, which are all that look.
         here = (number for number, block in enumerate(stack.blocks) if not block.__dict__.get(ELSEWHERE))
         look.windowed = [sizes.windowed(number) for number in here]
-        context = Context(mask=look, near=look, rotation=turn)
+        context = Context(mask=look, near=look, **turns)
         if memory is None and not self.remembers:
             return context
         if memory is None:
@@ -238,17 +236,17 @@ class Past:
         memory = memory.transpose(0, 1) if stack.sequence_first else memory
         return context._replace(memory=memory, memory_mask=_LookAcross(self))
 
-    def _turn(self, sizes: Stack, *, sequence_first: bool) -> tuple[Tensor, Tensor]:
-        if "turn" not in self.tables:
+    def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
+        if "turns" not in self.tables:
             every = torch.arange(self.positions, device=self.places.device)
-            self.tables["turn"] = rotation(sizes, every, sequence_first=False)
+            self.tables["turns"] = rotations(sizes, every, sequence_first=False)
         places = self.places if self.places.dim() == 2 else self.places[None]
-        return turned(self.tables["turn"], places, sequence_first=sequence_first)
+        return turned(self.tables["turns"], places, sequence_first=sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Numbers to add to scores, (r or 1, H or 1, N, width); None where all is seen, or a causal mask is enough."""
         narrow = window is not None and window < self.positions
-        biased = stack.sizes.positions in ("relative", "alibi")
+        biased = stack.sizes.biased
         if not narrow and not biased and (self._causal or self._alone):
             return None
         places = self.places if self.places.dim() == 2 else self.places[None]

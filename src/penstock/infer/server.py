@@ -30,7 +30,7 @@ from penstock.infer.backend import Backend, Lost, Refused, Ticket
 from penstock.infer.metrics import Metrics
 from penstock.infer.scheduler import QueueFull
 from penstock.infer.settings import ServeConfig
-from penstock.infer.text import around, needed, prompt_numbers, usual_tokens
+from penstock.infer.text import needed, prompt_numbers, usual_tokens
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -204,8 +204,8 @@ class Service:
         if not isinstance(text, str):
             return list(text)
         tokenizer = needed(self.tokenizer)
-        before, after = around(tokenizer)
-        return [*before, *tokenizer.encode([text])[0].tolist(), *after]
+        frame = tokenizer.frame()
+        return [*frame.before, *tokenizer.encode([text])[0].tolist(), *frame.behind]
 
     async def health(self, request: Request) -> Response:
         """200 while the worker can take requests."""

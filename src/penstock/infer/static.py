@@ -88,10 +88,11 @@ class _Step:
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """See `penstock.infer.past.Past.context`."""
         sizes: Stack = stack.sizes
-        tables, turn = self.given.tables, None
-        if sizes.positions == "rotary":
-            turn = turned(tables["turn"], self.places, sequence_first=stack.sequence_first)
-        biased = sizes.positions in ("relative", "alibi")
+        tables = self.given.tables
+        turns: dict[str, Any] = turned(
+            tables.get("turns", {}), self.places, sequence_first=stack.sequence_first
+        )
+        biased = sizes.biased
         masks: dict[bool, Tensor] = {}
         windowed = [sizes.windowed(block) for block in range(sizes.depth)]
         for narrow in windowed:
@@ -105,7 +106,7 @@ class _Step:
                     biases=tables["bias"] if biased else None,
                 )
         look = _Look(self, masks, windowed)
-        context = Context(mask=look, near=look, rotation=turn)
+        context = Context(mask=look, near=look, **turns)
         if not self.remembers:
             return context
         # Blocks make keys and values of a source that is given. There is none any more.

@@ -24,24 +24,13 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, source: bool) -> list[int]:
-    """Token numbers of a prompt: a decoder's with what the tokenizer puts before a text, a `source` with the token that
-    ends it. Raises ConfigError for a text without a tokenizer."""
+    """Token numbers of a prompt with what the tokenizer puts before a text, and of a `source` with the token that ends
+    it. Raises ConfigError for a text without a tokenizer."""
     if not isinstance(prompt, str):
         return list(prompt)
     words = needed(tokenizer)
-    ids = words.encode([prompt])[0].tolist()
-    return [*ids, *_some(words.end)] if source else [*words.opening(), *ids]
-
-
-def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What an encoder has before a text and behind it."""
-    begin = tokenizer.begin if tokenizer.classify is None else tokenizer.classify
-    end = tokenizer.end if tokenizer.separator is None else tokenizer.separator
-    return _some(begin), _some(end)
-
-
-def _some(number: int | None) -> list[int]:
-    return [] if number is None else [number]
+    ids = [*words.opening(), *words.encode([prompt])[0].tolist()]
+    return [*ids, words.end] if source and words.end is not None else ids
 
 
 def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:

@@ -13,7 +13,7 @@ from penstock.config.model import EncoderConfig, ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
-from penstock.data.source import Source, Split
+from penstock.data.source import PADDING, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
@@ -25,6 +25,7 @@ from penstock.tasks.text import (
     documents_of,
     first_samples,
     on_device,
+    rounded,
     tokenizer_of,
 )
 
@@ -43,7 +44,7 @@ class MaskedWords(WordTask):
     the sample's position in the stream.
 
     A sample is a window of the text between the tokenizer's `classify` and `separator`. Only hidden tokens reach the
-    head.
+    head. Documents that are not packed are padded behind the separator.
     """
 
     asked_words = SHARE
@@ -53,7 +54,8 @@ class MaskedWords(WordTask):
 
         assert isinstance(model, EncoderConfig)
         around = sum(token is not None for token in (tokenizer.classify, tokenizer.separator))
-        return open_tokens(data, tokenizer, split, length=max(1, model.sequence - around))
+        length = max(1, model.sequence - around)
+        return open_tokens(data, tokenizer, split, length=length, around=around)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         tokenizer = tokenizer_of(source)
@@ -71,15 +73,16 @@ class MaskedWords(WordTask):
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
-        return PrepareMasked(tokenizer_of(source), seed)
+        return PrepareMasked(tokenizer_of(source), seed, packed=source.lengths is None)
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first sample with its hidden tokens filled in, each in brackets beside what it was."""
         tokenizer = tokenizer_of(source)
-        batch = PrepareMasked(tokenizer, 0)(first_samples(source, 1), device)
-        tokens, _, _, documents, targets, rows = batch.inputs
-        filled = model(tokens, None, None, documents, None, rows).argmax(-1).tolist()
-        texts = [tokenizer.decode([number]) for number in tokens[0].tolist()]
+        prepare = PrepareMasked(tokenizer, 0, packed=source.lengths is None)
+        batch = prepare(first_samples(source, 1), device)
+        tokens, lengths, _, documents, targets, rows = batch.inputs
+        filled = model(tokens, lengths, None, documents, None, rows).argmax(-1).tolist()
+        texts = [tokenizer.decode([number]) for number in tokens[0, : batch.tokens].tolist()]
         for row, target, found in zip(rows.tolist(), targets.tolist(), filled, strict=True):
             if target != IGNORED:
                 texts[row] = f"[{tokenizer.decode([target])}→{tokenizer.decode([found])}]"
@@ -87,10 +90,12 @@ class MaskedWords(WordTask):
 
 
 class PrepareMasked:
-    """Makes batches of windows of tokens (B, L): hides words and puts the tokenizer's special tokens around."""
+    """Makes batches of windows of tokens (B, L): hides words and puts the tokenizer's special tokens around. Those that
+    are not `packed` are cut to the longest of the batch."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, *, packed: bool = True) -> None:
         assert tokenizer.mask is not None  # `fit` holds this
+        self.packed, self.pad = packed, tokenizer.pad
         self.seed, self.mask, self.size = seed, tokenizer.mask, tokenizer.size
         self.end, self.classify, self.separator = tokenizer.end, tokenizer.classify, tokenizer.separator
         self._starts = np.asarray(tokenizer.word_starts(), bool)
@@ -99,31 +104,38 @@ class PrepareMasked:
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         tokens = host.samples.numpy()
+        real = tokens != PADDING
         seen, columns, targets = self.hide(tokens, host.positions)
-        parts = [
-            None if self.classify is None else np.full((len(tokens), 1), self.classify),
-            seen,
-            None if self.separator is None else np.full((len(tokens), 1), self.separator),
-        ]
-        inputs = np.concatenate([part for part in parts if part is not None], axis=1)
-        rows = columns + (self.classify is not None) + np.arange(len(tokens))[:, None] * inputs.shape[1]
-        # Of what was there: a mask may stand where a document ended.
-        documents = documents_of(tokens, self.end)
+        samples, before = np.arange(len(tokens)), int(self.classify is not None)
+        around = before + int(self.separator is not None)
+        lengths = real.sum(axis=1)
+        inputs = np.full((len(tokens), tokens.shape[1] + around), self.pad)
+        inputs[:, before : before + tokens.shape[1]] = np.where(real, seen, self.pad)
+        if self.classify is not None:
+            inputs[:, 0] = self.classify
+        if self.separator is not None:
+            inputs[samples, before + lengths] = self.separator
+        lengths += around
+        documents = None
+        if self.packed:
+            # Of what was there: a mask may stand where a document ended.
+            documents = documents_of(tokens, self.end)
+        else:
+            inputs = inputs[:, : rounded(int(lengths.max()), inputs.shape[1])]
         if documents is not None:
-            width = inputs.shape[1] - tokens.shape[1]
-            before = int(self.classify is not None)
-            documents = np.pad(documents, ((0, 0), (before, width - before)), mode="edge")
+            documents = np.pad(documents, ((0, 0), (before, around - before)), mode="edge")
+        rows = columns + before + samples[:, None] * inputs.shape[1]
         return TextBatch(
             inputs=(
                 on_device(inputs, device),
-                None,
+                None if self.packed else on_device(lengths, device),
                 None,
                 None if documents is None else on_device(documents, device),
                 on_device(targets.reshape(-1), device),
                 on_device(rows.reshape(-1), device),
             ),
             ids=host.ids,
-            tokens=inputs.size,
+            tokens=int(lengths.sum()),
             count=counted(targets, device),
         )
 
@@ -134,8 +146,9 @@ class PrepareMasked:
         no whole word left to hide.
         """
         samples, length = tokens.shape
-        most = max(1, round(SHARE * length))
-        special = self._special[tokens]
+        real = tokens != PADDING
+        most = np.maximum(1, np.rint(SHARE * real.sum(axis=1, keepdims=True)).astype(np.int64))  # (B, 1)
+        special = self._special[tokens] | ~real
         starts = self._starts[tokens] | special
         starts[:, 1:] |= special[:, :-1]
         starts[:, 0] = True
@@ -155,7 +168,7 @@ class PrepareMasked:
         how, which = chance[:, length : 2 * length], chance[:, 2 * length :]
         any_token = (which * self.size).astype(tokens.dtype)
         seen = np.where(how < MASKED, self.mask, np.where(how < MASKED + SWAPPED, any_token, tokens))
-        columns = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
+        columns = np.argsort(~hidden, axis=1, kind="stable")[:, : int(most.max())]
         there = np.take_along_axis(hidden, columns, 1)
         targets = np.where(there, np.take_along_axis(tokens, columns, 1), IGNORED)
         return np.where(hidden, seen, tokens), columns, np.asarray(targets, np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,9 +13,10 @@ from penstock.config.decoding import Decoding
 from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
-from penstock.data.source import Source, Split
+from penstock.data.source import PADDING, Source, Split
 from penstock.infer.sample import sample
 from penstock.infer.texts import Prompts
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
@@ -23,6 +25,7 @@ from penstock.tasks.text import (
     documents_of,
     first_samples,
     on_device,
+    rounded,
     tokenizer_of,
 )
 
@@ -40,6 +43,7 @@ class NextToken(WordTask):
 
     A sample is a window of the text one token longer than the model's `sequence`. Windows overlap by that token, so
     that each token is a target once. Attention does not cross the ends of documents, and positions start again there.
+    Documents that are not packed are padded, and padding counts for nothing.
     """
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -53,12 +57,13 @@ class NextToken(WordTask):
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
         size = float(getattr(source, "bytes_per_token", 0.0))
-        return PrepareNextToken(tokenizer_of(source).end, size)
+        return PrepareNextToken(tokenizer_of(source).end, size, packed=source.lengths is None)
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """How the model goes on after the first half of the split's first sample. The same weights go on alike."""
         tokenizer = tokenizer_of(source)
         host = first_samples(source, 1).samples.numpy()
+        host = host[:, host[0] != PADDING]
         prompt = host[:, : max(1, (host.shape[1] - 1) // 2)]
         tokens = on_device(prompt, device)
         prompts = Prompts(tokens, torch.full((1,), tokens.shape[1], device=device), even=True)
@@ -70,16 +75,25 @@ class NextToken(WordTask):
 
 @dataclass(frozen=True, slots=True)
 class PrepareNextToken:
-    """Makes batches of windows of tokens (B, N + 1)."""
+    """Makes batches of windows of tokens (B, N + 1), cut to the longest of the batch."""
 
     end: int | None
     """The token that ends documents."""
     bytes_per_token: float
+    packed: bool = True
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         windows = host.samples.numpy()
-        tokens, targets = windows[:, :-1], windows[:, 1:]
-        documents = documents_of(tokens, self.end)
+        documents, real = None, windows.size - len(windows)
+        if self.packed:
+            documents = documents_of(windows[:, :-1], self.end)
+        else:
+            lengths = (windows != PADDING).sum(axis=1) - 1
+            real = int(lengths.sum())
+            windows = windows[:, : rounded(int(lengths.max()), windows.shape[1] - 1) + 1]
+        # No token that counts sees padding, which comes last, so that it may be any number.
+        tokens = np.maximum(windows[:, :-1], 0)
+        targets = np.where(windows[:, 1:] == PADDING, IGNORED, windows[:, 1:])
         return TextBatch(
             inputs=(
                 on_device(tokens, device),
@@ -87,7 +101,7 @@ class PrepareNextToken:
                 on_device(targets, device),
             ),
             ids=host.ids,
-            tokens=tokens.size,
+            tokens=real,
             count=counted(targets, device),
-            bytes=targets.size * self.bytes_per_token,
+            bytes=real * self.bytes_per_token,
         )

@@ -69,6 +69,11 @@ class SpanCorruption(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
 
+        if not data.packed:
+            raise ConfigError(
+                "data.packed is false, but span corruption takes texts of one length, for which documents are packed; "
+                "leave it out."
+            )
         return open_tokens(data, tokenizer, split, length=sizes_of(model, tokenizer).text)
 
     def prepare(

@@ -24,6 +24,8 @@ from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.models.convert.files import first_token, said_in
+from penstock.models.convert.hub import local_weights
 from penstock.tasks.task import Fullness, Task, plain
 
 if TYPE_CHECKING:
@@ -80,10 +82,13 @@ class TextTask(Task):
         self.init_from = init_from
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
-        """The tokenizer of a run."""
+        """The tokenizer of a run. Its decoders begin with the token that the weights of `init_from` begin with."""
         from penstock.data.text.open import open_tokenizer
 
-        return open_tokenizer(data, self.init_from)
+        tokenizer = open_tokenizer(data, self.init_from)
+        if self.init_from is not None:
+            tokenizer.told_start = first_token(said_in(local_weights(self.init_from)))
+        return tokenizer
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
         return self.read(data, model, self.tokenizer(data), split)

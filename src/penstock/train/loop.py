@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import explained, write_text
 from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import BESIDE
@@ -31,6 +31,9 @@ from penstock.data import Loader, Source
 from penstock.errors import SavedRequeue
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
+from penstock.models import create
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.load import require_fitting
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
@@ -122,6 +125,10 @@ def train(
         try:
             require_wanted(stop, dims)
             return run.go(lock, stop)
+        except OSError as problem:
+            if (told := explained(problem)) is None:
+                raise
+            raise told from problem
         finally:
             run.close()
 
@@ -149,8 +156,12 @@ class _Run:
         self.val_source = self.task.open(config.data, config.model, "val")
         self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
+        stored = find_checkpoint(config, dims, resume=resume)
+        if config.init_from and not stored:
+            weights = local_weights(config.init_from)
+            require_fitting(create(config.model, device="meta"), weights, new_head=True)
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently. And
-        # measured here: data that cannot be read are refused without waiting for it.
+        # measured here: data and weights that cannot be read are refused without waiting for it.
         self.machine = main_first(lambda: machine_of(config, device))
         if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
             self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
@@ -160,8 +171,6 @@ class _Run:
         full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
         self.prediction = predict(full.model, self.machine, config.plan, real=full.real, words=full.words)
 
-        # Where it starts from.
-        stored = find_checkpoint(config, dims, resume=resume)
         if dims.main:
             write_text(self.output / "run.toml", dump_toml(config))
             write_beside(config.model, train_source, self.output / BESIDE)

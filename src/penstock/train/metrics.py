@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, cast
 
 from penstock.boundary.files import naming, read_bytes, write_text
 from penstock.boundary.trees import parse_json
@@ -32,7 +32,7 @@ class Records:
         self.path = output / "metrics.jsonl"
         self.display = display if display and main else Display()
         self._main = main
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._callbacks = tuple(callbacks) if main else ()
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
@@ -57,9 +57,11 @@ class Records:
         record = {"event": event, "step": step, **values}
         with naming(self.path):
             if self._file is None:
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-            self._file.flush()
+                # Without a buffer: closing it would write again what could not be written, and fail again.
+                self._file = cast(BinaryIO, self.path.open("ab", buffering=0))
+            left = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+            while left:
+                left = left[self._file.write(left) :]
         self.display.show(record)
         for callback in self._callbacks:
             tell(callback, record)

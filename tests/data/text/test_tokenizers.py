@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers import marian
 from penstock.config.run import DataConfig
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.sentencepiece import read_model
@@ -198,6 +200,14 @@ def test_a_vocabulary_file_is_read_through_transformers(tmp_path: Path) -> None:
     assert isinstance(tokenizer, Library)
     assert tokenizer.encode(["Playing"])[0].tolist() == [5, 6]
     assert (tokenizer.classify, tokenizer.separator, tokenizer.mask) == (2, 3, 4)
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="transformers reads the file with it")
+def test_the_numbers_of_xlm_roberta_are_not_taken_from_its_sentencepiece_model(tmp_path: Path) -> None:
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(marian.model(marian.SOURCE))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
+    with pytest.raises(DataError, match="cannot be used"):
+        named(tmp_path)
 
 
 def test_numbers_fit_an_int32() -> None:

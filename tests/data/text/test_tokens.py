@@ -40,7 +40,7 @@ def test_documents_follow_each_other_with_an_end_behind_each(tmp_path: Path) -> 
     end = Bytes.end
     assert everything(source) == [97, 98, end, 99, 100, 101, end]
     assert source.bytes_per_token == 5 / 7
-    assert source.padding_share == 0
+    assert source.lengths is None
     val = opened(f"text:{tmp_path}", "val")
     assert val.tokenizer.decode(everything(val)) == "held out"
 
@@ -75,6 +75,41 @@ def test_what_packing_saves_is_counted_by_document(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("z" * 400)
     book = opened(f"text:{tmp_path}/book.txt", length=10)
     assert book.unpacked_padding == pytest.approx(1 - book.tokens / 390)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_unpacked_documents_begin_samples_and_lose_nothing(tmp_path: Path, split: str) -> None:
+    texts = [f"{number:0{1 + number % 9}}" for number in range(600)]
+    (tmp_path / "all.jsonl").write_text("\n".join(f'{{"text": "{text}"}}' for text in texts))
+    packed = everything(opened(f"text:{tmp_path}", split, length=1))  # type: ignore[arg-type]
+    documents = [f"{text}\n" for text in "".join(chr(min(n, 256)) for n in packed).split("\u0100")[:-1]]
+    source = opened(f"text:{tmp_path}", split, length=5, stride=4, packed=False)  # type: ignore[arg-type]
+    found = []
+    for row, length in zip(read(source, *range(len(source))), source.lengths, strict=True):
+        tokens = row[row >= 0]
+        assert (row[len(tokens) :] == -1).all()
+        assert length == len(tokens) - 1 > 0
+        found.append("".join("\n" if n == Bytes.end else chr(n) for n in tokens))
+    expected = [text[i : i + 5] for text in documents for i in range(0, len(text) - 1, 4)]
+    assert found == expected
+    assert source.unpacked_padding is None
+    shares = opened(f"text:{tmp_path}", split, length=5, stride=4).unpacked_padding  # type: ignore[arg-type]
+    assert shares == pytest.approx(1 - float(np.mean(source.lengths)) / 4)
+
+
+def test_unpacked_sets_are_mixed_by_weight_and_grouped_by_length(tmp_path: Path) -> None:
+    for name, size in (("a", 40), ("b", 10)):
+        lines = [f'{{"text": "{name * (1 + number % 6)}"}}' for number in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    names = f"text:{tmp_path}/a.jsonl=1,text:{tmp_path}/b.jsonl=3"
+    source = opened(names, length=8, packed=False, group_by_length=True)
+    rows = read(source, *range(len(source)))
+    assert (rows[:, 0] == ord("b")).sum() == 3 * (rows[:, 0] == ord("a")).sum()
+    np.testing.assert_array_equal(source.lengths, (rows >= 0).sum(axis=1))
+    assert source.group_by_length
+    (tmp_path / "none.jsonl").write_text("\n".join(['{"text": ""}'] * 3))
+    with pytest.raises(DataError, match=r"none\.jsonl.*(no document of more than 1|no text)"):
+        opened(f"text:{tmp_path}/none.jsonl", length=9, stride=8, packed=False)
 
 
 def test_few_documents_give_the_end_of_the_text_to_validation(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 MOST_BYTES = 64 << 20
 """Of a `tokenizer.json`; the largest in use have 33 MB."""
-_SETTINGS = Bounds(bytes=1 << 24, values=1 << 18)
+_SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
+"""transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TOKENIZER_FOLDER = "tokenizer"
 """Where a pack keeps its tokenizer."""
@@ -85,22 +86,29 @@ def in_folder(folder: Path) -> Tokenizer:
             f"The folder {shown(folder)} holds no tokenizer: none of {_FILES[0]}, {', '.join(_MADE_OF)} is there. Set "
             "data.tokenizer to a folder with one, or to `bytes`."
         )
-    settings: dict[str, Any] = {}
-    for file in _FILES[:0:-1]:  # tokenizer_config.json says it last
-        if (folder / file).is_file():
-            raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
-            settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
+    settings = settings_in(folder)
     if marian.is_marian(folder):  # a tokenizer.json beside it would cut sources alone
         return marian.read_marian(folder, settings)
     if (folder / _FILES[0]).is_file():
         found = _from_file(folder / _FILES[0], settings)
         return Bytes() if settings.get("penstock") == Bytes.fingerprint else found
-    models = [folder / file for file in _MADE_OF if file.endswith(".model") and (folder / file).is_file()]
+    # Numbers of XLM-RoBERTa and CamemBERT are not those of their sentencepiece.bpe.model; transformers knows which are.
+    models = [folder / file for file in ("spiece.model", "tokenizer.model") if (folder / file).is_file()]
     if models:
         from penstock.data.text.sentencepiece import read_model
 
         return read_model(models[0], settings)
     return _by_transformers(folder, settings)
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer say of it; tokenizer_config.json says it last."""
+    settings: dict[str, Any] = {}
+    for file in _FILES[:0:-1]:
+        if (folder / file).is_file():
+            raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
+            settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
+    return settings
 
 
 def _from_file(path: Path, settings: dict[str, Any]) -> Tokenizer:

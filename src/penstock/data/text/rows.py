@@ -12,7 +12,7 @@ from penstock.config.run import DataConfig
 from penstock.data.source import BadSample, Source, Split
 from penstock.data.text.mixture import Mixture
 from penstock.data.text.sources import open_packs
-from penstock.data.text.tokenizers import Numbers, Tokenizer
+from penstock.data.text.tokenizers import Frame, Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
 from penstock.errors import ConfigError, DataError
 
@@ -25,10 +25,12 @@ class RowSource(Source):
 
     - `single`: tokens (L,) int32, length int32, label float32 or int64: `classify A separator`
     - `pair`: also segment int32, where the second text begins: `classify A separator B separator`
-    - `translation`: source (L,), source_length, target (T,), target_length: `A end` and `B end`
+    - `translation`: source (L,), source_length, target (T,), target_length: `A end` and `B end`, each behind what the
+      tokenizer's `opening` says
     - `two`: first (L,), first_length, second (L,), second_length: each `classify A separator`
 
-    What a tokenizer has no token for is left out. Texts that are too long are cut at their end, of a pair the longer.
+    A tokenizer's own template overrides this. What it has no token for is left out. Texts that are too long are cut at
+    their end, of a pair the longer.
     """
 
     policy = "data.bad_rows"
@@ -73,97 +75,82 @@ class RowSource(Source):
             out["label"] = table.label(row)
 
 
+_SIDES = {"translation": ("source", "target"), "two": ("first", "second")}
+"""Fields of the texts of a row that do not go into one sample of tokens."""
+
+
 class _Frame:
     """How the tokens of a row's texts become a sample."""
 
     def __init__(self, tokenizer: Tokenizer, form: RowForm, length: int, target_length: int) -> None:
-        self._pad = tokenizer.pad
-        self._form = form
-        self._length, self._target = length, target_length or length
-        separator = tokenizer.separator if tokenizer.separator is not None else tokenizer.end
-        self._begin = _maybe(tokenizer.classify if tokenizer.classify is not None else tokenizer.begin)
-        self._between = _maybe(separator)
-        self._end = _maybe(tokenizer.end)
-        if form == "translation" and tokenizer.end is None:
-            raise ConfigError(
-                f"The tokenizer {tokenizer.name} has no token that ends a translation. Name one as eos_token in its "
-                "tokenizer_config.json, or choose another with data.tokenizer."
-            )
-        self._extra = len(self._begin) + len(self._between) * (2 if form == "pair" else 1)
-        if min(self._length, self._target) <= self._extra:
-            raise ConfigError(
-                f"Rows of {min(self._length, self._target)} tokens have no room for text; make them longer."
-            )
-        self.most = self._length + (
-            self._target if form == "translation" else self._length if form == "two" else 0
-        )
+        self._pad, self._form = tokenizer.pad, form
+        self._names = _SIDES.get(form, ("tokens",))
+        self._limits = [length, (target_length or length) if form == "translation" else length][
+            : len(self._names)
+        ]
+        frames = [tokenizer.frame(2 if form == "pair" else 1)] * len(self._names)
+        if form == "translation":
+            frames = [
+                Frame(opening, (), _end_of(tokenizer))
+                for opening in (tokenizer.opening(), tokenizer.target_opening())
+            ]
+        self._frames = [[np.array(part, np.int32) for part in frame] for frame in frames]
+        self._rooms = [limit - frame.tokens for limit, frame in zip(self._limits, frames, strict=True)]
+        if min(self._rooms) <= 0:
+            raise ConfigError(f"Rows of {min(self._limits)} tokens have no room for text; make them longer.")
+        self.most = sum(self._limits)
 
     def sample(self, *, label: bool | None) -> np.dtype[Any]:
         """`label`: whether it is a class; None without."""
-        one, other = (np.int32, (self._length,)), (np.int32, (self._target,))
-        fields: list[tuple[str, Any]]
-        if self._form == "translation":
-            fields = [
-                ("source", one),
-                ("source_length", np.int32),
-                ("target", other),
-                ("target_length", np.int32),
-            ]
-        elif self._form == "two":
-            fields = [
-                ("first", one),
-                ("first_length", np.int32),
-                ("second", one),
-                ("second_length", np.int32),
-            ]
-        else:
-            fields = [("tokens", one), ("length", np.int32)]
-            fields += [("segment", np.int32)] if self._form == "pair" else []
-            fields += [("label", np.int64 if label else np.float32)] if label is not None else []
-        return np.dtype(
-            [(name, *((kind,) if not isinstance(kind, tuple) else kind)) for name, kind in fields]
-        )
+        fields: list[tuple[Any, ...]] = []
+        for name, limit in zip(self._names, self._limits, strict=True):
+            fields += [(name, np.int32, (limit,)), (_length_of(name), np.int32)]
+        fields += [("segment", np.int32)] if self._form == "pair" else []
+        fields += [("label", np.int64 if label else np.float32)] if label is not None else []
+        return np.dtype(fields)
 
     def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
         """(N,) tokens of each sample, of the texts' lengths (N, texts)."""
-        if self._form in ("single", "pair"):
-            found = np.minimum(texts.sum(1) + self._extra, self._length)
-        elif self._form == "two":
-            found = np.minimum(texts + self._extra, self._length).sum(1)
-        else:
-            limits = np.array([self._length, self._target])
-            found = np.minimum(texts + len(self._end), limits).sum(1)
-        return np.asarray(found, np.int32)
+        if len(self._names) == 1:
+            texts = texts.sum(1, keepdims=True)
+        limits, rooms = np.array(self._limits), np.array(self._rooms)
+        return np.asarray((np.minimum(texts, rooms) + limits - rooms).sum(1), np.int32)
 
     def write(self, out: Any, texts: list[NDArray[Any]]) -> None:
-        if self._form == "translation":
-            for name, text, room in zip(("source", "target"), texts, (self._length, self._target)):
-                self._put(out, name, f"{name}_length", [text[: room - len(self._end)], self._end])
-        elif self._form == "two":
-            room = self._length - self._extra
-            for name, text in zip(("first", "second"), texts):
-                self._put(out, name, f"{name}_length", [self._begin, text[:room], self._between])
-        elif self._form == "single":
-            room = self._length - self._extra
-            self._put(out, "tokens", "length", [self._begin, texts[0][:room], self._between])
-        else:
-            first, second = _cut_longer(len(texts[0]), len(texts[1]), self._length - self._extra)
-            pieces = [self._begin, texts[0][:first], self._between, texts[1][:second], self._between]
-            self._put(out, "tokens", "length", pieces)
-            out["segment"] = len(self._begin) + first + len(self._between)
+        if self._form == "pair":
+            (before, between, behind), room = self._frames[0], self._rooms[0]
+            first, second = _cut_longer(len(texts[0]), len(texts[1]), room)
+            self._put(out, "tokens", [before, texts[0][:first], between, texts[1][:second], behind])
+            out["segment"] = len(before) + first + len(between)
+            return
+        for name, (before, _, behind), text, room in zip(
+            self._names, self._frames, texts, self._rooms, strict=True
+        ):
+            self._put(out, name, [before, text[:room], behind])
 
-    def _put(self, out: Any, name: str, length: str, pieces: list[NDArray[Any]]) -> None:
+    def _put(self, out: Any, name: str, pieces: list[NDArray[Any]]) -> None:
         row = out[name]
         at = 0
         for piece in pieces:
             row[at : at + len(piece)] = piece
             at += len(piece)
         row[at:] = self._pad
-        out[length] = at
+        out[_length_of(name)] = at
 
 
-def _maybe(number: int | None) -> Numbers:
-    return np.array([] if number is None else [number], np.int32)
+def _length_of(name: str) -> str:
+    """The field that says how many tokens another has."""
+    return "length" if name == "tokens" else f"{name}_length"
+
+
+def _end_of(tokenizer: Tokenizer) -> tuple[int]:
+    """What ends a translation. Raises ConfigError without it."""
+    if tokenizer.end is None:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} has no token that ends a translation. Name one as eos_token in its "
+            "tokenizer_config.json, or choose another with data.tokenizer."
+        )
+    return (tokenizer.end,)
 
 
 def _cut_longer(first: int, second: int, room: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,20 @@ _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 1 << 22
 """A vocabulary of more tokens is refused."""
+
+
+class Frame(NamedTuple):
+    """The special tokens of a text that an encoder reads, or of two."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    """Where there are two."""
+    behind: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many they are."""
+        return sum(map(len, self))
 
 
 class Tokenizer(ABC):
@@ -48,6 +62,8 @@ class Tokenizer(ABC):
     mask: int | None = None
     sentinels: tuple[int, ...] = ()
     """What stands for a span that was taken out (T5), the first span's first."""
+    told_start: int | None = None
+    """What the weights that a run starts from say that their decoder begins with."""
     two_sided: bool = False
     """Whether targets of translations are cut in another way than sources, as Marian does."""
 
@@ -64,13 +80,29 @@ class Tokenizer(ABC):
         """The text of some numbers. Special tokens are left out, and broken characters replaced."""
 
     def opening(self) -> tuple[int, ...]:
-        """What is put before a text that a decoder continues: the special tokens that transformers puts there."""
+        """What is put before a text that a decoder continues, and before the texts of a translation: the special tokens
+        that transformers puts there."""
         return ()
+
+    def frame(self, texts: int = 1) -> Frame:
+        """What an encoder has around one text, or around and between two. What there is no token for is left out."""
+        begin = self.begin if self.classify is None else self.classify
+        end = self.end if self.separator is None else self.separator
+        first, last = (() if number is None else (number,) for number in (begin, end))
+        return Frame(first, last if texts == 2 else (), last)
 
     @property
     def start(self) -> int:
-        """What the decoder of an encoder–decoder begins with: `begin`, or as T5 and Marian have it the padding."""
+        """What the decoder of an encoder–decoder begins with: `told_start`, else `begin`, or as T5 and Marian have it
+        the padding."""
+        if self.told_start is not None:
+            return self.told_start
         return self.pad if self.begin is None else self.begin
+
+    def target_opening(self) -> tuple[int, ...]:
+        """What a translation begins with behind `start`: the `opening`, without what `start` says already."""
+        opening = self.opening()
+        return opening[1:] if opening[:1] == (self.start,) else opening
 
     def word_starts(self) -> NDArray[np.bool_]:
         """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
@@ -176,6 +208,7 @@ class Library(Tokenizer):
         self._text = text
         self._settings = dict(settings or {})
         self._library: Any = None
+        self._frames: dict[int, Frame] = {}
         vocabulary: dict[str, int] = self._loaded().get_vocab(with_added_tokens=True)
         if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
             raise DataError(
@@ -248,8 +281,27 @@ class Library(Tokenizer):
         return text
 
     def opening(self) -> tuple[int, ...]:
+        return self._template(1).before
+
+    def frame(self, texts: int = 1) -> Frame:
+        """As the tokenizer's own template has it, if that ends texts."""
+        found = self._template(texts)
+        return found if found.behind else super().frame(texts)
+
+    def _template(self, texts: int) -> Frame:
+        """What the library puts around texts; it is asked once."""
+        if texts not in self._frames:
+            self._frames[texts] = self._probed(texts)
+        return self._frames[texts]
+
+    def _probed(self, texts: int) -> Frame:
         with refusing(self.name):
-            return tuple(self._loaded().encode("", add_special_tokens=True).ids)
+            probe = self._loaded().encode(*["a"] * texts, add_special_tokens=True)
+        ids, places = tuple(probe.ids), [n for n, text in enumerate(probe.sequence_ids) if text is not None]
+        if {*probe.sequence_ids} - {None} != {*range(texts)}:
+            return Frame((), (), ())  # it has no token for the letter
+        first, last = places[0], places[-1] + 1
+        return Frame(ids[:first], tuple(ids[n] for n in range(first, last) if n not in places), ids[last:])
 
     def words(self) -> list[str]:
         words = [""] * self.size

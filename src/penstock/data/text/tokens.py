@@ -1,4 +1,4 @@
-"""Samples of running text: windows of documents that follow each other."""
+"""Samples of running text: windows of documents that follow each other, or pieces of one document each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
-from penstock.data.source import Source, Split
+from penstock.data.source import PADDING, Source, Split
 from penstock.data.text.mixture import Mixture
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Tokenizer
@@ -20,11 +20,12 @@ from penstock.errors import DataError
 class TokenSource(Source):
     """Windows of `length` tokens, each begun `stride` after the one before. Documents follow each other, each with the
     tokenizer's `end` behind it, which is how a batch tells where one ends.
+
+    Unless `packed`, windows begin anew with each document, and its last is filled up with −1. `around` are the special
+    tokens that a task puts around a window.
     """
 
     policy = "data.bad_rows"
-    padding_share = 0.0
-    """Windows hold nothing but text."""
 
     def __init__(
         self,
@@ -34,27 +35,46 @@ class TokenSource(Source):
         *,
         length: int,
         stride: int,
+        packed: bool = True,
+        around: int = 0,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.length, self.stride = length, stride
+        self.packed = packed
         self._texts = [text for text, _ in texts]
-        for text in self._texts:
-            if text.size < length:
-                raise DataError(
-                    f"{text.name} has {text.size:,} tokens, fewer than one sample of {length:,}. Give it more text, or "
-                    "make the model's length smaller."
-                )
-        counts = [(text.size - length) // stride + 1 for text in self._texts]
+        self._pieces: list[NDArray[np.int64]] = []
+        if packed:
+            for text in self._texts:
+                if text.size < length:
+                    raise DataError(
+                        f"{text.name} has {text.size:,} tokens, fewer than one sample of {length:,}. Give it more "
+                        "text, or make the model's length smaller."
+                    )
+            counts = [(text.size - length) // stride + 1 for text in self._texts]
+        else:
+            self._pieces = [text.pieces(length, stride) for text in self._texts]
+            counts = [len(pieces) for pieces in self._pieces]
+            for text, count in zip(self._texts, counts):
+                if not count:
+                    raise DataError(
+                        f"{text.name} has no document of more than {length - stride} tokens, so that there is nothing "
+                        "to learn of it. Give it more text, or leave data.packed=false out."
+                    )
         self._mixture = Mixture(counts, [weight for _, weight in texts])
         self.sample = np.dtype((np.int32, (length,)))
+        if not packed:
+            lengths = [pieces[:, 1] - (length - stride) + around for pieces in self._pieces]
+            self.lengths = self._mixture.spread([each.astype(np.int32) for each in lengths])
 
     @cached_property
-    def unpacked_padding(self) -> float:  # type: ignore[override]
+    def unpacked_padding(self) -> float | None:  # type: ignore[override]
         """As `Source` says it. Reads the index of every document, so it is worked out when asked for."""
-        documents = np.concatenate([text.documents() for text in self._texts])
-        padded = int(np.ceil(documents / self.stride).sum()) * self.stride
-        return 1 - int(documents.sum()) / padded
+        if not self.packed:
+            return None
+        pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self._texts]
+        real = np.concatenate(pieces) - (self.length - self.stride)
+        return 1 - int(real.sum()) / max(1, self.stride * len(real))
 
     @property
     def bytes_per_token(self) -> float:
@@ -72,7 +92,12 @@ class TokenSource(Source):
 
     def load(self, index: int, out: Any) -> None:
         number, window = self._mixture.place(index)
-        self._texts[number].read(window * self.stride, out)
+        if self.packed:
+            self._texts[number].read(window * self.stride, out)
+            return
+        begin, tokens = self._pieces[number][window].tolist()
+        self._texts[number].read(begin, out[:tokens])
+        out[tokens:] = PADDING
 
 
 class _Text:
@@ -94,6 +119,17 @@ class _Text:
         here = (segment >= 0) & (begins < self._segments[segment, 1])
         return np.asarray(np.diff(bounds)[here], np.int64)
 
+    def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
+        """Where windows begin that start anew with each document, and how many tokens they have: (P, 2). One that has
+        no more than the window before it shares with it is left out.
+        """
+        documents = self.documents()
+        begins = np.cumsum(documents) - documents
+        counts = np.maximum(0, -(-(documents - (length - stride)) // stride))
+        which = np.repeat(np.arange(len(documents)), counts)
+        within = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * stride
+        return np.stack([begins[which] + within, np.minimum(length, documents[which] - within)], axis=1)
+
     def read(self, start: int, out: NDArray[np.int32]) -> None:
         """Fill `out` from token `start` of the split on. Raises BadSample."""
         segment = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -108,9 +144,16 @@ class _Text:
 
 
 def open_tokens(
-    data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int, stride: int | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    length: int,
+    stride: int | None = None,
+    around: int = 0,
 ) -> TokenSource:
-    """Windows of `length` tokens of a split, `stride` apart (none: side by side). `auto` is `stdlib`.
+    """Windows of `length` tokens of a split, `stride` apart (none: side by side), as `TokenSource` says. `auto` is
+    `stdlib`.
 
     A window is a pure function of its number, and so is the order of windows of seed and epoch. Tokenises what is no
     pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError.
@@ -121,8 +164,11 @@ def open_tokens(
         (_of_split(pack, split, source), weight) for (pack, weight), (source, _) in zip(packs, data.parts())
     ]
     name = f"{data.source} ({split})"
-    source = TokenSource(name, texts, tokenizer, length=length, stride=stride or length)
+    source = TokenSource(
+        name, texts, tokenizer, length=length, stride=stride or length, packed=data.packed, around=around
+    )
     source.bad_samples = data.bad_rows
+    source.group_by_length = data.group_by_length
     return source
 
 

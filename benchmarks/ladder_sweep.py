@@ -31,10 +31,11 @@ from penstock.config.plan import Plan
 from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.climb import ladder
+from penstock.ladder.own import subject_of
 from penstock.ladder.rung import Setting, all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.space import Space
-from penstock.ladder.subject import Subject, subject_of
+from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment

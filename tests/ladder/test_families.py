@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.sweeps import slow_but
 from helpers.toy import toy_machine
 from penstock.cli import main
 from penstock.ladder import ladder
@@ -27,6 +28,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 TEXT = {
     "gpt-tiny --data text:words": {"loss-chunked"},
     "bert-tiny --data text:words": {"loss-chunked"},
+    "gpt-tiny --data text:lines.jsonl --data.packed false --model.sequence 64": {
+        "loss-chunked",
+        "packed",
+    },
+    "bert-tiny --data text:lines.jsonl --data.packed false": {
+        "loss-chunked",
+        "padding",
+        "packed",
+    },
     "bert-tiny --task pairs --data pairs:rows.tsv --data.columns source,target,label": {
         "padding",
         "length-groups",
@@ -41,7 +51,9 @@ TEXT = {
 """A family's task and the rungs of text that it has."""
 
 
-@pytest.mark.parametrize("words", TEXT)
+@pytest.mark.parametrize(
+    "words", slow_but(TEXT, *(words for words in TEXT if "packed" in words or "rows" in words))
+)
 def test_the_ladder_of_a_family_of_text(
     words: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +61,8 @@ def test_the_ladder_of_a_family_of_text(
     rows = [
         f"{'word ' * (1 + number % 9)}\t{'wort ' * (1 + number % 9)}\t{number % 2}" for number in range(400)
     ]
+    lines = [json.dumps({"text": "word " * (1 + number % 9)}) for number in range(400)]
+    Path("lines.jsonl").write_text("\n".join(lines))
     Path("words").mkdir()
     Path("words", "all.txt").write_text("\n".join(rows))
     Path("rows.tsv").write_text("\n".join(["source\ttarget\tlabel", *rows]))
@@ -63,10 +77,14 @@ def test_the_ladder_of_a_family_of_text(
         "--device=cpu",
         "--output=out",
     ]
-    options += ["--rungs=optimizer-fused,attention-plain,loss-chunked,padding,length-groups,classifier"]
+    options += [
+        "--rungs=optimizer-fused,attention-plain,loss-chunked,padding,packed,length-groups,classifier"
+    ]
     assert main(["ladder", *words.split(), *options, "--machine", machine]) == 0
     found = json.loads(Path("out", "ladder.json").read_text(encoding="utf-8"))
     measured = {rung["name"] for rung in found["rungs"] if rung["to_baseline"] is not None}
+    if "packed" in measured:
+        measured.discard("length-groups")  # measured only where packing does not pay
     assert measured - {"baseline"} == {"optimizer-fused", "attention-plain", *TEXT[words]}
     assert all(rung["reason"] for rung in found["rungs"] if rung["status"] == "unsupported")
     preset, *rest = words.split()
@@ -93,7 +111,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", slow_but(FOREIGN, "GPT2LMHeadModel", "MarianMTModel"))
 def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -104,15 +122,22 @@ def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
             batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 3])}
         else:
             batch = {"input_ids": torch.randint(1, 90, (4, 12)), "labels": torch.randint(1, 90, (4, 12))}
+            batch["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [4], [5], [6]])).long()
         return kind(config), batch, lambda model, batch: model(**batch).loss
 
     report = ladder(
         factory=factory,
-        rungs=("matmul", "optimizer-fused", "attention-plain", "token-order"),
+        rungs=("matmul", "optimizer-fused", "attention-plain", "token-order", "loss-chunked", "padding"),
         machine=machine,
         **SHORT,
     )
     status = {rung.name: rung.status for rung in report.rungs}
     assert status["token-order"] == "unsupported"
-    assert status["attention-plain"] in ("kept", "not kept")
-    assert status["optimizer-fused"] in ("kept", "not kept")
+    measured = {name for name, found in status.items() if found in ("kept", "not kept")}
+    has = {"loss-chunked": "ViT" not in name, "padding": name in ("BertForMaskedLM", "MarianMTModel")}
+    assert measured - {"matmul"} == {
+        "attention-plain",
+        "optimizer-fused",
+        *(rung for rung, there in has.items() if there),
+    }
+    assert all(status[rung] == "unsupported" for rung, there in has.items() if not there)

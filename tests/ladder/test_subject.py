@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 from penstock.ladder.factory import load_factory
+from penstock.ladder.own import Own
 from penstock.ladder.rung import Setting, all_rungs
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.subject import Configured, Own
+from penstock.ladder.subject import Configured
 
 CPU = Machine(
     name="toy",
@@ -138,6 +141,41 @@ def test_a_foreign_transformer_offers_what_its_family_can() -> None:
     assert situation.token_orders == ("batch_first",)
 
 
+def test_a_foreign_encoder_is_forecast_without_what_its_plan_leaves_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=400
+    )
+    mask = (torch.arange(16) < torch.tensor([[16], [4], [6], [6]])).long()
+    labels = torch.full((4, 16), -100)
+    labels[:, 1:3] = 7
+
+    def factory() -> tuple[nn.Module, Any, Any]:
+        batch = {"input_ids": torch.ones(4, 16, dtype=torch.long), "attention_mask": mask, "labels": labels}
+        return transformers.BertForMaskedLM(config), batch, lambda model, batch: model(**batch).loss
+
+    subject = _own(factory)
+    situation = subject.situation(CPU)
+    assert (situation.losses, situation.paddings) == (("whole", "chunked"), ("keep", "remove"))
+    assert situation.padding_share == pytest.approx(0.5)
+
+    def products(**changes: str) -> dict[str, int]:
+        """Rows that products have: forward, by their columns."""
+        setting = replace(subject.first, plan=replace(subject.first.plan, **changes))
+        every = [op for _, op in subject.workload(setting).operators() if op.kind == "gemm" and op.forward]
+        assert all(op.flops > 0 for op in every)
+        return {f"{op.k} to {op.n}": op.m for op in every}
+
+    plain = {"32 to 32": 64, "32 to 64": 64, "64 to 32": 64, "32 to 400": 64}
+    assert products() == plain
+    assert products(padding="remove")["32 to 64"] == 32
+    chunked = products(loss="chunked")
+    assert chunked["32 to 64"] == 64
+    assert chunked["32 to 400"] == 8  # of the tokens that have labels
+    both = replace(subject.first, plan=replace(subject.first.plan, padding="remove", loss="chunked"))
+    assert subject.model_flops(both) == subject.model_flops(subject.first)
+
+
 def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "somewhere_mine.py").write_text("def factory():\n    return 7\n")
     monkeypatch.chdir(tmp_path)
@@ -226,6 +264,63 @@ def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_p
     data = replace(data, group_by_length=True)
     by_length = Configured(LadderConfig(model=model, batch=8, data=data, task="translation"), DEVICE)
     assert "already" in str(rung.refusal(by_length.first, by_length.situation(CPU)))
+
+
+def test_the_batch_that_is_timed_is_as_long_as_the_mean(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "word " * (1 + number % 40)}) for number in range(2000)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    data = DataConfig(source=f"text:{tmp_path}", packed=False)
+    model = replace(PRESETS["gpt-tiny"], sequence=256, vocabulary=264)  # type: ignore[call-arg]
+    subject = Configured(LadderConfig(model=model, batch=2, data=data), DEVICE)
+    full = subject._fullness(subject.first)
+    mean = full.model.tokens * full.real
+    two = replace(subject.first, plan=replace(subject.first.plan, accumulate=2))
+    worst = 0.0
+    for seed in range(8):
+        chosen = subject.typical(two, seed)
+        assert len(chosen) == 2
+        for batch in chosen:
+            assert batch.inputs[0].shape[1] == pytest.approx(full.model.tokens, rel=0.15)
+            assert batch.tokens / 2 == pytest.approx(mean, rel=0.25)
+        worst = max(worst, abs(next(subject.batches(two, seed)).tokens / 2 / mean - 1))
+    assert worst > 0.4
+    whole = Configured(LadderConfig(model=PRESETS["vit-digits"], batch=2), DEVICE)
+    (chosen,) = whole.typical(whole.first, 0)
+    assert chosen.ids.tolist() == next(whole.batches(whole.first, 0)).ids.tolist()
+
+
+@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
+def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset: str) -> None:
+    lines = [json.dumps({"text": "word " * (1 + number % 9)}) for number in range(2000)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    data = DataConfig(source=f"text:{tmp_path}", packed=False)
+    model = replace(PRESETS[preset], sequence=64, vocabulary=264)  # type: ignore[call-arg]
+    subject = Configured(LadderConfig(model=model, batch=16, data=data), DEVICE)
+    rung = next(rung for rung in all_rungs() if rung.name == "packed")
+    situation = subject.situation(CPU)
+    assert rung.refusal(subject.first, situation) is None
+    packed = rung.apply(subject.first, situation)
+
+    def real(setting: Setting) -> float:
+        batches = subject.batches(setting, 0)
+        return sum(next(batches).tokens for _ in range(64)) / 64 / 16
+
+    assert subject.worth(subject.first) == 1.0
+    assert subject.worth(packed) == pytest.approx(real(packed) / real(subject.first), rel=0.03)
+    assert real(packed) == 64
+    assert subject.samples(packed) == 16 * subject.worth(packed)
+    assert "--data.packed false" in subject.train_command(subject.first)
+    assert "--data.packed" not in subject.train_command(packed)
+    by_length = next(rung for rung in all_rungs() if rung.name == "length-groups")
+    assert by_length.refusal(subject.first, situation) is None
+    assert "equally long" in str(by_length.refusal(packed, situation))
+    usual = Configured(LadderConfig(model=model, batch=16, data=replace(data, packed=True)), DEVICE)
+    share = 1 - 64 / 64 / subject.worth(packed)
+    said = str(rung.refusal(usual.first, usual.situation(CPU)))
+    assert re.search(r"packed already; with one in each sample \d\d% would be padding", said)
+    assert usual.unpacked_padding == pytest.approx(share, abs=0.05)
+    images = Configured(LadderConfig(model=PRESETS["vit-digits"]), DEVICE)
+    assert "no running text" in str(rung.refusal(images.first, images.situation(CPU)))
 
 
 def test_a_preset_climbs_at_the_task_of_its_job_or_the_one_asked_for() -> None:

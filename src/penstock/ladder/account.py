@@ -39,14 +39,14 @@ class Account:
         """What the planner says of a setting, against two others; `corrected` is the better ratio to the baseline."""
         predicted, previous, first = (self.predict(s) for s in (setting, before, self.first))
 
-        def rate(prediction: Prediction) -> float:
+        def rate(prediction: Prediction, of: Setting) -> float:
             flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
-            return flops if by == "flops" else prediction.samples_per_second
+            return flops if by == "flops" else prediction.samples_per_second * self.subject.worth(of)
 
-        to_baseline = rate(predicted) / rate(first)
+        to_baseline = rate(predicted, setting) / rate(first, self.first)
         return Forecast(
-            samples_per_second=predicted.samples_per_second,
-            to_previous=rate(predicted) / rate(previous),
+            samples_per_second=predicted.samples_per_second * self.subject.worth(setting),
+            to_previous=rate(predicted, setting) / rate(previous, before),
             to_baseline=to_baseline,
             corrected=to_baseline if corrected is None else corrected,
             memory_bytes=predicted.memory_bytes,
@@ -133,7 +133,7 @@ class Account:
             train_command=self.subject.train_command(setting),
             speedup=speedup,
             samples_per_second=rate,
-            predicted=self.predict(setting).samples_per_second / self.predict(self.first).samples_per_second,
+            predicted=self.forecast(setting, self.first).to_baseline,
             memory_bytes=max(memory) if memory else None,
             loss_difference=self.losses.difference(setting),
             within_noise=self.losses.within_noise(setting),
@@ -173,4 +173,6 @@ def changes(first: Setting, setting: Setting) -> dict[str, Any]:
         }
     if setting.by_length != first.by_length:
         found["group_by_length"] = setting.by_length
+    if setting.packed != first.packed:
+        found["packed"] = setting.packed
     return found

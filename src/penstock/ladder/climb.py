@@ -25,13 +25,14 @@ from penstock.ladder.arena import Arena, busy_seconds
 from penstock.ladder.factory import Factory
 from penstock.ladder.judge import NO_GAIN
 from penstock.ladder.losses import Losses
+from penstock.ladder.own import subject_of
 from penstock.ladder.result import Control, LadderReport, Phase, Progress, RungResult
 from penstock.ladder.rung import Rung, Setting, Situation, choose
 from penstock.ladder.search import Search
 from penstock.ladder.settings import QUICK_LOSS_STEPS, LadderConfig, command_of
 from penstock.ladder.space import Candidate, Space
 from penstock.ladder.statistics import FEWEST, FLOOR
-from penstock.ladder.subject import Subject, subject_of
+from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team, threads_of
 from penstock.probe import machine_for, resolve_device
 from penstock.report import record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,14 @@ def drawn_anew(batch: Any, size: int, place: int) -> Any:
         return leaf if leaf.ndim == 0 or leaf.shape[0] != size else leaf[chosen.to(leaf.device)]
 
     return replaced(batch, take) if samples_of(batch) == size else batch
+
+
+def padding_of(batch: Any) -> float:
+    """The share of tokens that are padding, by the `attention_mask` of a batch of transformers' models; 0 without."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.numel():
+        return 0.0
+    return 1.0 - (mask != 0).float().mean().item()
 
 
 def samples_of(batch: Any) -> int | None:

@@ -19,7 +19,7 @@ import torch
 from penstock.build import Built
 from penstock.host_memory import set_host_memory
 from penstock.ladder.rung import Setting
-from penstock.ladder.subject import Subject
+from penstock.ladder.subject import Subject, close
 from penstock.parallel.agree import average, slowest
 from penstock.step.memory import step_with_memory
 
@@ -90,9 +90,7 @@ class Bench:
         what the first steps take longer than later ones.
         """
         built = self.subject.build(setting, seed)
-        batches = self.subject.batches(setting, seed)
-        micro_batches = [next(batches) for _ in range(setting.plan.accumulate)]
-        _close(batches)
+        micro_batches = self.subject.typical(setting, seed)
         contender = Warm(setting, self.subject.device, built, micro_batches)
         compiled = setting.plan.compile != "none"
         # Now, and not with a step that is not timed, which would be the one that compiles.
@@ -130,7 +128,7 @@ class Bench:
             norms = [result.grad_norm for result in results if result.grad_norm is not None]
             return LossRun(losses.tolist(), torch.stack(norms).float().cpu().tolist() if norms else [])
         finally:
-            _close(batches)
+            close(batches)
 
     def drop(self, setting: Setting) -> None:
         """Let a setting go; its compiled code too, unless what stays would have to be compiled again."""
@@ -207,12 +205,6 @@ def side_by_side() -> Iterator[None]:
         automatic_dynamic_shapes=False,
     ):
         yield
-
-
-def _close(batches: Any) -> None:
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
 
 
 def _wait(device: torch.device) -> None:

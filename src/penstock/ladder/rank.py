@@ -17,7 +17,7 @@ import torch
 from penstock.config.machine import Link
 from penstock.config.plan import Plan
 from penstock.ladder import measure
-from penstock.ladder.subject import subject_of
+from penstock.ladder.own import subject_of
 from penstock.ladder.team import Answer, Hello, Task
 from penstock.parallel.join import joined, local_device
 from penstock.probe.link import measure_link

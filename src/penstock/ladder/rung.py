@@ -29,6 +29,8 @@ class Setting:
     plan: Plan
     by_length: bool = False
     """Whether batches hold samples of similar length."""
+    packed: bool = False
+    """Whether documents fill samples behind each other, where the baseline has one in each."""
     copy: int = 0
     """Tells two builds of one setting apart: what differs between their speeds is noise."""
 
@@ -54,6 +56,10 @@ class Situation:
     """How much of a batch's tokens is padding."""
     groupable: bool = False
     """Whether its samples differ in length and are taken in an order of chance."""
+    packable: bool = False
+    """Whether each of its samples is one document, or a piece of one, and padded."""
+    unpacked_padding: float | None = None
+    """How much of the samples would be padding so, where documents are packed."""
     procs: int = 1
     """Processes that rungs of several may start."""
 

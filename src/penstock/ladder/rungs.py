@@ -82,8 +82,24 @@ def _without_padding(setting: Setting, situation: Situation) -> str | None:
     return None
 
 
+_ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
+
+
+def _not_packed(setting: Setting, situation: Situation) -> str | None:
+    if situation.packable:
+        return None
+    if (share := situation.unpacked_padding) is not None:
+        return (
+            f"its documents are packed already; with one in each sample {share:.0%} would be padding "
+            "(--data.packed false measures that)"
+        )
+    return _ONE_BATCH if setting.model is None else "its samples are no running text"
+
+
 def _not_by_length(setting: Setting, situation: Situation) -> str | None:
-    if not situation.groupable:
+    if setting.model is None:
+        return _ONE_BATCH
+    if not situation.groupable or setting.packed:
         return "its samples are equally long, or come by length already"
     return None
 
@@ -271,7 +287,7 @@ for _rung in (
         obstacle=lambda setting, situation: (
             None
             if "chunked" in situation.losses
-            else "the model does not make its loss over a vocabulary itself"
+            else "the model has no loss over a vocabulary that could be made so"
         ),
         results="rounding",
     ),
@@ -279,9 +295,20 @@ for _rung in (
         name="padding",
         place=660,
         title="padding left out",
-        why="An encoder computes tokens that are there, and no padding, in all but attention.",
+        why="An encoder computes the tokens that are there, and no padding. On a GPU attention still sees it, unless "
+        "it is flash.",
         apply=plan(padding="remove"),
         obstacle=_without_padding,
+    ),
+    Rung(
+        name="packed",
+        place=665,
+        title="packed sequences",
+        why="Documents fill samples behind each other, so that nothing is padding. A sample then has more text, so "
+        "that this is compared by tokens: as samples count those of the baseline that hold as much.",
+        apply=lambda setting, situation: replace(setting, packed=True),
+        obstacle=_not_packed,
+        results="other",
     ),
     Rung(
         name="length-groups",

@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast, get_args
 
 import torch
@@ -22,21 +23,15 @@ from penstock.config.machine import Machine
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
 from penstock.config.run import Recipe, TaskName
-from penstock.containers import replaced
 from penstock.data import Loader
 from penstock.data.source import Source
-from penstock.errors import ConfigError
-from penstock.kernels.sdpa import Switch, Watch
-from penstock.ladder.factory import Factory, drawn_anew, load_factory, made_by, path_of, samples_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig, data_words
-from penstock.ladder.trace import trace
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
-from penstock.tasks import Loss, task_of
+from penstock.tasks import task_of
 from penstock.tasks.task import Fullness
 from penstock.tasks.text import WordTask, tokenizer_of
 
@@ -46,6 +41,10 @@ BATCH = {"cpu": 8, "cuda": 64}
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 """The same of text, in tokens."""
+
+
+LOOKED_AT = 32
+"""Batches of which a typical one is found."""
 
 
 class Subject(ABC):
@@ -82,6 +81,8 @@ class Subject(ABC):
     """How much of them would be, with one document in each sample, where documents are packed."""
     groupable = False
     """Whether its samples differ in length and are taken in an order of chance."""
+    packable = False
+    """Whether each of its samples is one document, or a piece of one, and padded."""
 
     def situation(self, machine: Machine) -> Situation:
         """What rungs may ask about."""
@@ -95,6 +96,8 @@ class Subject(ABC):
             paddings=self.paddings,
             padding_share=self.padding_share,
             groupable=self.groupable,
+            packable=self.packable,
+            unpacked_padding=self.unpacked_padding,
             procs=self.procs,
         )
 
@@ -105,6 +108,26 @@ class Subject(ABC):
     @abstractmethod
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         """Batches of `setting.plan.micro_batch` samples on the device, without end, in the seed's order."""
+
+    def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
+        """What tells how large a batch is, where batches differ in that."""
+        return None
+
+    def typical(self, setting: Setting, seed: int) -> list[Any]:
+        """The micro-batches of the one step that is timed, again and again: the first; where batches differ in size,
+        those of the first 32 that are nearest to the mean, which predictions are of, too.
+        """
+        size, count = self.size_of(setting), setting.plan.accumulate
+        batches = self.batches(setting, seed)
+        try:
+            found = list(itertools.islice(batches, count if size is None else max(count, LOOKED_AT)))
+        finally:
+            close(batches)
+        if size is None:
+            return found
+        sizes = torch.tensor([size(batch) for batch in found], dtype=torch.float64)
+        apart = (sizes / sizes.mean(dim=0) - 1).abs().sum(dim=1)
+        return [found[i] for i in sorted(apart.argsort(stable=True)[:count].tolist())]
 
     @abstractmethod
     def workload(self, setting: Setting) -> Workload:
@@ -118,9 +141,13 @@ class Subject(ABC):
         """Where this process stands under a Plan."""
         return ParallelDims.of(plan, rank=self.rank if plan.gpus > 1 else 0)
 
-    def samples(self, setting: Setting) -> int:
-        """Samples of one optimizer step, over all processes."""
-        return setting.plan.global_batch
+    def worth(self, setting: Setting) -> float:
+        """How many of the baseline's samples one of a setting is worth."""
+        return 1.0
+
+    def samples(self, setting: Setting) -> float:
+        """Samples of one optimizer step, over all processes, in samples of the baseline."""
+        return setting.plan.global_batch * self.worth(setting)
 
     def model_flops(self, setting: Setting) -> int:
         """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
@@ -144,8 +171,10 @@ class Configured(Subject):
         self.first = Setting(model=self._model, plan=Plan(micro_batch=batch))
         self.unit = self._task.unit
         self.data = self._source.title
-        self._full: dict[tuple[ModelConfig | None, int, bool], Fullness] = {}
+        self._full: dict[tuple[ModelConfig | None, int, bool, bool], Fullness] = {}
         self._asked, self._data = config.task, config.data
+        self.packable = not getattr(self._source, "packed", True)
+        self._packed = replace(config.data, packed=True)
         self.groupable = self._source.lengths is not None and not self._source.group_by_length
         self._by_length = copy.copy(self._source)
         self._by_length.group_by_length = self.groupable
@@ -168,7 +197,7 @@ class Configured(Subject):
         return iter(
             Loader(
                 self._source_of(setting),
-                self._task.prepare(self._source, setting.model, seed=seed),
+                self._task.prepare(self._source_of(setting), setting.model, seed=seed),
                 batch=setting.plan.micro_batch,
                 seed=seed,
                 device=self.device,
@@ -176,6 +205,12 @@ class Configured(Subject):
                 world=dims.data_world,
             )
         )
+
+    def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
+        """Tokens with padding and without, where samples differ in length."""
+        if self._source_of(setting).lengths is None:
+            return None
+        return lambda batch: (self._task.inputs(batch)[0].numel(), self._task.tokens(batch))
 
     def workload(self, setting: Setting) -> Workload:
         model, real, words = self._fullness(setting)
@@ -188,7 +223,7 @@ class Configured(Subject):
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
         if self._asked != "auto":
             words.append(f"--task {self._asked}")
-        words += data_words(self._data)
+        words += data_words(self._packed if setting.packed else self._data)
         if setting.by_length:
             words.append("--data.group_by_length true")
         return " ".join(words)
@@ -206,11 +241,24 @@ class Configured(Subject):
         assert not isinstance(fitted, ViTConfig)
         return replace(fitted, vocabulary=max(model.vocabulary, fitted.vocabulary))
 
+    def worth(self, setting: Setting) -> float:
+        """By the tokens that are no padding, where documents are packed."""
+        if not setting.packed:
+            return 1.0
+        each = [found.model.tokens * found.real for found in map(self._fullness, (setting, self.first))]
+        return each[0] / each[1]
+
     def _source_of(self, setting: Setting) -> Source:
+        if setting.packed:
+            return self._with_packing
         return self._by_length if setting.by_length else self._source
 
+    @cached_property
+    def _with_packing(self) -> Source:
+        return self._task.open(self._packed, self._model, "train")
+
     def _fullness(self, setting: Setting) -> Fullness:
-        key = setting.model, setting.plan.micro_batch, setting.by_length
+        key = setting.model, setting.plan.micro_batch, setting.by_length, setting.packed
         if key not in self._full:
             assert setting.model is not None
             batch = setting.plan.micro_batch
@@ -227,81 +275,11 @@ class Configured(Subject):
         return self._starts[seed]
 
 
-class Own(Subject):
-    """A model of the user's: what a factory returns. Its one batch is fed at every step; further micro-batches, and
-    other ranks, get its samples drawn anew.
-    """
-
-    unit, data = "samples", "the factory's batch"
-
-    def __init__(self, factory: Factory, name: str, config: LadderConfig, device: torch.device) -> None:
-        self.title = name
-        self.path = config.factory or path_of(factory)
-        self.procs = config.procs
-        self.device = device
-        self.recipe = Recipe(lr=config.lr)
-        self._factory = factory
-        model, self._batch, self._loss = self._make(config.seed)
-        self._samples = samples_of(self._batch)
-        self.splittable = self._samples is not None
-        self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
-        self.attention = self._attention_of(model)
-        self.token_orders = tuple(
-            name for name in self.token_orders if _accepts(set_token_order, model, name)
-        )
-        self.losses = tuple(name for name in self.losses if _accepts(set_loss, model, name))
-        self.paddings = tuple(name for name in self.paddings if _accepts(set_padding, model, name))
-        self._traces: dict[int, Workload] = {}
-
-    def build(self, setting: Setting, seed: int) -> Built:
-        model, _, loss = self._make(seed)
-        return build(model, setting.plan, device=self.device, recipe=self.recipe, loss=loss, seed=seed)
-
-    def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
-        plan = setting.plan
-        batch, dims = self._enlarged(plan.micro_batch), self.dims(plan)
-        places = range(dims.data_rank, plan.accumulate * dims.data_world, dims.data_world)
-        return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
-
-    def workload(self, setting: Setting) -> Workload:
-        """Traced once per batch size in fp32."""
-        size = setting.plan.micro_batch
-        if size not in self._traces:
-            model, _, loss = self._make(0)
-            blocks = _blocks_in(model)
-            self._traces[size] = trace(model.to(self.device), self._enlarged(size), loss, size, units=blocks)
-        return self._traces[size]
-
-    def train_command(self, setting: Setting) -> str:
-        plan = setting.plan.line()
-        ranks = f", on each of {setting.plan.gpus} ranks" if setting.plan.gpus > 1 else ""
-        return (
-            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  '
-            f"# model of {self.title}{ranks}"
-        )
-
-    def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
-        return made_by(self._factory, self.title, seed)
-
-    def _attention_of(self, model: nn.Module) -> tuple[str, ...]:
-        """The backends that the model can be switched to: none where it never calls torch's attention."""
-        switch = Switch("sdpa")
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), Watch(switch):
-            self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
-        if not switch.used:
-            return ()
-        return tuple(name for name in self.attention if _accepts(set_attention, model, name))
-
-    def _enlarged(self, size: int) -> Any:
-        """The example batch on the device, repeated to `size` samples."""
-        times = size // (self._samples or 1)
-
-        def move(leaf: Tensor) -> Tensor:
-            leaf = leaf.to(self.device)
-            grows = times > 1 and leaf.ndim > 0 and leaf.shape[0] == self._samples
-            return torch.cat([leaf] * times) if grows else leaf
-
-        return replaced(self._batch, move)
+def close(batches: Any) -> None:
+    """Let go of batches, if they hold threads."""
+    closing = getattr(batches, "close", None)
+    if closing is not None:
+        closing()
 
 
 def _task_named(config: LadderConfig) -> TaskName:
@@ -319,23 +297,6 @@ def _usual_batch(model: ModelConfig, device: torch.device) -> int:
     return max(1, BATCH_TOKENS[device.type] // model.tokens)
 
 
-def _blocks_in(model: nn.Module) -> int:
-    """Repeated blocks, which are gathered one by one where weights are sharded; 1 where none are found."""
-    try:
-        return len(anatomy_of(model).blocks)
-    except ConfigError:
-        return 1
-
-
-def subject_of(config: LadderConfig, factory: str | Factory | None, device: torch.device) -> Subject:
-    """The subject of a configuration, or of a factory function that is given instead of its path."""
-    if callable(factory):
-        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device)
-    if config.factory is not None:
-        return Own(load_factory(config.factory), config.factory, config, device)
-    return Configured(config, device)
-
-
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
     """Load weights of the same name and shape; a table of positions may have lost its first row, the class token's."""
     fitting = {}
@@ -349,11 +310,3 @@ def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
             fitting[name] = value
     # As a state dict: master weights and shards take what is theirs of it.
     model.load_state_dict(fitting, strict=False)
-
-
-def _accepts(switch: Callable[[nn.Module, Any], None], model: nn.Module, value: str) -> bool:
-    try:
-        switch(model, value)
-    except ConfigError:
-        return False
-    return True

@@ -109,7 +109,7 @@ def plan_words(report: LadderReport, chosen: Chosen) -> str:
         f"Its Plan is {chosen.plan}."
     )
     if changed := ", ".join(f"{name} {value}" for name, value in chosen.model.items()):
-        words += f" It changes the model: {changed}."
+        words += f" It changes model or data: {changed}."
     if chosen.loss_difference is not None and report.noise is not None:
         within = "within" if chosen.within_noise else "outside"
         deviation = 2 * report.noise.deviation

@@ -22,8 +22,9 @@ import torch
 from penstock import errors
 from penstock.config.machine import Link
 from penstock.errors import ConfigError, EnvironmentProblem, PenstockError, ran_out_of_memory
+from penstock.ladder.own import Own
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.subject import Own, Subject
+from penstock.ladder.subject import Subject
 from penstock.leftovers import temporary
 
 ANSWER_SECONDS = 1200.0

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.containers import tensors
 from penstock.errors import ConfigError
+from penstock.kernels.linear_cross_entropy import in_chunks
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Experts
@@ -99,10 +100,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.penstock.linear_cross_entropy.default:
+            with self, _Parts():  # type: ignore[no-untyped-call]  # one operator, but several products
+                return in_chunks(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         read = list(tensors((args, kwargs)))
         written = list(tensors(out))
-        if read and written and not (_is_view(read, written) and not _in_place(func, kwargs)):
+        computes = any(tensor.numel() for tensor in written)  # a product of no rows tells its type alone
+        if read and computes and not (_is_view(read, written) and not _in_place(func, kwargs)):
             self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
         return out
 
@@ -127,6 +132,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
             weights=m * n if learns else 0, fp8=kind == "gemm" and frozenset(sides) in self._linears,
         )  # fmt: skip
+
+
+class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within an operator autograd has not yet taken those apart that are made of others, such as `linear`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with self:
+            found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
 
 def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:
@@ -164,7 +180,7 @@ def _product(
         first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
         q, k = args[first], args[first + 1]
         return "attention", (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
-    formula = flop_registry.get(func.overloadpacket)
+    formula = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
     if formula is None:
         return next((kind for part, kind in _KINDS if part in name), "pointwise"), (1, 0, 0, 0)
     flops = int(formula(*args, **kwargs, out_val=out))

@@ -1,0 +1,149 @@
+"""A model of the user's on the ladder: what a factory returns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.build import Built, build
+from penstock.config.plan import LossForm, Padding, Plan
+from penstock.config.run import Recipe
+from penstock.containers import replaced
+from penstock.errors import ConfigError
+from penstock.kernels.sdpa import Switch, Watch
+from penstock.ladder.factory import (
+    Factory,
+    drawn_anew,
+    load_factory,
+    made_by,
+    padding_of,
+    path_of,
+    samples_of,
+)
+from penstock.ladder.rung import Setting
+from penstock.ladder.settings import LadderConfig
+from penstock.ladder.subject import Configured, Subject
+from penstock.ladder.trace import trace
+from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
+from penstock.planner.operators import Workload
+from penstock.tasks import Loss
+
+
+class Own(Subject):
+    """Its one batch is fed at every step. Further micro-batches, and other ranks, get its samples drawn anew."""
+
+    unit, data = "samples", "the factory's batch"
+
+    def __init__(self, factory: Factory, name: str, config: LadderConfig, device: torch.device) -> None:
+        self.title = name
+        self.path = config.factory or path_of(factory)
+        self.procs = config.procs
+        self.device = device
+        self.recipe = Recipe(lr=config.lr)
+        self._factory = factory
+        model, self._batch, self._loss = self._make(config.seed)
+        self._samples = samples_of(self._batch)
+        self.splittable = self._samples is not None
+        self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
+        self.attention = self._attention_of(model)
+        self.token_orders = tuple(
+            name for name in self.token_orders if _accepts(set_token_order, model, name)
+        )
+        self.losses = tuple(name for name in self.losses if _accepts(set_loss, model, name))
+        self.paddings = tuple(name for name in self.paddings if _accepts(set_padding, model, name))
+        if "remove" in self.paddings:
+            self.padding_share = padding_of(self._batch)
+        self._traces: dict[tuple[int, LossForm, Padding], Workload] = {}
+
+    def build(self, setting: Setting, seed: int) -> Built:
+        model, _, loss = self._make(seed)
+        return build(model, setting.plan, device=self.device, recipe=self.recipe, loss=loss, seed=seed)
+
+    def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
+        plan = setting.plan
+        batch, dims = self._enlarged(plan.micro_batch), self.dims(plan)
+        places = range(dims.data_rank, plan.accumulate * dims.data_world, dims.data_world)
+        return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
+
+    def workload(self, setting: Setting) -> Workload:
+        """Traced once, in fp32, per batch size and what else changes its operators."""
+        plan = setting.plan
+        key = plan.micro_batch, plan.loss, plan.padding
+        if key not in self._traces:
+            model, _, loss = self._make(0)
+            if plan.loss != "whole":
+                set_loss(model, plan.loss)
+            if plan.padding != "keep":
+                set_padding(model, plan.padding)
+            batch = self._enlarged(plan.micro_batch)
+            self._traces[key] = trace(
+                model.to(self.device), batch, loss, plan.micro_batch, units=_blocks_in(model)
+            )
+        return self._traces[key]
+
+    def model_flops(self, setting: Setting) -> int:
+        """Of tokens that are no padding, whatever is computed, as far as the model can leave it out."""
+        padding: Padding = "remove" if self.padding_share else "keep"
+        plain = replace(setting.plan, loss="whole", padding=padding)
+        return super().model_flops(replace(setting, plan=plain))
+
+    def train_command(self, setting: Setting) -> str:
+        plan = setting.plan.line()
+        ranks = f", on each of {setting.plan.gpus} ranks" if setting.plan.gpus > 1 else ""
+        return (
+            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  '
+            f"# model of {self.title}{ranks}"
+        )
+
+    def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
+        return made_by(self._factory, self.title, seed)
+
+    def _attention_of(self, model: nn.Module) -> tuple[str, ...]:
+        """The backends that the model can be switched to: none where it never calls torch's attention."""
+        switch = Switch("sdpa")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), Watch(switch):
+            self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
+        if not switch.used:
+            return ()
+        return tuple(name for name in self.attention if _accepts(set_attention, model, name))
+
+    def _enlarged(self, size: int) -> Any:
+        """The example batch on the device, repeated to `size` samples."""
+        times = size // (self._samples or 1)
+
+        def move(leaf: Tensor) -> Tensor:
+            leaf = leaf.to(self.device)
+            grows = times > 1 and leaf.ndim > 0 and leaf.shape[0] == self._samples
+            return torch.cat([leaf] * times) if grows else leaf
+
+        return replaced(self._batch, move)
+
+
+def subject_of(config: LadderConfig, factory: str | Factory | None, device: torch.device) -> Subject:
+    """The subject of a configuration, or of a factory function that is given instead of its path."""
+    if callable(factory):
+        return Own(factory, getattr(factory, "__qualname__", "factory"), config, device)
+    if config.factory is not None:
+        return Own(load_factory(config.factory), config.factory, config, device)
+    return Configured(config, device)
+
+
+def _blocks_in(model: nn.Module) -> int:
+    """Repeated blocks, which are gathered one by one where weights are sharded; 1 where none are found."""
+    try:
+        return len(anatomy_of(model).blocks)
+    except ConfigError:
+        return 1
+
+
+def _accepts(switch: Callable[[nn.Module, Any], None], model: nn.Module, value: str) -> bool:
+    try:
+        switch(model, value)
+    except ConfigError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import get_args
 
-from calibration.table import Row, Software, as_xla_does, decoder, iteration_seconds, read
+from calibration.table import TORCH, Row, Software, as_xla_does, decoder, iteration_seconds, read
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, ViTConfig, preset
 from penstock.config.plan import AttentionBackend, Plan
@@ -51,7 +51,7 @@ def vit() -> Iterator[Row]:
             overlap=not jax, tp_overlap="none" if jax else "weights",
         )  # fmt: skip
         model = replace(model, dropout=0.1) if jax else model
-        software = Software(softmax_apart=not jax, adds_in_products=not jax)
+        software = Software(softmax_apart=not jax, adds_in_products=not jax, torch_loss=True)
         seconds = iteration_seconds(model, machine, plan, software, as_xla_does if jax else None)
 
         def predict(constants: Constants, seconds=seconds, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]
@@ -135,7 +135,7 @@ def flash_training() -> Iterator[Row]:
         )  # fmt: skip
 
         def fits(plan: Plan, model: ModelConfig = model) -> bool:
-            return sum(memory(describe(model, plan), plan).values()) <= room(machine)
+            return sum(memory(describe(model, plan, software=TORCH), plan).values()) <= room(machine)
 
         if not fits(plan):
             plan = replace(plan, recompute="selective")

@@ -43,7 +43,7 @@ _MEGATRON = Plan(
 )
 
 
-MEGATRON = Software(host_waits=True, even_stages=True)
+MEGATRON = Software(host_waits=True, even_stages=True, torch_loss=True)
 """Its timers wait for the device, and its log reads the loss of every step. It shares blocks out evenly."""
 
 
@@ -133,7 +133,7 @@ def mosaicml_plans(chip: str) -> Iterator[tuple[dict[str, str], DecoderConfig, M
         yield row, model, load_machine(_MOSAICML[row["gpu"]]), plan
 
 
-MOSAICML = Software(host_waits=True)
+MOSAICML = Software(host_waits=True, torch_loss=True)
 """Its loss is one fused kernel (llm-foundry's `loss_fn`), but Composer's two metrics of training compute the loss twice
 more. Nothing says in which type; together they are taken to cost what torch's own loss does."""
 
@@ -151,7 +151,7 @@ def mosaicml(chip: str) -> Iterator[Row]:
         )
 
 
-TITAN = Software(norms_apart=True)
+TITAN = Software(norms_apart=True, torch_loss=True)
 
 
 def _titan_fp8(words: str) -> Any:
@@ -346,7 +346,9 @@ def nemo() -> Iterator[Row]:
             sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
             virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
-        seconds = iteration_seconds(model, machine, plan, Software(adds_in_products=True, even_stages=True))
+        seconds = iteration_seconds(
+            model, machine, plan, Software(adds_in_products=True, even_stages=True, torch_loss=True)
+        )
         tokens = plan.global_batch * model.sequence / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Workload
 from penstock.planner.rates import exponentials_per_second, rates_of
-from penstock.planner.software import PENSTOCK, Software
+from penstock.planner.software import Software
 from penstock.planner.step import step
 
 FOLDER = Path(__file__).parent / "tables"
@@ -55,6 +55,9 @@ def decoder(name: str) -> DecoderConfig:
     assert isinstance(found, DecoderConfig)
     return found
 
+
+TORCH = Software(torch_loss=True)
+"""Software that no source says more of."""
 
 Rewrite = Callable[[Workload, Plan, Machine], Workload]
 """What a source's software makes of the operators that the planner lists."""
@@ -164,7 +167,7 @@ def iteration_seconds(
     model: ModelConfig,
     machine: Machine,
     plan: Plan,
-    software: Software = PENSTOCK,
+    software: Software = TORCH,
     rewrite: Rewrite | None = None,
 ) -> Callable[[Constants], float]:
     """The planner's seconds of one step under given constants."""

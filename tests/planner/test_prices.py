@@ -58,10 +58,12 @@ def test_a_last_stage_that_keeps_many_micro_batches_needs_the_output_besides() -
     line = "pp=2 dp=32 sharding=zero1 micro_batch=1 accumulate=16"
     plain, chunks = one("llama3-8b", line), one("llama3-8b", f"{line} schedule=interleaved virtual=16")
     assert plain.memory["output"] == 0.0 < chunks.memory["output"]
-    assert chunks.memory_bytes > 1.1 * plain.memory_bytes
-    fifo = one("llama3-8b", "pp=8 accumulate=16 micro_batch=1 schedule=gpipe")
+    logits = 8192 * 128256 * 2
+    assert chunks.memory["output"] > 1.5 * logits  # they, and what the last norm and the output keep
+    line = "pp=8 accumulate=16 micro_batch=1 recompute=full schedule="
+    fifo, few = one("llama3-8b", f"{line}gpipe"), one("llama3-8b", f"{line}1f1b")
     assert fifo.memory["output"] > 0
-    assert fifo.memory["activations"] > 2 * plain.memory["activations"]
+    assert fifo.memory["activations"] > 2 * few.memory["activations"]
 
 
 @pytest.mark.parametrize("kind", ["operators", "selective", "early", "full"])
@@ -283,7 +285,7 @@ def test_the_best_of_a_search_is_predicted_as_it_is_alone() -> None:
 
 
 def test_fitting_leaves_the_same_margin_everywhere() -> None:
-    line = "micro_batch=14 dp=8 sharding=fsdp"
+    line = "micro_batch=18 dp=6 sharding=fsdp"
     prediction = one("gpt-1.7b", line, load_machine("a100-80g"))
     machine = load_machine("a100-80g")
     assert room(machine) < prediction.memory_bytes < machine.memory_bytes

@@ -16,6 +16,7 @@ from penstock.models import create
 from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
+from penstock.planner.operators import Workload
 from penstock.planner.software import PENSTOCK, Software
 
 TITAN = Software(norms_apart=True)
@@ -130,15 +131,33 @@ def test_a_loss_in_chunks_keeps_no_logits() -> None:
     assert ends[1].output == pytest.approx(LOSS_BUDGET["cpu"] + table + inputs, rel=0.03)
 
 
+def _share_of(part: Workload, whole: Workload, name: str) -> float:
+    """FLOPs of an operator of the first block in one list, as a share of those in another."""
+    found = [next(op.flops for op in work.blocks[0].forward if op.name == name) for work in (part, whole)]
+    return found[0] / found[1]
+
+
 def test_padding_left_out_and_words_not_asked_for_are_not_computed() -> None:
     model, plan = PRESETS["bert-base"], Plan(micro_batch=4, padding="remove")
     whole, part = describe(model, plan, "cpu"), describe(model, plan, "cpu", real=0.5)
     mlp = [next(op for op in work.blocks[0].forward if op.name == "mlp.up") for work in (whole, part)]
     assert mlp[1].flops == mlp[0].flops / 2
-    core = [
-        next(op for op in work.blocks[0].forward if op.name == "attention.scores") for work in (whole, part)
+    assert _share_of(part, whole, "attention.scores") == pytest.approx(
+        1 / 3, rel=0.01
+    )  # of lengths from 0 to 512
+    on_gpu = describe(model, plan, real=0.5), describe(model, plan)
+    assert _share_of(*on_gpu, "attention") == 1.0
+    pinned = replace(plan, precision="O2", attention="flash")
+    still = replace(model, dropout=0.0)  # type: ignore[call-arg]
+    for one, share in ((model, 1.0), (still, 1 / 3)):
+        with_lengths = describe(one, pinned, real=0.5), describe(one, pinned)
+        assert _share_of(*with_lengths, "attention") == pytest.approx(share, rel=0.01)
+    short = replace(model, sequence=63), replace(model, sequence=64)  # type: ignore[call-arg]
+    shares = [
+        _share_of(describe(m, plan, "cpu", real=0.5), describe(m, plan, "cpu"), "attention.scores")
+        for m in short
     ]
-    assert core[1].flops == core[0].flops
+    assert shares == [1.0, pytest.approx(1 / 3, rel=0.02)]
     kept = describe(model, replace(plan, padding="keep"), "cpu", real=0.5)
     assert kept.model_flops == whole.model_flops
     masked = describe(model, plan, "cpu", words=0.15)

@@ -6,7 +6,7 @@ of the device's query heads, K those of its key heads, M hidden width on this de
 
 from __future__ import annotations
 
-from penstock.config.plan import CAUSAL_BLOCK, WINDOW_BLOCK
+from penstock.config.plan import CAUSAL_BLOCK, UNPADDED_MEAN, WINDOW_BLOCK
 from penstock.config.stack import Stack
 from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
@@ -25,13 +25,18 @@ def list_block(to: Lister, block: Block) -> None:
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
-    to.norm("norm1", stream_rows, stack)
-    seen = t.cached + block.tokens
-    _attend(to, block, whole, seen, "attention", causal=block.causal and not t.cached, computed=rows)
+    if block.normed:
+        to.norm("norm1", stream_rows, stack)
+    seen, queries = t.cached + block.tokens, whole
+    if not block.causal and _unpadded(to, block.tokens):
+        # Keys that a token sees on average, of lengths that lie evenly around their mean.
+        queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
+    _attend(to, block, queries, seen, "attention", causal=block.causal and not t.cached, computed=rows)
     _branch(to, "branch1", block, stream_rows)
     if block.cross:
         to.norm("cross_norm", stream_rows, stack)
-        _attend(to, block, rows, block.cross, "attention.cross", computed=rows)
+        memory = round(block.cross * t.real) if _unpadded(to, block.cross) else block.cross
+        _attend(to, block, rows, memory, "attention.cross", computed=rows)
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
         to.norm("norm2", stream_rows, stack)
@@ -42,6 +47,13 @@ def list_block(to: Lister, block: Block) -> None:
         _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=stack.parallel)
     _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows)
+
+
+def _unpadded(to: Lister, tokens: int) -> bool:
+    """Whether attention goes from sample to sample, so that it computes no padding: see `penstock.kernels.padding`."""
+    t = to.terms
+    long = t.host and tokens * t.real >= UNPADDED_MEAN[int(t.product)]
+    return t.cp == 1 and t.real < 1 and (t.varlen or long)
 
 
 def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> None:
@@ -214,7 +226,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         product("scores.left", tokens, f, seen, scores + keys, queries),
         product("scores.right", seen, f, tokens, scores + queries, keys),
     )
-    if block.stack.positions in ("alibi", "relative") and not name.endswith("cross"):
+    if block.stack.biased and not name.endswith("cross"):
         to.move(f"{name}.bias", scores, (each, each), (0, 0))
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:

@@ -48,9 +48,16 @@ def describe(
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
         attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
-        real=real if plan.padding == "remove" else 1.0, gathers_keys=plan.cp_exchange == "gather", software=software,
+        real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
+        gathers_keys=plan.cp_exchange == "gather", software=software,
     )  # fmt: skip
     return described(model, terms)
+
+
+def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:
+    """Whether attention goes through a kernel of variable lengths where it can: see `penstock.kernels.varlen`."""
+    plain = not any(stack.biased or stack.weights_dropout for stack in stacks(model))
+    return plain and plan.attention == "flash" and device != "cpu" and BYTES[numerics_of(plan).compute] == 2
 
 
 def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
@@ -66,7 +73,7 @@ def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
         return "fused"
     # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
     if any(stack.weights_dropout for stack in stacks(model)):
-        return "plain" if numerics_of(plan).compute == "fp32" else "math"
+        return "math" if numerics_of(plan).compute == "fp16" else "plain"
     return "math" if any(stack.positions == "relative" for stack in stacks(model)) else "fused"
 
 
@@ -239,8 +246,8 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         _chunked_loss(to, model, rows, columns, d)
         return
     biased = model.output_bias
-    # On a CPU the gradient takes the place of the logits, which stay until the products of the output have read it.
-    in_place = t.host and t.tp == 1 and not t.whole
+    # The gradient takes the place of the logits, which stay until the products of the output have read it.
+    in_place = t.tp == 1 and not t.whole and not t.software.torch_loss
     to.gemm(
         "head", rows, columns, d, bias=biased, fp8=False, group="output", kept=rows * (d + columns * in_place) * c,
         learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
@@ -302,25 +309,38 @@ def _of_all_words(to: Lister, rows: float) -> None:
 def _pooled(to: Lister, model: EncoderConfig) -> None:
     """The dense layer over the first token, and the classes."""
     samples, d, c = to.terms.samples, model.width, to.terms.product
-    to.gemm("pooler", samples, d, d, bias=True, fp8=False, group="output")
+    tanh = model.pooler == "tanh"
+    to.gemm("pooler", samples, d, d, bias=tanh or model.bias, fp8=False, group="output")
     size = samples * d
-    to.move("pooler.tanh", size, (c, c), kind="activation", group="output", kept=size * c)
+    to.move("pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c)
+    if not tanh:
+        to.norm("pooler.norm", samples, model)
     if model.dropout:
         to.dropout("pooler.dropout", size, c, "output")
     to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
-    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: what is made of the logits stays in caches."""
-    size, c = rows * columns, to.terms.product
-    # In fp32, and of half logits a cast besides.
-    piece = max(columns, min(LOSS_PIECE, size)) * (4.0 if c == 4 else 8.0)
-    logs = Op("loss.softmax", "softmax", read=size * c, elements=size, row=columns)
+    """Cross-entropy as `penstock.kernels.cross_entropy` makes it. What a CPU makes of the logits stays in its caches; a
+    GPU writes it, in fp32, and reads it again."""
+    size, c, host = rows * columns, to.terms.product, to.terms.host
+    piece = LOSS_PIECE["cpu" if host else "cuda"]
+    made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
+    # Of half logits a CPU makes a cast besides.
+    alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
+    logs = Op(
+        "loss.softmax",
+        "softmax",
+        read=size * c,
+        written=made,
+        elements=size,
+        row=columns,
+        launches=2 * pieces,
+    )
+    read = max(0.0, 2 * size * c + 2 * made - alive)
     to.add(
         logs,
-        logs._replace(
-            name="loss.gradient_", forward=False, read=max(0.0, 2 * size * c - piece), written=piece
-        ),
+        logs._replace(name="loss.gradient_", forward=False, read=read, written=alive, launches=3 * pieces),
     )
 
 

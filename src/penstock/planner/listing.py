@@ -61,6 +61,8 @@ class Terms(NamedTuple):
     """Whether the loss over a vocabulary is made of some tokens at a time."""
     real: float = 1.0
     """Share of an encoder's tokens that are computed."""
+    varlen: bool = False
+    """Whether attention's kernel knows the lengths of samples."""
     words: float = 1.0
     """Share of tokens of which words are asked for."""
     software: Software = PENSTOCK

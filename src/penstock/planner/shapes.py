@@ -28,6 +28,8 @@ class Block:
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block attends to besides; 0 is none."""
+    normed: bool = True
+    """Whether a norm comes before its attention, or after it."""
     window: int = 0
     """Tokens that a token attends to; 0 is all."""
 
@@ -70,13 +72,13 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
     found = []
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         causal, cross = i > 0 or model.family == "decoder", model.tokens if i > 0 else 0
-        kinds = Counter((stack.mixture(j), stack.windowed(j)) for j in range(stack.depth))
-        for (mixture, windowed), count in sorted(kinds.items()):
+        kinds = Counter((stack.mixture(j), stack.windowed(j), stack.normed(j)) for j in range(stack.depth))
+        for (mixture, windowed, normed), count in sorted(kinds.items()):
             window = (stack.window or 0) if windowed else 0
             found.append(
                 Block(
                     stack=stack, count=count, tokens=tokens, mixture=mixture, causal=causal, cross=cross,
-                    window=window,
+                    normed=normed, window=window,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -21,6 +21,8 @@ class Software(NamedTuple):
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
     even_stages: bool = False
     """Whether a pipeline's stages have as many blocks each, whatever the output takes, as Megatron's have."""
+    torch_loss: bool = False
+    """Whether logits are cast to fp32 and torch's operators make their loss, with no kernel that overwrites them."""
 
 
 PENSTOCK = Software()

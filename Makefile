@@ -16,13 +16,14 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo docs test test-slow test-faults test-all test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo docs test test-slow test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      tune a small model and train it on real images; make clean-runs demo does so anew"
 	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
 	@echo "make test-all  run the slow tests too"
+	@echo "make test-isa  run the tests that depend on the CPU as smaller CPUs would"
 	@echo "make test-gpu  run the tests that need a GPU"
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
@@ -70,6 +71,19 @@ endef
 
 test: $(VENV)/.test
 	$(call run_tests,not gpu and not slow and not faults)
+
+# Tests of what depends on the CPU, as on one with AVX2 only and on one with AVX-512 but no units for bf16. What this
+# machine has itself is tested by `make test`.
+ISA_TESTS := tests/kernels tests/precision tests/planner tests/infer/test_weights.py tests/infer/test_encode.py \
+  tests/tasks/test_plans.py tests/parallel/test_recompute.py tests/test_cpu.py
+ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal \
+  -m 'not gpu and not slow and not faults and not alone' $(ISA_TESTS) $(PYTEST)
+
+test-isa: $(VENV)/.test
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(ISA_RUN)
+	@if $(PY) -c 'import torch; raise SystemExit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
+	  ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512 $(ISA_RUN); \
+	else echo "this CPU has no AVX-512 to be tested with"; fi
 
 test-slow: $(VENV)/.test
 	$(call run_tests,slow and not gpu and not faults)

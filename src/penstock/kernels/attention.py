@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBackend
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import dropout
 
@@ -33,11 +34,6 @@ PINNED = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-WIDE_VECTORS = bool(
-    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and torch.backends.cpu.get_cpu_capability() == "AVX512"
-)
-"""Whether oneDNN has batched products in bf16 for this CPU: it asks for AVX-512."""
 # How torch words it, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
 
@@ -47,16 +43,16 @@ def chosen_backend(
 ) -> AttentionBackend:
     """The backend that `auto` means for these inputs; any other is returned as it is.
 
-    On a CPU with wide vectors or matrix units the plain form wins for short sequences in bf16; elsewhere torch's own
-    choice is taken. Without them batched products in bf16 run at about 1 GFLOP/s, and SDPA, whose kernel works in fp32
-    inside, is 20 times faster.
+    On a CPU with AVX-512 the plain form wins for short sequences in bf16; elsewhere torch's own choice is taken.
+    Without it batched products in bf16 run at about 1 GFLOP/s, and SDPA, whose kernel works in fp32 inside, is 20 times
+    faster.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
     if backend != "auto":
         return backend
     on_cpu = device.type == "cpu" and dtype == torch.bfloat16
-    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and WIDE_VECTORS else "sdpa"
+    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and this_cpu().avx512 else "sdpa"
 
 
 class Sight(Protocol):
@@ -93,7 +89,7 @@ def attention(
     own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
     torch's. A causal mask and heads that share keys cost the fused kernels no memory; a mask of their own costs what it
     has elements. On a CPU a learned bias leads torch to its `math`. torch's kernel for CPUs has no dropout either, so
-    that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without wide vectors.
+    that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without AVX-512.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
@@ -133,7 +129,7 @@ def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scor
 def composes(q: Tensor, dropout: float) -> bool:
     """Whether torch would compose attention of several operators, with its own dropout and half types in fp32, which is
     slower than the plain form."""
-    quick = q.element_size() >= 4 or (q.dtype == torch.bfloat16 and WIDE_VECTORS)
+    quick = q.element_size() >= 4 or (q.dtype == torch.bfloat16 and this_cpu().avx512)
     return bool(dropout) and q.device.type == "cpu" and quick
 
 

@@ -23,6 +23,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
 from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
 from penstock.config.run import Recipe, TaskName
+from penstock.cpu import this_cpu
 from penstock.data import Loader
 from penstock.data.source import Source
 from penstock.ladder.rung import Setting, Situation
@@ -214,7 +215,9 @@ class Configured(Subject):
 
     def workload(self, setting: Setting) -> Workload:
         model, real, words = self._fullness(setting)
-        return describe(model, setting.plan, self.device.type, real=real, words=words)
+        return describe(
+            model, setting.plan, self.device.type, avx512=this_cpu().avx512, real=real, words=words
+        )
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop as early_stop
 
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of, recompute_scores
 from penstock.models.roles import Attention, Perceptron, Role, walk
@@ -61,7 +62,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
             f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "
             "was given as a module; use recompute=early with recompute_every, or one of Penstock's own models."
         )
-    work = describe(config, plan, device.type)
+    work = describe(config, plan, device.type, avx512=this_cpu().avx512)
     needed = held(work, plan).blocks
     if needed > 1.001 * allowed_bytes(work, plan):
         least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)

@@ -33,20 +33,21 @@ def describe(
     device: str = "cuda",
     software: Software = PENSTOCK,
     *,
+    avx512: bool = True,
     real: float = 1.0,
     words: float = 1.0,
 ) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
-    Of a batch of text, `real` is the share of an encoder's tokens that are no padding, `words` the share of tokens
-    whose words the loss asks for.
+    `avx512` is that of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that are no
+    padding, `words` the share of tokens whose words the loss asks for.
     """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
     terms = Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
-        attention_form(plan, model, device), plan.compile != "none", plan.compile == "whole",
+        attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
         gathers_keys=plan.cp_exchange == "gather", software=software,
@@ -60,12 +61,11 @@ def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:
     return plain and plan.attention == "flash" and device != "cpu" and BYTES[numerics_of(plan).compute] == 2
 
 
-def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
+def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) -> Form:
     """What an attention backend does: keep the scores (`plain`, `math`) or compute them again (`fused`)."""
-    backend = plan.attention
+    backend, compute = plan.attention, numerics_of(plan).compute
     if backend == "auto":
-        bf16 = numerics_of(plan).compute == "bf16"
-        short = device == "cpu" and bf16 and model.tokens <= AUTO_PLAIN_TOKENS
+        short = device == "cpu" and compute == "bf16" and avx512 and model.tokens <= AUTO_PLAIN_TOKENS
         backend = "plain" if short else "sdpa"
     if backend in ("plain", "math"):
         return backend
@@ -73,7 +73,7 @@ def attention_form(plan: Plan, model: ModelConfig, device: str) -> Form:
         return "fused"
     # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
     if any(stack.weights_dropout for stack in stacks(model)):
-        return "math" if numerics_of(plan).compute == "fp16" else "plain"
+        return "math" if compute == "fp16" or (compute == "bf16" and not avx512) else "plain"
     return "math" if any(stack.positions == "relative" for stack in stacks(model)) else "fused"
 
 

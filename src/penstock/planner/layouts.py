@@ -57,7 +57,10 @@ def layouts(
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
     held = {name: getattr(base, name) for name in SEARCHED if name in fixed}
     space = replace(space, **{name: (value,) for name, value in held.items() if name in AXES})
-    if "selective" in space.recompute and attention_form(base, model, machine.device) == "fused":
+    if (
+        "selective" in space.recompute
+        and attention_form(base, model, machine.device, machine.avx512) == "fused"
+    ):
         # Nothing keeps scores that could be computed again.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
     per_node, experts = machine.devices_per_node, max(stack.experts for stack in stacks(model))

@@ -117,7 +117,7 @@ def predict(
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
     _refuse(model, machine, plan)
-    work = describe(model, plan, machine.device, software, real=real, words=words)
+    work = describe(model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
 

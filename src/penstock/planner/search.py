@@ -128,7 +128,7 @@ def explore(
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             found.too_large += 1
             continue
-        work = describe(model, plan, machine.device)
+        work = describe(model, plan, machine.device, avx512=machine.avx512)
         if plan.recompute == "budget" and not plan.budget:
             plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
@@ -249,7 +249,7 @@ def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) 
 def needed_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> float:
     """Bytes of the fullest device."""
     cpu = machine.device == "cpu"
-    return sum(memory(describe(model, plan, machine.device), plan, cpu=cpu).values())
+    return sum(memory(describe(model, plan, machine.device, avx512=machine.avx512), plan, cpu=cpu).values())
 
 
 def _enough(model: ModelConfig, machine: Machine, gpus: int, base: Plan, limit: float) -> int | None:

@@ -18,7 +18,9 @@ from penstock.schedules import Costs, play_shared, schedule_of
 
 def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
     """Seconds of each stage's passes of one micro-batch, and of what it sends, on a device of `machine`."""
-    return costs_of(describe(model, plan, machine.device), rates_of(machine, plan), plan)
+    return costs_of(
+        describe(model, plan, machine.device, avx512=machine.avx512), rates_of(machine, plan), plan
+    )
 
 
 def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:

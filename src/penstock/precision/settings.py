@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, get_args
 
@@ -21,6 +20,7 @@ from penstock.config.convert import nearest
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.run import Lists
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.precision.lists import OpLists, default_lists
 
@@ -234,7 +234,7 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
     if name == "auto":
         chosen, why = auto_dtype(device)
         _once(f"dtype=auto chose {chosen}: {why}.")
-        if device.type == "cpu" and cpu_has_bf16() is False:
+        if device.type == "cpu" and this_cpu().bf16 is False:
             _once(
                 "This CPU has no units for bf16 (AVX512-BF16 or AMX on x86), so that half precision is up to ten times "
                 'slower than fp32 here. For speed choose precision="O0"; the half levels serve to study numerics.',
@@ -264,23 +264,9 @@ def auto_dtype(device: torch.device) -> tuple[str, str]:
         return "fp16", f"this GPU, of compute capability {major}.{minor}, has fast fp16 and no fast bf16"
     if device.type == "cpu":
         return "bf16", "CPUs have units for bf16 or none at all" + (
-            ", and this one has none" if cpu_has_bf16() is False else ""
+            ", and this one has none" if this_cpu().bf16 is False else ""
         )
     return "bf16", "bf16 has the range of fp32 and needs no loss scale"
-
-
-@functools.cache
-def cpu_has_bf16() -> bool | None:
-    """Whether this machine's CPU multiplies bf16 in units of its own; None where it does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    lines = (line.partition(":") for line in text.splitlines())
-    flags = {
-        flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()
-    }
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) if flags else None
 
 
 def _scale_problems(value: Any) -> Iterator[str]:

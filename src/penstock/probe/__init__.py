@@ -27,6 +27,7 @@ from penstock.config.machine import (
     match_datasheet,
     save_machine,
 )
+from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
@@ -38,7 +39,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_
 
 log = logging.getLogger(__name__)
 
-_PROBE = 10
+_PROBE = 11
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -75,6 +76,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
     machine = Machine(
         name=machine_name(where),
         device="cuda" if where.type == "cuda" else "cpu",
+        avx512=this_cpu().avx512,
         source="measured",
         peak_flops=best,
         achievable_flops=dict(best),

@@ -184,7 +184,8 @@ def _forward(cls: type[nn.Module]) -> dict[str, Any]:
                 if treatment.twin is None:
                     return original(self, *args, **kwargs)
                 twin = treatment.twin.train(self.training)
-                weights = {name: getattr(self, name).float() for name, _ in twin.named_parameters()}
+                # Rounded as autocast would, so that a copy on master weights computes as its original.
+                weights = {name: getattr(self, name).to(dtype).float() for name, _ in twin.named_parameters()}
                 return functional_call(twin, weights, args, kwargs)
         if kind == "half":
             args, kwargs = cast(args, dtype, device), cast(kwargs, dtype, device)

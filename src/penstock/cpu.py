@@ -1,0 +1,68 @@
+"""What this machine's CPU can do: the only place that asks.
+
+oneDNN and ATen may be told to use less than the CPU has, by `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY`. What they
+are left is what counts here, so that a large CPU can stand in for a smaller one in tests.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# oneDNN's names for the instruction sets of x86, from the smallest on; each has all before it.
+_ISA = (
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
+    "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """What torch's kernels find in a CPU."""
+
+    avx512: bool
+    """Whether oneDNN has batched matrix products in bf16, for which it needs AVX-512."""
+    bf16: bool | None
+    """Whether there are units that multiply bf16; None where the CPU does not say."""
+    vnni: bool
+    """Whether products of int8 are summed in 32 bits (AVX512-VNNI). Without, two products of whole bytes overflow."""
+    packs_bf16: bool
+    """Whether oneDNN takes bf16 weights in its blocked layout."""
+
+
+def _detect() -> Cpu:
+    has: dict[str, Any] = dict(getattr(torch.cpu, "get_capabilities", dict)())
+    onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return Cpu(
+        avx512=onednn and torch.backends.cpu.get_cpu_capability() == "AVX512",
+        bf16=_multiplies_bf16(has),
+        vnni=bool(has.get("avx512_vnni")) and _allowed("AVX512_CORE_VNNI"),
+        packs_bf16=onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    )
+
+
+def _multiplies_bf16(has: dict[str, Any]) -> bool | None:
+    """See `Cpu.bf16`; `has` is what torch found, by name, and empty where it cannot tell."""
+    if not has:
+        return None
+    if has.get("bf16"):  # ARM
+        return True
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16")) and _allowed("AVX512_CORE_BF16")
+
+
+def _allowed(isa: str) -> bool:
+    """Whether oneDNN may use an instruction set, as the environment limits it."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    return limit not in _ISA or _ISA.index(isa) <= _ISA.index(limit)
+
+
+# Made once, so that compiled code may ask.
+_CPU = _detect()
+
+
+def this_cpu() -> Cpu:
+    """The CPU that this process runs on, as far as torch may use it."""
+    return _CPU

@@ -33,15 +33,16 @@ class Enrolled(NamedTuple):
 
 
 def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
-    """A text preset at 16 features and two blocks."""
+    """A text preset at 16 features and two blocks, or four where blocks differ by a pattern over depth."""
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": dropout}
     config: Any = preset(name)
     if isinstance(config, Seq2SeqConfig):
         features: dict[str, Any] = {"head_features": 8} if config.encoder.head_features else {}
         sides = (replace(stack, **sizes, **features) for stack in (config.encoder, config.decoder))
         sizes = {**dict(zip(("encoder", "decoder"), sides)), "decoder_sequence": 16}
-    elif config.kv_heads:
-        sizes["kv_heads"] = 1
+    else:
+        sizes |= {"kv_heads": 1} if config.kv_heads else {}
+        sizes |= {"depth": 4} if len(config.kinds) > 1 else {}
     made: ModelConfig = replace(config, **{"vocabulary": WORDS, "sequence": 16, **sizes, **changes})
     return made
 

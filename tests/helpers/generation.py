@@ -22,10 +22,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {"kv_heads": 2, "qkv_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {
+        "depth": 4,
         "window": 4,
         "positions": "rotary",
         "window_base": 30.0,
-        "global_every": 2,
+        "global_every": 3,
         "first_norm": False,
     },
 }
@@ -36,7 +37,10 @@ _LIKE_LLAMA = ("llama", "qwen", "qwen2")
 def tiny(
     name: str, *, words: int = WORDS, seed: int = 0, depth: int = 2, dtype: torch.dtype = torch.float64
 ) -> TextModel:
-    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`."""
+    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`.
+
+    Where blocks differ by a pattern over depth there are four.
+    """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
     config: Any = PRESETS[base]
@@ -44,7 +48,7 @@ def tiny(
         stack = replace(config.encoder, **sizes)
         config = replace(config, encoder=stack, decoder=stack, vocabulary=words)
     else:
-        config = replace(config, **sizes, vocabulary=words, **DECODERS[name])
+        config = replace(config, **{**sizes, **DECODERS[name]}, vocabulary=words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = create(config, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,13 @@ from helpers import families
 from helpers.families import ENROLLED, loss
 from penstock.build import build
 from penstock.config.machine import load_machine
-from penstock.config.model import ViTConfig, preset
+from penstock.config.model import PRESETS, Seq2SeqConfig, ViTConfig, preset, stacks
 from penstock.config.plan import Plan
+from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError
 from penstock.models import ViT, create
 from penstock.models.anatomy import anatomy_of
+from penstock.parallel import recompute
 from penstock.parallel.recompute import _apply, _Recomputed, recompute_blocks
 from penstock.planner.describe import describe
 from penstock.planner.memory import held
@@ -214,6 +217,57 @@ def test_scores_of_a_foreign_model_are_computed_again(attention: str, dropout: f
         results.append([p.grad for p in model.parameters() if p.grad is not None])
     assert sizes[1] < 0.8 * sizes[0]
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_planner_and_builder_order_the_kinds_of_blocks_alike(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = PRESETS[name]
+    if isinstance(config, Seq2SeqConfig):
+        config = replace(config, encoder=replace(config.encoder, depth=3))
+    else:
+        config = replace(config, depth=min(config.depth, 8))
+    model = None if list(model_problems(config)) else create(config, device="meta")
+    applied: list[str] = []
+    monkeypatch.setattr(recompute, "_apply", lambda model, block, kind: applied.append(kind))
+    layers = [(number, layer) for number, stack in enumerate(stacks(config)) for layer in stack.layers]
+    for setting in (
+        "selective",
+        "operators",
+        "early",
+        "full recompute_every=2.5",
+        "budget",
+        "budget budget=0.01",
+        "budget budget=1",
+    ):
+        plan = Plan.parse(f"recompute={setting}")
+        work = describe(config, plan, "cpu")
+        kinds = block_kinds(config, plan, work)
+        assert len(kinds) == len(layers) == work.depth
+        parts = {
+            (n, part.block.layer): part for n, some in enumerate(work.stacks) for part in some if part.block
+        }
+        assert Counter(layers) == {key: part.count for key, part in parts.items()}
+        assert list(dict.fromkeys(layers)) == list(parts)
+        if plan.recompute == "budget":
+            for key, part in parts.items():
+                mine = Counter(kind for kind, layer in zip(kinds, layers) if layer == key)
+                assert mine == dict(dict(choose(work, allowed_bytes(work, plan)))[part])
+        if model is None:
+            continue
+        applied.clear()
+        recompute_blocks(model, plan, config)
+        assert applied == kinds
+    if model is not None:
+        blocks: list[Any] = [
+            model.get_submodule(one.name) for stack in anatomy_of(model).stacks for one in stack.blocks
+        ]
+        built = [
+            (getattr(one.attention, "windowed", False), not isinstance(one.norm1, nn.Identity))
+            for one in blocks
+        ]
+        assert built == [(layer.window > 0, layer.normed) for _, layer in layers]
 
 
 def test_a_search_finds_the_budget_that_fills_the_memory() -> None:

@@ -151,9 +151,7 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
                 f"plan.tp={plan.tp} neither divides the model's {stack.kv} heads of keys nor is a multiple of them; "
                 f"use a tp that divides {stack.kv}, or a multiple of it."
             )
-        dense = not stack.experts or stack.expert_every > 1
-        widths = [stack.mlp_width] * dense + [stack.expert_width or stack.mlp_width] * bool(stack.experts)
-        for width in dict.fromkeys(widths):
+        for width in dict.fromkeys(layer.hidden for layer in stack.kinds):
             if width % plan.tp:
                 yield (
                     f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; "

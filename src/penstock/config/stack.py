@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from penstock.config.convert import Count, Positive, Probability, Range
 
@@ -35,6 +36,19 @@ class Rotary:
     """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
     high: Positive = 4.0
     """Pairs that turn more often are left as they are; those between are slowed down in part."""
+
+
+class Layer(NamedTuple):
+    """Sizes in which the blocks of a stack may differ. Blocks of equal layers are of one kind."""
+
+    hidden: int
+    """Width of the MLP, or of one expert."""
+    mixture: bool = False
+    """Whether the MLP is a mixture of experts."""
+    window: int = 0
+    """Tokens that a token attends to; 0 is all."""
+    normed: bool = True
+    """Whether a norm comes before its attention, or after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,17 +155,25 @@ class Stack:
         """Dropout probability of the MLP's activations."""
         return self.dropout if self.mlp_dropout is None else self.mlp_dropout
 
-    def mixture(self, block: int) -> bool:
-        """Whether the MLP of the block of this index, from 0, is a mixture of experts."""
-        return self.experts > 0 and block % self.expert_every == self.expert_every - 1
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layer of each block, in the order in which they run."""
+        return tuple(self._layer(block) for block in range(self.depth))
 
-    def normed(self, block: int) -> bool:
-        """Whether the block of this index, from 0, has a norm for its attention."""
-        return self.first_norm or block > 0
+    def _layer(self, block: int) -> Layer:
+        mixture = self.experts > 0 and block % self.expert_every == self.expert_every - 1
+        sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
+        return Layer(
+            hidden=(self.expert_width if mixture else None) or self.mlp_width,
+            mixture=mixture,
+            window=0 if sees_all else self.window or 0,
+            normed=self.first_norm or block > 0,
+        )
 
-    def windowed(self, block: int) -> bool:
-        """Whether the block of this index, from 0, attends to its window only."""
-        return self.window is not None and not (self.global_every and block % self.global_every == 0)
+    @property
+    def kinds(self) -> dict[Layer, int]:
+        """The different layers in the order in which each first runs, and the number of blocks that have each."""
+        return Counter(self.layers)
 
     def problems(self, where: str) -> Iterator[str]:
         """Every reason why such a stack is impossible; `where` is its name, such as `model.encoder`."""

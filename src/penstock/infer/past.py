@@ -9,6 +9,7 @@ Shapes: R rows of the cache, one for each text; N new tokens; C columns; G heads
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -218,16 +219,15 @@ class Past:
         """What the blocks of a `TokenStack` are given in this pass."""
         sizes: Stack = stack.sizes
         turns: dict[str, Any] = self._turns(sizes, sequence_first=stack.sequence_first)
-        kinds = {sizes.windowed(block) for block in range(sizes.depth)}
         dtype = (
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         )
         look = _Look(self)
-        for windowed in kinds:
-            look.masks[windowed] = self._mask(stack, sizes.window if windowed else None, dtype)
+        for window in set(stack.windows):
+            look.masks[window] = self._mask(stack, window or None, dtype)
         # Of the blocks that lie here, which are all that look.
-        here = (number for number, block in enumerate(stack.blocks) if not block.__dict__.get(ELSEWHERE))
-        look.windowed = [sizes.windowed(number) for number in here]
+        here = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
+        look.windows = list(itertools.compress(stack.windows, here))
         context = Context(mask=look, near=look, **turns)
         if memory is None and not self.remembers:
             return context
@@ -335,13 +335,14 @@ class _Look:
 
     def __init__(self, past: Past) -> None:
         self.past, self.layer = past, 0
-        self.masks: dict[bool, Tensor | None] = {}
-        self.windowed: list[bool] = []
+        self.masks: dict[int, Tensor | None] = {}
+        """By window; 0 is none."""
+        self.windows: list[int] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `penstock.kernels.attention.attention`."""
-        past, mask = self.past, self.masks[self.windowed[self.layer]]
+        past, mask = self.past, self.masks[self.windows[self.layer]]
         keys, values = past.store.keep(self.layer, k, v, past)
         self.layer += 1
         if past._causal:

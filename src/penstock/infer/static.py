@@ -93,19 +93,18 @@ class _Step:
             tables.get("turns", {}), self.places, sequence_first=stack.sequence_first
         )
         biased = sizes.biased
-        masks: dict[bool, Tensor] = {}
-        windowed = [sizes.windowed(block) for block in range(sizes.depth)]
-        for narrow in windowed:
-            if narrow not in masks:
-                masks[narrow] = mask_of(
+        masks: dict[int, Tensor] = {}
+        for window in stack.windows:
+            if window not in masks:
+                masks[window] = mask_of(
                     self.places,
                     self.given.kept,
                     dtype=x.dtype,
                     seen=self.given.seen,
-                    window=sizes.window if narrow else None,
+                    window=window or None,
                     biases=tables["bias"] if biased else None,
                 )
-        look = _Look(self, masks, windowed)
+        look = _Look(self, masks, stack.windows)
         context = Context(mask=look, near=look, **turns)
         if not self.remembers:
             return context
@@ -118,13 +117,13 @@ class _Step:
 class _Look:
     """A `Sight` of the columns: of each block in turn."""
 
-    def __init__(self, step: _Step, masks: dict[bool, Tensor], windowed: list[bool]) -> None:
-        self.step, self.masks, self.windowed, self.layer = step, masks, windowed, 0
+    def __init__(self, step: _Step, masks: dict[int, Tensor], windows: tuple[int, ...]) -> None:
+        self.step, self.masks, self.windows, self.layer = step, masks, windows, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `penstock.kernels.attention.attention`."""
         keys, values = self.step.given.layers[self.layer]
-        mask = self.masks[self.windowed[self.layer]]
+        mask = self.masks[self.windows[self.layer]]
         self.layer += 1
         texts = torch.arange(k.shape[0], device=k.device)[:, None]
         keys[texts, :, self.step.columns] = k.transpose(1, 2)

@@ -53,6 +53,8 @@ class TokenStack(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.causal = sizes, causal
+        self.windows = tuple(layer.window for layer in sizes.layers)
+        """Tokens that a token of each block attends to; 0 is all."""
         self.sequence_first = False
         self.padding: Padding = "keep"
         self.backend: AttentionBackend = "sdpa"
@@ -69,12 +71,12 @@ class TokenStack(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 sizes,
-                attention={"causal": causal, "windowed": sizes.windowed(i)},
+                attention={"causal": causal, "windowed": layer.window > 0},
                 cross=cross,
-                normed=sizes.normed(i),
+                normed=layer.normed,
                 **where,
             )
-            for i in range(sizes.depth)
+            for layer in sizes.layers
         )
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first else None
 
@@ -157,7 +159,6 @@ class TokenStack(nn.Module):
         elif sizes.positions == "alibi":
             bias = alibi(sizes.heads, tokens, tokens, x.device)[:, self.heads]
 
-        kinds = {sizes.windowed(i) for i in range(sizes.depth)}
         known: dict[str, Any] = {
             "varlen": self._knows_lengths(x),
             "samples": x.shape[0],
@@ -166,8 +167,8 @@ class TokenStack(nn.Module):
             "lengths": lengths,
         }
         return Context(
-            mask=self._sight(tokens, None, bias, documents, **known) if False in kinds else None,
-            near=self._sight(tokens, sizes.window, bias, documents, **known) if True in kinds else None,
+            mask=self._sight(tokens, None, bias, documents, **known) if 0 in self.windows else None,
+            near=self._sight(tokens, sizes.window, bias, documents, **known) if any(self.windows) else None,
             **turns,
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from penstock.models.anatomy import Block, anatomy_of, recompute_scores
 from penstock.models.roles import Attention, Perceptron, Role, walk
 from penstock.planner.describe import describe
 from penstock.planner.memory import held
-from penstock.planner.recompute import allowed_bytes, block_kinds
+from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
@@ -35,9 +34,8 @@ _MODULES: dict[str, type[Role]] = {"attention": Attention, "mlp": Perceptron}
 def recompute_blocks(
     model: nn.Module, plan: Plan, config: ModelConfig | None = None, device: torch.device | str = "cpu"
 ) -> None:
-    """Let blocks recompute, in place, each in a way that `penstock.planner.recompute` tells of. `plan.recompute_every`
-    is n of every n-th block; where n is not whole, it is the first block from each multiple of n on. A budget chooses a
-    way for each block, from the operators of `config` on `device`.
+    """Let blocks recompute, in place, each in a way that `penstock.planner.recompute` tells of. A budget chooses
+    by the operators of `config` on `device`.
 
     Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
     and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
@@ -49,8 +47,7 @@ def recompute_blocks(
     if plan.recompute == "budget":
         kinds = _chosen(model, plan, config, torch.device(device))
     else:
-        turns = {math.ceil(turn * plan.recompute_every) for turn in range(len(blocks))}
-        kinds = [plan.recompute if index in turns else "none" for index in range(len(blocks))]
+        kinds = every_nth(plan, len(blocks))
     for block, kind in zip(blocks, kinds, strict=True):
         _apply(model, block, kind)
 

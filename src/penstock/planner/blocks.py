@@ -25,7 +25,7 @@ def list_block(to: Lister, block: Block) -> None:
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
-    if block.normed:
+    if block.layer.normed:
         to.norm("norm1", stream_rows, stack)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and _unpadded(to, block.tokens):
@@ -41,10 +41,10 @@ def list_block(to: Lister, block: Block) -> None:
     if not stack.parallel:
         to.norm("norm2", stream_rows, stack)
     before_split(to, rows, d)
-    if block.mixture:
+    if block.layer.mixture:
         _mixture(to, block, rows)
     else:
-        _mlp(to, "mlp", block, rows, max(1, block.hidden // t.tp), again=stack.parallel)
+        _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
     _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows)
 
@@ -148,9 +148,11 @@ def _attend(
     elif t.cp > 1:
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
-    window = 0 if cross or block.window >= seen else block.window
+    window = 0 if cross or block.layer.window >= seen else block.layer.window
     if t.host:
-        window = _keys_in_blocks(block.window if window else 0, seen, causal=causal, plain=t.form == "plain")
+        window = _keys_in_blocks(
+            block.layer.window if window else 0, seen, causal=causal, plain=t.form == "plain"
+        )
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
@@ -290,12 +292,12 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     d = stack.width
     to.gemm("router", rows, stack.experts, d, fp8=False)
     visits = rows * stack.experts_per_token * stack.capacity
-    moved, hidden = visits * d * c, block.hidden // t.tp
+    moved, hidden = visits * d * c, block.layer.hidden // t.tp
     # In training each device brings its own tokens; in generation all of a group have the same.
     met, brought, sent = stack.experts, float(t.ep), moved / t.spread
     if t.serving:
         met, brought, sent = min(stack.experts, int(visits)), 1.0, moved / t.tp
-        hidden = -(-block.hidden * t.ep // t.tp)
+        hidden = -(-block.layer.hidden * t.ep // t.tp)
     exchange = Op("exchange", "exchange", read=sent, axis="expert")
     to.move("experts.sort", visits * d, (c, c), kind="copy")
     if t.ep > 1:
@@ -307,7 +309,7 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         to.add(exchange, exchange._replace(forward=False))
     to.move("experts.merge", visits * d, (c, c), kind="copy")
     if stack.shared_experts:
-        _mlp(to, "shared", block, rows, max(1, block.hidden // t.tp) * stack.shared_experts, again=True)
+        _mlp(to, "shared", block, rows, max(1, block.layer.hidden // t.tp) * stack.shared_experts, again=True)
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:

@@ -220,20 +220,24 @@ def _cost(op: Op) -> float:
     return op.flops + FLOPS_PER_BYTE * (op.read + op.written)
 
 
+def every_nth(plan: Plan, depth: int) -> list[str]:
+    """In which way each of so many blocks recomputes where no budget chooses: n of every n-th, and where n is not whole
+    the first from each multiple of n on."""
+    turns = {math.ceil(turn * plan.recompute_every) for turn in range(depth)}
+    return [plan.recompute if index in turns else "none" for index in range(depth)]
+
+
 def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
-    """In which way each block of a model recomputes under a Plan, in the order in which they run; those of one kind are
-    spread evenly, so that each stage of a pipeline has its share."""
-    how = Recompute.of(plan, work)
-    parts = iter(work.blocks)
-    found: list[str] = []
-    for stack in stacks(model):
-        kinds = [(stack.mixture(i), stack.windowed(i)) for i in range(stack.depth)]
-        by_kind = {}
-        for kind in sorted(set(kinds)):
-            part = next(parts)
-            by_kind[kind] = _spread({way.kind: round(way.share * part.count) for way in how.ways(part)})
-        found += [next(by_kind[kind]) for kind in kinds]
-    return found
+    """In which way each block of a model recomputes under a Plan, in the order in which they run. A budget's choices
+    for blocks of one kind are spread evenly, so that each stage of a pipeline has its share."""
+    if plan.recompute != "budget":
+        return every_nth(plan, work.depth)
+    chosen = dict(Recompute.of(plan, work).chosen)
+    ways: list[str] = []
+    for stack, parts in zip(stacks(model), work.stacks, strict=True):
+        spread = {part.block.layer: _spread(dict(chosen[part])) for part in parts if part.block is not None}
+        ways += [next(spread[layer]) for layer in stack.layers]
+    return ways
 
 
 def _spread(counts: dict[str, int]) -> itertools.chain[str]:

@@ -6,12 +6,11 @@ Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is t
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
-from penstock.config.stack import Stack
+from penstock.config.stack import Layer, Stack
 
 NEWTON_SCHULZ_STEPS = 5
 
@@ -21,17 +20,12 @@ class Block:
     """One kind of block; `count` such blocks are in the model, with the sizes of `stack`."""
 
     stack: Stack
+    layer: Layer
     count: int
     tokens: int
-    mixture: bool = False
-    """Whether its MLP is a mixture of experts."""
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block attends to besides; 0 is none."""
-    normed: bool = True
-    """Whether a norm comes before its attention, or after it."""
-    window: int = 0
-    """Tokens that a token attends to; 0 is all."""
 
     @property
     def layer_scale(self) -> bool:
@@ -43,18 +37,13 @@ class Block:
         """Whether whole branches are left out at random."""
         return isinstance(self.stack, ViTConfig) and self.stack.drop_path > 0
 
-    @property
-    def hidden(self) -> int:
-        """Width of the MLP, or of one expert."""
-        return (self.stack.expert_width if self.mixture else None) or self.stack.mlp_width
-
     def newton_schulz_flops(self, experts: float) -> float:
         """FLOPs of Muon's orthogonalisation of the block's matrices, those of so many experts among them."""
         stack = self.stack
         d, queries, keys = stack.width, stack.heads * stack.head_width, stack.kv * stack.head_width
         attention = 2 * newton_schulz_flops(d, queries) + 2 * newton_schulz_flops(d, keys)
-        mlp = (3 if stack.gated else 2) * newton_schulz_flops(d, self.hidden)
-        perceptrons = experts + stack.shared_experts if self.mixture else 1
+        mlp = (3 if stack.gated else 2) * newton_schulz_flops(d, self.layer.hidden)
+        perceptrons = experts + stack.shared_experts if self.layer.mixture else 1
         return attention * (2 if self.cross else 1) + mlp * perceptrons
 
 
@@ -67,20 +56,14 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
-    """The kinds of blocks of a model, in the order in which they run; where dense blocks and mixtures alternate, each
-    kind once."""
+    """The kinds of blocks of a model, stack by stack, each kind once and where its first block runs."""
     found = []
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         causal, cross = i > 0 or model.family == "decoder", model.tokens if i > 0 else 0
-        kinds = Counter((stack.mixture(j), stack.windowed(j), stack.normed(j)) for j in range(stack.depth))
-        for (mixture, windowed, normed), count in sorted(kinds.items()):
-            window = (stack.window or 0) if windowed else 0
-            found.append(
-                Block(
-                    stack=stack, count=count, tokens=tokens, mixture=mixture, causal=causal, cross=cross,
-                    normed=normed, window=window,
-                )
-            )  # fmt: skip
+        found += [
+            Block(stack=stack, layer=layer, count=count, tokens=tokens, causal=causal, cross=cross)
+            for layer, count in stack.kinds.items()
+        ]
     return tuple(found)
 
 

@@ -202,7 +202,7 @@ def _written_alternating(stack: Any) -> dict[str, Any]:
         ropes[kind] = {"rope_type": "default", **written.pop("rope_scaling", {}), **written}
     return {
         "local_attention": stack.window or _ALTERNATING["local_attention"][1],
-        "layer_types": [_kind(stack.windowed(i)) for i in range(stack.depth)],
+        "layer_types": [_kind(layer.window > 0) for layer in stack.layers],
         "global_attn_every_n_layers": max(1, stack.global_every if stack.window else 1),
         "rope_parameters": ropes,
         "global_rope_theta": stack.rotary.base,

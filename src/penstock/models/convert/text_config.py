@@ -225,7 +225,7 @@ def _settled(stack: Any) -> Any:
         changes["kv_heads"] = None
     if stack.head_width * stack.heads == stack.width:
         changes["head_features"] = None
-    if not any(stack.windowed(block) for block in range(stack.depth)):
+    if not any(layer.window for layer in stack.layers):
         changes |= {"window": None, "window_base": None, "global_every": 0}
     elif stack.global_every > stack.depth:
         changes["global_every"] = stack.depth

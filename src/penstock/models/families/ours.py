@@ -60,9 +60,11 @@ def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anato
             before=(*before, *entrance),
             after=(*last, *_exit(config)) if name == names[-1] else last,
         )
-        if not sizes.first_norm:
-            first, *others = whole.blocks
-            whole = replace(whole, blocks=(replace(first, parts=first.parts[1:]), *others))
+        blocks = (
+            block if layer.normed else replace(block, parts=block.parts[1:])
+            for block, layer in zip(whole.blocks, sizes.layers, strict=True)
+        )
+        whole = replace(whole, blocks=tuple(blocks))
         found.append(whole)
         before = ()
     return Anatomy(family=config.family, stacks=tuple(found))

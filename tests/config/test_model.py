@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import tomllib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from penstock.config.load import from_dict, load, to_dict
+from penstock.config.load import dump_toml, from_dict, load, to_dict
 from penstock.config.model import (
     PRESETS,
     DecoderConfig,
@@ -22,8 +25,14 @@ from penstock.config.model import (
     title,
 )
 from penstock.config.run import RunConfig
+from penstock.config.stack import Layer
 from penstock.config.trainable import require_trainable
 from penstock.errors import ConfigError
+
+
+def _layers(count: int, **sizes: Any) -> str:
+    """So many layers, as an option has them."""
+    return json.dumps([{"heads": 12, "kv": 12, "hidden": 64, **sizes}] * count)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -73,6 +82,16 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ({"model": "mixtral-8x7b", "model.experts_per_token": "9"}, "only 8 model.experts"),
         ({"model": "gpt2", "model.window": "0"}, "model.window is 0"),
         ({"model": "gpt2", "model.norm_eps": "0"}, "model.norm_eps is 0.0"),
+        ({"model": "gpt2", "model.unequal": _layers(2)}, "lists 2 layers, but the depth is 12"),
+        ({"model": "gpt2", "model.unequal": _layers(12, kv=5)}, "[0].kv is 5, but must divide its heads, 12"),
+        ({"model": "gpt2", "model.unequal": _layers(12, window=9)}, "[0].window is 9, but must be 0"),
+        ({"model": "gpt2", "model.unequal": _layers(12, mixture=True)}, "the stack has no experts"),
+        ({"model": "gpt2", "model.unequal": _layers(12, heads=0)}, "model.unequal[0].heads is 0"),
+        ({"model": "gpt2", "model.unequal": "[1"}, "must be a list of tables, as JSON"),
+        (
+            {"model": "t5-small", "model.encoder.unequal": _layers(6, heads=4, kv=4)},
+            "keep 8",
+        ),
     ],
 )
 def test_what_no_model_can_be_is_refused(overrides: dict[str, Any], message: str) -> None:
@@ -102,6 +121,19 @@ def test_what_can_be_planned_only_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_name(name: str) -> None:
     assert option_words(PRESETS[name]) == [name]
+
+
+def test_unequal_layers_are_written_and_read_again() -> None:
+    layers = tuple(Layer(heads=12, kv=12, hidden=64 * (i + 1)) for i in range(12))
+    model = replace(PRESETS["gpt2"], unequal=layers)
+    name, option = option_words(model)
+    _, text = shlex.split(option)
+    assert load(RunConfig, overrides={"model": name, "model.unequal": text}).model == model
+    config = RunConfig(model=model)
+    assert from_dict(RunConfig, tomllib.loads(dump_toml(config))) == config
+    assert title(model) == "gpt2 (unequal)"
+    assert model.kinds == dict.fromkeys(layers, 1)
+    assert replace(PRESETS["gpt2"], unequal=PRESETS["gpt2"].layers).layers == PRESETS["gpt2"].layers
 
 
 def test_what_differs_from_a_preset_is_said() -> None:

@@ -19,6 +19,7 @@ from penstock.config.model import (
     ViTConfig,
     preset,
 )
+from penstock.config.stack import Layer
 from penstock.tasks import ImageClassification
 
 WORDS, TOKENS, OTHERS = 13, 6, 5
@@ -50,6 +51,12 @@ def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
 _VIT = ViTConfig(
     image_size=8, patch_size=2, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10
 )  # fmt: skip
+_LAYERS = (
+    Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16), Layer(heads=4, kv=2, hidden=32),
+    Layer(heads=8, kv=4, hidden=24),
+)  # fmt: skip
+PRUNED = small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4, unequal=_LAYERS)
+"""A decoder with unequal layers. 2 divides all their sizes."""
 ENROLLED = {
     "vit": Enrolled(_VIT, "AutoModelForImageClassification"),
     "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
@@ -63,6 +70,7 @@ ENROLLED = {
     "modernbert of classes": Enrolled(
         small("modernbert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
     ),
+    "pruned": Enrolled(PRUNED, None),
     "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
     "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.config.model import PRESETS, Seq2SeqConfig
+from penstock.config.stack import Layer
 from penstock.data.text.tokenizers import Bytes, Numbers
 from penstock.models import create
 from penstock.models.stack import TextModel
@@ -28,6 +29,10 @@ DECODERS: dict[str, dict[str, Any]] = {
         "window_base": 30.0,
         "global_every": 3,
         "first_norm": False,
+    },
+    "pruned": {
+        "positions": "rotary",
+        "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=1, hidden=16)),
     },
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")

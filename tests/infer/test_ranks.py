@@ -196,7 +196,7 @@ def _led(name: str, texts: int) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("name", ["llama", "marian-tiny"])
+@pytest.mark.parametrize("name", ["llama", "pruned", "marian-tiny"])
 def test_ranks_follow_the_one_that_serves(name: str) -> None:
     expected = _served(_engine(tiny(name, words=WORDS)), 5)
     assert pool(2).run(_led, name, 5) == [expected, []]

@@ -104,7 +104,7 @@ def recorded(name: str, **given: Any) -> tuple[Generator, Recorder]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "qwen", "marian-tiny", "t5-tiny"])
+@pytest.mark.parametrize("name", ["gpt", "qwen", "pruned", "marian-tiny", "t5-tiny"])
 def test_recorded_steps_make_the_same_texts(name: str) -> None:
     generator, recorder = recorded(name, ends=(7,))
     expected = made(Generator(generator.model, start=0, ends=(7,)))

@@ -158,7 +158,7 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
     ("name", "line"),
     [
         ("gpt", "micro_batch=2 accumulate=3 pp=2 tp=2"),
-        ("gpt", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true"),
+        ("pruned", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true"),
         ("t5", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=full"),
         ("marian", "micro_batch=2 accumulate=2 pp=2 tp=2 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true padding=remove"),

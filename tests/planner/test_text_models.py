@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.config.model import PRESETS, ViTConfig, stacks
+from helpers.families import PRUNED
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import LOSS_BUDGET, Plan
 from penstock.cpu import this_cpu
 from penstock.models import create
@@ -29,12 +30,12 @@ BUILT = [
 TINY = [name for name in BUILT if name.endswith("tiny")]
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_parameters_are_exact(name: str) -> None:
-    model = create(PRESETS[name], device="meta")
+@pytest.mark.parametrize("config", [*(PRESETS[name] for name in BUILT), PRUNED], ids=[*BUILT, "pruned"])
+def test_parameters_are_exact(config: ModelConfig) -> None:
+    model = create(config, device="meta")
     parameters = list(model.parameters())
-    assert totals(PRESETS[name]).parameters == sum(parameter.numel() for parameter in parameters)
-    assert describe(PRESETS[name], Plan()).tensors == len(parameters)
+    assert totals(config).parameters == sum(parameter.numel() for parameter in parameters)
+    assert describe(config, Plan()).tensors == len(parameters)
 
 
 def _inputs(config: Any, samples: int, device: str = "cpu") -> tuple[Tensor, ...]:
@@ -80,6 +81,15 @@ def test_one_more_sample_keeps_what_is_predicted(name: str, precision: str) -> N
     avx512 = this_cpu().avx512
     predicted = [held(describe(PRESETS[name], plan, "cpu", avx512=avx512), plan).kept for plan in plans]
     assert predicted[1] - predicted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
+def test_unequal_layers_keep_what_is_predicted() -> None:
+    plan = Plan(micro_batch=4, attention="plain")
+    model = create(PRUNED)
+    assert isinstance(model, Switched)
+    model.set_attention("plain")
+    kept = _kept_bytes(model, _inputs(PRUNED, 4), autocast=False)
+    assert held(describe(PRUNED, plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
 
 
 def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool) -> int:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import json
 import math
 import re
+import shlex
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -204,7 +206,13 @@ def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any
         if not value.strip():
             raise BadValue(value, "must name something; write none for an empty list.")
         none = value.lower() in NONE_WORDS
-        value = [] if none else [part.strip() for part in value.split(",") if part.strip()]
+        if dataclasses.is_dataclass(item) and not none:
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise BadValue(value, f"must be a list of tables, as JSON: {error}.") from None
+        else:
+            value = [] if none else [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise _not_a(value, kind)
     return tuple(_inside(f"[{i}]", entry, item, text=text) for i, entry in enumerate(value))
@@ -275,7 +283,9 @@ def _number(value: Any, kind: Any) -> int | float | None:
 
 
 def word(value: Any) -> str:
-    """The value of a setting as written on a command line."""
+    """The value of a setting as written on a command line: a list of tables as JSON, in quotes for a shell."""
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return shlex.quote(json.dumps(plain(value), separators=(",", ":")))
     if isinstance(value, tuple):
         return ",".join(map(word, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -140,23 +140,23 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
     keys."""
     if plan.tp == 1:
         return
-    for stack in stacks(model):
-        if stack.heads % plan.tp:
+    layers = [layer for stack in stacks(model) for layer in stack.kinds]
+    for heads, kv in dict.fromkeys((layer.heads, layer.kv) for layer in layers):
+        if heads % plan.tp:
             yield (
-                f"plan.tp={plan.tp} cannot split the model's {stack.heads} attention heads evenly; "
-                f"use a tp of {divisors(stack.heads)}."
+                f"plan.tp={plan.tp} cannot split the model's {heads} attention heads evenly; "
+                f"use a tp of {divisors(heads)}."
             )
-        elif stack.kv % plan.tp and plan.tp % stack.kv:
+        elif kv % plan.tp and plan.tp % kv:
             yield (
-                f"plan.tp={plan.tp} neither divides the model's {stack.kv} heads of keys nor is a multiple of them; "
-                f"use a tp that divides {stack.kv}, or a multiple of it."
+                f"plan.tp={plan.tp} neither divides the model's {kv} heads of keys nor is a multiple of them; "
+                f"use a tp that divides {kv}, or a multiple of it."
             )
-        for width in dict.fromkeys(layer.hidden for layer in stack.kinds):
-            if width % plan.tp:
-                yield (
-                    f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; "
-                    "use a tp that divides it."
-                )
+    for width in dict.fromkeys(layer.hidden for layer in layers):
+        if width % plan.tp:
+            yield (
+                f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; use a tp that divides it."
+            )
 
 
 @LAYOUT_RULES.of("degrees")

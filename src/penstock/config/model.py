@@ -255,7 +255,8 @@ def option_words(config: ModelConfig) -> list[str]:
 def title(config: ModelConfig) -> str:
     """The model's name for a headline: `vit-s16 (classifier pooled)`."""
     name, *changes = option_words(config)
-    told = ", ".join(change.removeprefix("--model.") for change in changes)
+    # A list of layers is too long for a headline.
+    told = ", ".join(change.removeprefix("--model.").partition(" '[")[0] for change in changes)
     return f"{name} ({told})" if told else name
 
 

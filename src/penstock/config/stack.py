@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from penstock.config.convert import Count, Positive, Probability, Range
 
@@ -38,14 +38,19 @@ class Rotary:
     """Pairs that turn more often are left as they are; those between are slowed down in part."""
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
     """Sizes in which the blocks of a stack may differ. Blocks of equal layers are of one kind."""
 
-    hidden: int
+    heads: Heads
+    """Attention heads."""
+    kv: Heads
+    """Heads of keys and values."""
+    hidden: Features
     """Width of the MLP, or of one expert."""
     mixture: bool = False
     """Whether the MLP is a mixture of experts."""
-    window: int = 0
+    window: Annotated[int, Range(0, 1 << 28)] = 0
     """Tokens that a token attends to; 0 is all."""
     normed: bool = True
     """Whether a norm comes before its attention, or after it."""
@@ -53,7 +58,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Sizes of a stack of equal Transformer blocks (Vaswani et al., NeurIPS 2017).
+    """Sizes of a stack of Transformer blocks (Vaswani et al., NeurIPS 2017), equal but for what `layers` tells.
 
     Widths count features. `mlp_width` is the MLP's hidden width and not a ratio, because ViT-g/14's ratio
     (6144 / 1408) is not a round number.
@@ -124,6 +129,9 @@ class Stack:
     capacity: Annotated[float, Range(1, 1 << 16)] = 1.0
     """Tokens that an expert has room for, as a multiple of an even share; 1 if no tokens are dropped or
     padded."""
+    unequal: tuple[Layer, ...] = ()
+    """The layers one by one, as a pruned model has them: `depth` of them, whose sizes replace those above. None: all
+    follow from the fields above."""
 
     @property
     def head_width(self) -> int:
@@ -158,12 +166,14 @@ class Stack:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The layer of each block, in the order in which they run."""
-        return tuple(self._layer(block) for block in range(self.depth))
+        return self.unequal or tuple(self._layer(block) for block in range(self.depth))
 
     def _layer(self, block: int) -> Layer:
         mixture = self.experts > 0 and block % self.expert_every == self.expert_every - 1
         sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
         return Layer(
+            heads=self.heads,
+            kv=self.kv,
             hidden=(self.expert_width if mixture else None) or self.mlp_width,
             mixture=mixture,
             window=0 if sees_all else self.window or 0,
@@ -211,8 +221,31 @@ class Stack:
             yield (
                 f"{where}.parallel blocks read one norm before both branches; set {where}.norm_first to true."
             )
+        yield from self._unequal_problems(f"{where}.unequal")
         if self.experts and self.experts_per_token > self.experts:
             yield (
                 f"{where}.experts_per_token is {self.experts_per_token}, but there are only "
                 f"{self.experts} {where}.experts to send a token to."
             )
+
+    def _unequal_problems(self, where: str) -> Iterator[str]:
+        """Every reason why these layers cannot be those of this stack."""
+        if not self.unequal:
+            return
+        if len(self.unequal) != self.depth:
+            yield f"{where} lists {len(self.unequal)} layers, but the depth is {self.depth}; make them equal."
+        for number, layer in enumerate(self.unequal):
+            if layer.heads % layer.kv:
+                yield (
+                    f"{where}[{number}].kv is {layer.kv}, but must divide its heads, {layer.heads}, because each "
+                    "serves as many query heads."
+                )
+            if layer.mixture and not self.experts:
+                yield f"{where}[{number}].mixture is true, but the stack has no experts; set experts, or leave it out."
+            if layer.window not in (0, self.window):
+                yield f"{where}[{number}].window is {layer.window}, but must be 0 or the stack's window, {self.window}."
+            if self.biased and layer.heads != self.heads:
+                yield (
+                    f"{where}[{number}].heads is {layer.heads}, but positions {self.positions} have a bias for each of "
+                    f"{self.heads} heads, which all blocks share; keep {self.heads}."
+                )

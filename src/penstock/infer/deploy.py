@@ -133,7 +133,11 @@ def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: str) -> Iter
     """Tensor and pipeline degrees: the latter only where no tensor degree makes the weights fit."""
     stack = stacks(model)[-1]
     powers = [1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus]
-    inside = [tp for tp in powers if tp <= machine.devices_per_node and stack.heads % tp == 0]
+    inside = [
+        tp
+        for tp in powers
+        if tp <= machine.devices_per_node and not any(layer.heads % tp for layer in stack.kinds)
+    ]
     yield from ((tp, 1) for tp in inside)
     tp = max(inside)
     for pp in powers[1:]:

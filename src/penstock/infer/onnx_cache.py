@@ -247,7 +247,9 @@ def _words(model: Decoder | Seq2Seq, rows: int, count: int) -> Tensor:
 def _empty(model: Decoder | Seq2Seq, rows: int, columns: int) -> list[Tensor]:
     """Keys and values of so many columns for each block."""
     sizes = stacks(model.config)[-1]
-    return [torch.zeros(rows, sizes.kv, columns, sizes.head_width) for _ in range(2 * sizes.depth)]
+    return [
+        torch.zeros(rows, layer.kv, columns, sizes.head_width) for layer in sizes.layers for _ in range(2)
+    ]
 
 
 def _names(model: Decoder | Seq2Seq, *each: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
-from penstock.config.stack import Mlp, Stack
+from penstock.config.stack import Layer, Mlp, Stack
 from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real
@@ -151,21 +151,21 @@ def _of_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
 class Attention(_Attending):
     """Multi-head self-attention.
 
-    There are as many heads as the projection returns. `causal` lets a token see itself and those before it; `windowed`
-    takes the mask of the window from the context. `where` are the device and the type of the weights.
+    There are as many heads as the projection returns. `causal` lets a token see itself and those before it. A layer
+    with a window takes its mask from the context. `where` are the device and the type of the weights.
     """
 
-    def __init__(self, sizes: Stack, *, causal: bool = False, windowed: bool = False, **where: Any) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
         super().__init__(sizes)
-        self.causal, self.windowed = causal, windowed
-        self.shared = sizes.heads // sizes.kv
-        rows = (sizes.heads + 2 * sizes.kv) * sizes.head_width
+        self.causal, self.windowed = causal, layer.window > 0
+        self.shared = layer.heads // layer.kv
+        rows = (layer.heads + 2 * layer.kv) * sizes.head_width
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
         self.qkv = nn.Linear(sizes.width, rows, bias=sizes.qkv_bias, **where)
         if sizes.qk_norm:
             self.q_norm = make_norm(sizes, sizes.head_width, **where)
             self.k_norm = make_norm(sizes, sizes.head_width, **where)
-        self.out = nn.Linear(sizes.heads * sizes.head_width, sizes.width, bias=sizes.bias, **where)
+        self.out = nn.Linear(layer.heads * sizes.head_width, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         packed = self.qkv(x)
@@ -185,12 +185,12 @@ class Attention(_Attending):
 class CrossAttention(_Attending):
     """Attention of tokens to the memory in the context (Vaswani et al., NeurIPS 2017, section 3.2.3)."""
 
-    def __init__(self, sizes: Stack, **where: Any) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__(sizes)
-        inner = sizes.heads * sizes.head_width
+        inner = layer.heads * sizes.head_width
         self.q = nn.Linear(sizes.width, inner, bias=sizes.qkv_bias, **where)
         # Rows are ordered (head, {k, v}, K).
-        self.kv = nn.Linear(sizes.width, 2 * sizes.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
+        self.kv = nn.Linear(sizes.width, 2 * layer.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
         if sizes.qk_norm:
             self.q_norm = make_norm(sizes, sizes.head_width, **where)
             self.k_norm = make_norm(sizes, sizes.head_width, **where)
@@ -207,13 +207,13 @@ class CrossAttention(_Attending):
 class MLP(nn.Module):
     """down(activation(up(x))), with dropout after the activation. The rows of a gate come before the others of up."""
 
-    def __init__(self, sizes: Stack, **where: Any) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
         self.activation = sizes.mlp
-        rows = sizes.mlp_width * (2 if sizes.gated else 1)
+        rows = layer.hidden * (2 if sizes.gated else 1)
         self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
         self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
-        self.down = nn.Linear(sizes.mlp_width, sizes.width, bias=sizes.bias, **where)
+        self.down = nn.Linear(layer.hidden, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = activate(self.up(x), self.activation)
@@ -270,33 +270,32 @@ class Block(nn.Module):
     """Attention and an MLP, each added to the tokens: x + attention(norm(x)) (pre-norm), or norm(x + attention(x)), as
     `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention between the two.
 
-    `branch` are the options of `Branch`, `attention` those of `Attention`. Without `normed` attention reads the tokens
-    as they are.
+    `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are.
     """
 
     def __init__(
         self,
         sizes: Stack,
+        layer: Layer,
         branch: dict[str, Any] | None = None,
-        attention: dict[str, Any] | None = None,
         *,
+        causal: bool = False,
         cross: bool = False,
-        normed: bool = True,
         **where: Any,
     ) -> None:
         super().__init__()
         branch = branch or {}
         self.norm_first = sizes.norm_first
-        self.norm1 = make_norm(sizes, sizes.width, **where) if normed else nn.Identity()
-        self.attention = Attention(sizes, **(attention or {}), **where)
+        self.norm1 = make_norm(sizes, sizes.width, **where) if layer.normed else nn.Identity()
+        self.attention = Attention(sizes, layer, causal=causal, **where)
         self.branch1 = Branch(sizes, **branch, **where)
         self.cross: CrossAttention | None = None
         if cross:
             self.cross_norm = make_norm(sizes, sizes.width, **where)
-            self.cross = CrossAttention(sizes, **where)
+            self.cross = CrossAttention(sizes, layer, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
         self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, **where)
-        self.mlp = MLP(sizes, **where)
+        self.mlp = MLP(sizes, layer, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:

@@ -69,14 +69,7 @@ class TokenStack(nn.Module):
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.blocks = nn.ModuleList(
-            Block(
-                sizes,
-                attention={"causal": causal, "windowed": layer.window > 0},
-                cross=cross,
-                normed=layer.normed,
-                **where,
-            )
-            for layer in sizes.layers
+            Block(sizes, layer, causal=causal, cross=cross, **where) for layer in sizes.layers
         )
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first else None
 

@@ -97,9 +97,11 @@ class ViT(Switched):
         self.positions = nn.Parameter(torch.empty(config.tokens, config.width, **where))
         self.dropout = Dropout(config.dropout) if config.dropout else None
         self.blocks = nn.ModuleList()
-        for i in range(config.depth):
+        for i, layer in enumerate(config.layers):
             rate = config.drop_path * i / max(config.depth - 1, 1) if config.drop_path else None
-            self.blocks.append(Block(config, {"layer_scale": config.layer_scale, "drop_path": rate}, **where))
+            self.blocks.append(
+                Block(config, layer, {"layer_scale": config.layer_scale, "drop_path": rate}, **where)
+            )
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, **where)
         self.head = nn.Linear(config.width, config.classes, **where)
 

@@ -103,7 +103,7 @@ def _attend(
     """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d, f, cross = stack.width, stack.head_width, name.endswith("cross")
-    heads, kv_heads = max(1, stack.heads // t.tp), max(1, stack.kv // t.tp)
+    heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
     a, kv = heads * f, kv_heads * f
     before_split(to, computed, d)
     if cross:

@@ -129,8 +129,8 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     if not generates(model):
         return 0.0
     stack = stacks(model)[-1]
-    heads = max(1.0, stack.kv / serving.tp)
-    return stack.depth * 2 * heads * stack.head_width * serving.cache_bytes / serving.pp
+    heads = sum(max(1.0, layer.kv / serving.tp) for layer in stack.layers)
+    return 2 * heads * stack.head_width * serving.cache_bytes / serving.pp
 
 
 def generates(model: ModelConfig) -> bool:
@@ -142,8 +142,9 @@ def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
     """Degrees that this model does not admit."""
     tp, ep = serving.tp, serving.ep
     stack = stacks(model)[-1]
-    if stack.heads % tp:
-        yield f"tp={tp} cannot share out the model's {stack.heads} attention heads evenly."
+    for heads in dict.fromkeys(layer.heads for layer in stack.kinds):
+        if heads % tp:
+            yield f"tp={tp} cannot share out the model's {heads} attention heads evenly."
     if serving.pp > stack.depth:
         yield f"pp={serving.pp} leaves stages without a block, for the model has {stack.depth}."
     if ep > 1 and not stack.experts:

@@ -40,7 +40,9 @@ class Block:
     def newton_schulz_flops(self, experts: float) -> float:
         """FLOPs of Muon's orthogonalisation of the block's matrices, those of so many experts among them."""
         stack = self.stack
-        d, queries, keys = stack.width, stack.heads * stack.head_width, stack.kv * stack.head_width
+        d, queries, keys = (
+            stack.width, self.layer.heads * stack.head_width, self.layer.kv * stack.head_width
+        )  # fmt: skip
         attention = 2 * newton_schulz_flops(d, queries) + 2 * newton_schulz_flops(d, keys)
         mlp = (3 if stack.gated else 2) * newton_schulz_flops(d, self.layer.hidden)
         perceptrons = experts + stack.shared_experts if self.layer.mixture else 1

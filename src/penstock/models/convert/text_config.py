@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from itertools import islice
+from reprlib import repr as brief
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted, shown
@@ -221,6 +222,8 @@ def settled(config: TextConfig) -> TextConfig:
 
 def _settled(stack: Any) -> Any:
     changes: dict[str, Any] = {}
+    if stack.unequal == replace(stack, unequal=()).layers:
+        changes["unequal"] = ()
     if stack.kv == stack.heads:
         changes["kv_heads"] = None
     if stack.head_width * stack.heads == stack.width:
@@ -266,7 +269,7 @@ def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
         if is_dataclass(mine):
             yield from _differences(mine, other, f"{path}.{one.name}")
         elif mine != other:
-            yield f"{path}.{one.name}={mine}"
+            yield f"{path}.{one.name}={brief(mine)}"
 
 
 def _written(config: TextConfig, library: Library) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
 from penstock.config.plan import LossForm, Padding
+from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
-from penstock.models.anatomy import Anatomy, Family, Stack, enrol, stack
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, enrol
 from penstock.models.base import Switched
 from penstock.models.context import share_tokens
 from penstock.models.roles import (
@@ -23,6 +23,7 @@ from penstock.models.roles import (
     Role,
     Scale,
     Stem,
+    placed,
 )
 from penstock.models.stack import TokenStack
 
@@ -35,10 +36,9 @@ def vit_anatomy(config: ViTConfig) -> Anatomy:
         *((Scale("{}.scale"),) if config.layer_scale is not None else ()),
         *((Dropout("{}"),) if config.dropout or config.drop_path else ()),
     )
-    whole = stack(
-        (f"blocks.{i}" for i in range(config.depth)),
-        _block(config, branch),
+    whole = Stack(
         before=(stem, Embedding("positions", "position"), *token),
+        blocks=_blocks("blocks", config, branch),
         after=(Norm("norm"), Head("head")),
     )
     return Anatomy(family="vit", stacks=(whole,))
@@ -54,17 +54,12 @@ def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anato
     for name, sizes in zip(names, stacks(config)):
         entrance = _entrance(config, sizes, name)
         last = (Norm(f"{name}.norm"),) if sizes.norm_first else ()
-        whole = stack(
-            (f"{name}.blocks.{i}" for i in range(sizes.depth)),
-            _block(sizes, (Dropout("{}"),) if sizes.dropout else (), cross=bool(found)),
+        branch = (Dropout("{}"),) if sizes.dropout else ()
+        whole = Stack(
             before=(*before, *entrance),
+            blocks=_blocks(f"{name}.blocks", sizes, branch, cross=bool(found)),
             after=(*last, *_exit(config)) if name == names[-1] else last,
         )
-        blocks = (
-            block if layer.normed else replace(block, parts=block.parts[1:])
-            for block, layer in zip(whole.blocks, sizes.layers, strict=True)
-        )
-        whole = replace(whole, blocks=tuple(blocks))
         found.append(whole)
         before = ()
     return Anatomy(family=config.family, stacks=tuple(found))
@@ -92,24 +87,33 @@ def _exit(config: ModelConfig) -> tuple[Role, ...]:
     return (Linear("transform.dense"), Norm("transform.norm"), Head("head"))
 
 
-def _block(sizes: Sizes, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Role, ...]:
+def _blocks(prefix: str, sizes: Sizes, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Block, ...]:
+    """The blocks of a stack, each of the parts that its layer has."""
+    parts = {layer: _block(sizes, layer, branch, cross=cross) for layer in sizes.kinds}
+    return tuple(
+        Block(name := f"{prefix}.{i}", placed(parts[layer], f"{name}."))
+        for i, layer in enumerate(sizes.layers)
+    )
+
+
+def _block(sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Role, ...]:
     """The parts of `Block`. `branch` are those of a residual branch, with `{}` for its name."""
 
     def closed(name: str) -> tuple[Role, ...]:
         return tuple(type(part)(part.name.format(name)) for part in branch)
 
     # Rows of queries, keys and values are ordered by head, so that they are split as one matrix.
-    inside = _attention(sizes, "attention", (Linear("attention.qkv", "column"),))
+    inside = _attention(sizes, layer, "attention", (Linear("attention.qkv", "column"),))
     between: tuple[Role, ...] = ()
     if cross:
         projections = Linear("cross.q", "column"), Linear("cross.kv", "column")
         between = (
             Norm("cross_norm"),
-            _attention(sizes, "cross", projections),
+            _attention(sizes, layer, "cross", projections),
             *closed("cross_branch"),
         )
     return (
-        Norm("norm1"),
+        *((Norm("norm1"),) if layer.normed else ()),
         inside,
         *closed("branch1"),
         *between,
@@ -124,13 +128,13 @@ def _block(sizes: Sizes, branch: tuple[Role, ...], *, cross: bool = False) -> tu
     )
 
 
-def _attention(sizes: Sizes, name: str, projections: tuple[Linear, ...]) -> Attention:
+def _attention(sizes: Sizes, layer: Layer, name: str, projections: tuple[Linear, ...]) -> Attention:
     return Attention(
         name,
         projections=projections,
         out=Linear(f"{name}.out", "row"),
-        heads=sizes.heads,
-        kv_heads=sizes.kv,
+        heads=layer.heads,
+        kv_heads=layer.kv,
         norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if sizes.qk_norm else (),
         cross=len(projections) == 2,
     )

@@ -426,7 +426,7 @@ def test_large_results_are_mapped_anew_and_a_share_of_the_rest() -> None:
 
     assert pages(large, large) == pytest.approx(3 * 2 * MAPPED_ALONE_BYTES / 4096)
     assert pages(small) == 0
-    assert pages(large._replace(name="add_")) == 0
+    assert pages(large._replace(in_place=True)) == 0
     pages_kept = 8 << 12
     work = _work(parameters=1024, kept=pages_kept * 4096)
     assert faulted_pages(work, plan) == pytest.approx(RETURNED_SHARE * (3 * pages_kept + 1))

@@ -128,9 +128,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
         sides = (m, n) if learns else (n, k)
         return Op(
-            f"attention.{name}" if kind in ("bmm", "attention") else name, kind, self.forward, batch, m, n, k,
+            name, kind, self.forward, batch, m, n, k,
             4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
             weights=m * n if learns else 0, fp8=kind == "gemm" and frozenset(sides) in self._linears,
+            module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
         )  # fmt: skip
 
 

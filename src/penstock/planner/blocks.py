@@ -31,12 +31,18 @@ def list_block(to: Lister, block: Block) -> None:
     if not block.causal and _unpadded(to, block.tokens):
         # Keys that a token sees on average, of lengths that lie evenly around their mean.
         queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
-    _attend(to, block, queries, seen, "attention", causal=block.causal and not t.cached, computed=rows)
+    before_split(to, rows, d)
+    with to.inside("attention"):
+        _attend(to, block, queries, seen, causal=block.causal and not t.cached, computed=rows)
+    _after_split(to, rows, d)
     _branch(to, "branch1", block, stream_rows)
     if block.cross:
         to.norm("cross_norm", stream_rows, stack)
         memory = round(block.cross * t.real) if _unpadded(to, block.cross) else block.cross
-        _attend(to, block, rows, memory, "attention.cross", computed=rows)
+        before_split(to, rows, d)
+        with to.inside("cross"):
+            _attend(to, block, rows, memory, cross=True, computed=rows)
+        _after_split(to, rows, d)
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
         to.norm("norm2", stream_rows, stack)
@@ -44,7 +50,8 @@ def list_block(to: Lister, block: Block) -> None:
     if block.layer.mixture:
         _mixture(to, block, rows)
     else:
-        _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
+        with to.inside("perceptron"):
+            _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
     _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows)
 
@@ -98,23 +105,29 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
 
 
 def _attend(
-    to: Lister, block: Block, rows: float, seen: int, name: str, *, causal: bool = False, computed: float
+    to: Lister,
+    block: Block,
+    rows: float,
+    seen: int,
+    *,
+    cross: bool = False,
+    causal: bool = False,
+    computed: float,
 ) -> None:
     """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
     t, stack, c = to.terms, block.stack, to.terms.product
-    d, f, cross = stack.width, stack.head_width, name.endswith("cross")
+    d, f, name = stack.width, stack.head_width, "attention.cross" if cross else "attention"
     heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
     a, kv = heads * f, kv_heads * f
-    before_split(to, computed, d)
     if cross:
         others = max(1.0, t.samples * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
         cast = others * d * c if t.stream == 4 and c == 2 and not t.fused else 0.0
-        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=cast)
+        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=cast, pieces=(kv, kv))
     else:
         others = rows + t.samples * t.cached
-        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias)
+        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias, pieces=(a, kv, kv))
         if computed < rows:
             to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
@@ -162,16 +175,15 @@ def _attend(
         read, written = (4 * queries + 2 * keys) * c, queries * c + made
         to.add(core, core._replace(forward=False, read=read, written=written))
     elif t.form == "plain":
-        _composed(to, block, core, keys, own, kept)
+        _composed(to, block, core, keys, own, kept, cross=cross)
     else:
         # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
         # are fp32 in place.
         values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
-        _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values)
+        _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values, cross=cross)
     if computed < rows:
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention")
-    _after_split(to, computed, d)
 
 
 def _kept_by_head_norms(
@@ -202,7 +214,9 @@ def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> i
     return (tokens + CAUSAL_BLOCK) // 2 if plain and causal and tokens >= 2 * CAUSAL_BLOCK else 0
 
 
-def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept: float) -> None:
+def _composed(
+    to: Lister, block: Block, core: Op, keys: float, own: float, kept: float, *, cross: bool
+) -> None:
     """The operators that the fused kernel `core` would replace: scores, softmax and values.
 
     `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
@@ -217,7 +231,7 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         """One that reads and writes so many numbers."""
         return Op(
             f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each,
-            window=core.window,
+            window=core.window, scores=True,
         )  # fmt: skip
 
     tokens, seen, f = core.m, core.n, int(core.k)
@@ -228,11 +242,11 @@ def _composed(to: Lister, block: Block, core: Op, keys: float, own: float, kept:
         product("scores.left", tokens, f, seen, scores + keys, queries),
         product("scores.right", seen, f, tokens, scores + queries, keys),
     )
-    if block.stack.biased and not name.endswith("cross"):
-        to.move(f"{name}.bias", scores, (each, each), (0, 0))
+    if block.stack.biased and not cross:
+        to.move(f"{name}.bias", scores, (each, each), (0, 0), scores=True)
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
-        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math")
+        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math", scores=True)
     to.add(
         product("values", tokens, f, seen, scores + keys, queries),
         product("values.left", tokens, seen, f, queries + keys, scores),
@@ -246,18 +260,29 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
     t, name = to.terms, core.name
     softmax = f"{name}.softmax"
     if t.software.softmax_apart:
-        to.move(f"{name}.cast", scores, (each, 4), (4, each))
-        to.move(f"{name}.scale", scores, (4, 4))
-        to.move(softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n)
-        to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group)
+        to.move(f"{name}.cast", scores, (each, 4), (4, each), scores=True)
+        to.move(f"{name}.scale", scores, (4, 4), scores=True)
+        to.move(
+            softmax,
+            scores,
+            (4, 4),
+            (8, 4),
+            kind="softmax",
+            kept=4 * scores,
+            group=group,
+            row=core.n,
+            scores=True,
+        )
+        to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group, scores=True)
         return
     apart = not t.fused and not t.host
     if core.causal and apart:
         # The mask is read again for each head.
-        to.move(f"{name}.mask", scores, (2 * each, each), (0, 0))
+        to.move(f"{name}.mask", scores, (2 * each, each), (0, 0), scores=True)
     read = (2 if apart and core.n > WARP_SOFTMAX else 1) * each
     to.move(
-        softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n
+        softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n,
+        scores=True,
     )  # fmt: skip
 
 
@@ -269,7 +294,10 @@ def _mlp(
     t, stack, c = to.terms, block.stack, to.terms.product
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
-    to.gemm(f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None)
+    packed = (hidden,) * (1 + gated)
+    to.gemm(
+        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed
+    )
     activation = f"{name}.activation"
     if gated and t.fused:
         kept = 2 * size * c
@@ -290,7 +318,8 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     2021)."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d = stack.width
-    to.gemm("router", rows, stack.experts, d, fp8=False)
+    with to.inside("router"):
+        to.gemm("router", rows, stack.experts, d, fp8=False)
     visits = rows * stack.experts_per_token * stack.capacity
     moved, hidden = visits * d * c, block.layer.hidden // t.tp
     # In training each device brings its own tokens; in generation all of a group have the same.
@@ -299,17 +328,19 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         met, brought, sent = min(stack.experts, int(visits)), 1.0, moved / t.tp
         hidden = -(-block.layer.hidden * t.ep // t.tp)
     exchange = Op("exchange", "exchange", read=sent, axis="expert")
-    to.move("experts.sort", visits * d, (c, c), kind="copy")
-    if t.ep > 1:
-        to.add(exchange, exchange._replace(forward=False))
-    _mlp(
-        to, "experts", block, max(1.0, visits * brought / met), max(1, hidden), batch=max(1, -(-met // t.ep))
-    )
-    if t.ep > 1:
-        to.add(exchange, exchange._replace(forward=False))
-    to.move("experts.merge", visits * d, (c, c), kind="copy")
+    each, batch = max(1.0, visits * brought / met), max(1, -(-met // t.ep))
+    with to.inside("experts"):
+        to.move("experts.sort", visits * d, (c, c), kind="copy")
+        if t.ep > 1:
+            to.add(exchange, exchange._replace(forward=False))
+        _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
+        if t.ep > 1:
+            to.add(exchange, exchange._replace(forward=False))
+        to.move("experts.merge", visits * d, (c, c), kind="copy")
     if stack.shared_experts:
-        _mlp(to, "shared", block, rows, max(1, block.layer.hidden // t.tp) * stack.shared_experts, again=True)
+        hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
+        with to.inside("perceptron"):
+            _mlp(to, "shared", block, rows, hidden, again=True)
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:

@@ -22,7 +22,7 @@ from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
 from penstock.planner.blocks import before_split, list_block, turned
 from penstock.planner.listing import Form, Lister, Terms
-from penstock.planner.operators import SHARED_TABLE, Op, Workload
+from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
 
@@ -120,8 +120,9 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
     if shared:
         added = shared * mine * e
         to.behind(
-            Op(SHARED_TABLE, "pointwise", False, n=mine, read=2 * added, written=added, launches=shared)
-        )
+            Op("embedding.shared", "pointwise", False, n=mine, read=2 * added, written=added, launches=shared,
+               module="shared_table")
+        )  # fmt: skip
     for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
         rows = t.samples * tokens / t.cp
         tables = [mine] if i == 0 else []
@@ -234,28 +235,32 @@ def _exit(to: Lister, model: ModelConfig) -> None:
     rows *= t.words
     if isinstance(model, EncoderConfig):
         # The head of masked language models: a dense layer, its activation and a norm.
-        to.gemm("head.dense", rows, d, d, bias=last.bias, fp8=False, group="output")
         size = rows * d
-        to.move("head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output")
+        with to.inside("head"):
+            to.gemm("head.dense", rows, d, d, bias=last.bias, fp8=False, group="output")
+            to.move(
+                "head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output"
+            )
         to.norm("head.norm", rows, last)
     if model.scale_outputs:
         to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
     columns = -(-model.vocabulary // t.tp)
     if t.chunked:
-        _chunked_loss(to, model, rows, columns, d)
+        with to.inside("loss"):
+            _chunked_loss(to, model, rows, columns, d)
         return
     biased = model.output_bias
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
     in_place = t.tp == 1 and not t.whole and not t.software.torch_loss
-    to.gemm(
-        "head", rows, columns, d, bias=biased, fp8=False, group="output", kept=rows * (d + columns * in_place) * c,
-        learned=columns * (d * (not model.tied) + biased), tensors=(not model.tied) + biased,
-    )  # fmt: skip
-    if in_place:
-        _loss_in_place(to, rows, columns)
-    else:
-        _loss(to, rows, columns)
+    with to.inside("head"):
+        to.gemm(
+            "head", rows, columns, d, bias=biased, fp8=False, group="output",
+            kept=rows * (d + columns * in_place) * c, learned=columns * (d * (not model.tied) + biased),
+            tensors=(not model.tied) + biased,
+        )  # fmt: skip
+    with to.inside("loss"):
+        _loss_in_place(to, rows, columns) if in_place else _loss(to, rows, columns)
 
 
 def _chunked_loss(
@@ -286,14 +291,14 @@ def _chunked_loss(
     )
     to.add(
         Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
-           tensors=(not model.tied) + (biases > 0), launches=chunks),
+           tensors=(not model.tied) + (biases > 0), launches=chunks, module="head"),
         Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held, launches=6 * chunks),
         Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
            launches=chunks),
         Op("head.weight", "gemm", False, chunks, columns, d, some, (size + rows * d) * c + added, weights=weights,
            launches=chunks),
         *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
-        Op("loss.scale_", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c),
+        Op("loss.scale", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c, in_place=True),
     )  # fmt: skip
     _of_all_words(to, rows)
 
@@ -317,7 +322,8 @@ def _pooled(to: Lister, model: EncoderConfig) -> None:
         to.norm("pooler.norm", samples, model)
     if model.dropout:
         to.dropout("pooler.dropout", size, c, "output")
-    to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
+    with to.inside("head"):
+        to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
@@ -340,7 +346,9 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     read = max(0.0, 2 * size * c + 2 * made - alive)
     to.add(
         logs,
-        logs._replace(name="loss.gradient_", forward=False, read=read, written=alive, launches=3 * pieces),
+        logs._replace(
+            name="loss.gradient", forward=False, read=read, written=alive, launches=3 * pieces, in_place=True
+        ),
     )
 
 
@@ -376,4 +384,5 @@ def _classifier(to: Lister, model: ViTConfig) -> None:
     to.norm("norm", t.samples * (each if before else 1), model, cast=not before)
     if before:
         to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
-    to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)
+    with to.inside("head"):
+        to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)

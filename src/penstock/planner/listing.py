@@ -5,10 +5,12 @@ Eager code runs each pointwise operator on its own; compiled or hand-fused code 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from penstock.config.stack import Stack
-from penstock.planner.operators import Op, OpKind, Part
+from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part
 from penstock.planner.shapes import Block
 from penstock.planner.software import PENSTOCK, Software
 
@@ -83,12 +85,23 @@ class Lister:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
+        self._module: Module = ""
         self._forward: list[Op] = []
         self._gradients: list[tuple[Op, ...]] = []
 
+    @contextmanager
+    def inside(self, module: Module) -> Iterator[None]:
+        """What is listed inside is a part of `module`."""
+        outer, self._module = self._module, module
+        yield
+        self._module = outer
+
+    def _placed(self, op: Op) -> Op:
+        return op if op.kind in COLLECTIVE or op.module else op._replace(module=self._module)
+
     def part(self, name: str, block: Block | None = None, *, entering: float = 0.0) -> Part:
         """The part that was listed, with the sums over its operators."""
-        experts = sum(op.weights for op in self._forward if op.name.startswith("experts."))
+        experts = sum(op.weights for op in self._forward if op.module == "experts")
         return Part(
             name=name,
             count=block.count if block else 1,
@@ -103,24 +116,26 @@ class Lister:
 
     def add(self, op: Op, *gradients: Op) -> None:
         """A forward operator, and those of its gradients; the last of these lets go of what it kept."""
-        self._forward.append(op)
+        self._forward.append(self._placed(op))
         if gradients and op.kept:
             gradients = (*gradients[:-1], gradients[-1]._replace(kept=op.kept))
-        self._gradients.append(gradients)
+        self._gradients.append(tuple(map(self._placed, gradients)))
 
     def behind(self, *gradients: Op) -> None:
         """Operators of the backward pass alone, before those of all that is listed so far."""
-        self._gradients.append(gradients)
+        self._gradients.append(tuple(map(self._placed, gradients)))
 
     def gemm(
         self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
         learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
         fp8: bool | None = None, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
+        pieces: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
 
         `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
-        convolution reads each several times, `learned` how many weights are the model's own where not all are.
+        convolution reads each several times, `learned` how many weights are the model's own where not all are. `pieces`
+        are as in `Op`.
         """
         t = self.terms
         c, fp8 = t.product, t.fp8 if fp8 is None else fp8
@@ -145,7 +160,7 @@ class Lister:
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
-            kept=kept, group=group, weights=own, tensors=count, fp8=fp8,
+            kept=kept, group=group, weights=own, tensors=count, fp8=fp8, pieces=pieces,
         )  # fmt: skip
         moved = (outputs + weights) * size, inputs * c
         into = Op(f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8)
@@ -181,12 +196,13 @@ class Lister:
     def move(
         self, name: str, size: float, ahead: Bytes, behind: Bytes | None = None, *, kind: OpKind = "pointwise",
         kept: float = 0.0, group: str = "", weights: int = 0, tensors: int = 0, launches: int = 1, row: int = 0,
+        scores: bool = False,
     ) -> None:  # fmt: skip
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
         `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows."""
         one = Op(
             name, kind, row=row, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
-            weights=weights, tensors=tensors, launches=launches,
+            weights=weights, tensors=tensors, launches=launches, scores=scores,
         )  # fmt: skip
         read, written = behind or ahead
         if not read and not written:
@@ -200,7 +216,7 @@ class Lister:
 
     def dropout(
         self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0,
-        torchs: bool = False,
+        torchs: bool = False, scores: bool = False,
     ) -> None:  # fmt: skip
         """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes, but of torch's own
         dropout on a CPU (`torchs`) numbers. One that is `merged` with what reads its result writes the mask alone."""
@@ -209,7 +225,7 @@ class Lister:
         self.move(
             name, size, (each, mask if merged else each + mask), (each + mask, each),
             kind="torch_dropout" if torchs else "dropout",
-            kept=size * (kept + mask), group=group,
+            kept=size * (kept + mask), group=group, scores=scores,
         )  # fmt: skip
 
     def table(self, ahead: Op, read: float, written: float, *, cleared: float = 0.0) -> None:
@@ -217,10 +233,15 @@ class Lister:
         learn = Op(
             f"{ahead.name}.weight", "reduce", False, written=cleared, launches=0, weights=ahead.weights
         )
-        self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
+        with self.inside("table"):
+            self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
 
     def norm(self, name: str, rows: float, stack: Stack, *, cast: bool = True) -> None:
         """A stack's norm over rows of its width, and under autocast the cast of its output to the type of products."""
+        with self.inside("norm"):
+            self._norm(name, rows, stack, cast=cast)
+
+    def _norm(self, name: str, rows: float, stack: Stack, *, cast: bool) -> None:
         t, rms = self.terms, stack.norm == "rms"
         e, c, size, tensors = t.stream, t.product, rows * stack.width, 1 + (stack.norm_bias and not rms)
         autocast = e == 4 and c == 2

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.operators import COLLECTIVE, SHARED_TABLE, Part, Workload
+from penstock.planner.operators import COLLECTIVE, Part, Workload
 from penstock.planner.pipeline import fullest, in_flight, stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, state_numbers, updated_bytes
@@ -100,7 +100,7 @@ def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]
     stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
     alive, most, current = stream, stream, 0.0
     for op in part.backward:
-        if op.kind in COLLECTIVE or op.name == SHARED_TABLE:  # the latter has a moment of its own
+        if op.kind in COLLECTIVE or op.module == "shared_table":  # the latter has a moment of its own
             continue
         if op.weights:
             most = max(most, alive + op.weights * max(fresh, gradient))
@@ -194,7 +194,7 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
 @lru_cache(maxsize=1024)
 def shared_table(work: Workload) -> int:
     """Learned numbers of a table of embeddings that is used more than once, on one device; 0 where there is none."""
-    return sum(op.n for op in work.parts[0].backward if op.name == SHARED_TABLE)
+    return sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
 
 
 def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:

@@ -15,10 +15,21 @@ OpKind = Literal[
     "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "dropout", "torch_dropout", "pointwise",
     "copy", "reduce", "quantize", "gather", "scatter", "allreduce", "exchange", "ring",
 ]  # fmt: skip
+Module = Literal[
+    "",
+    "attention",
+    "cross",
+    "perceptron",
+    "router",
+    "experts",
+    "norm",
+    "table",
+    "shared_table",
+    "head",
+    "loss",
+]
 Axis = Literal["", "tensor", "expert", "context"]
 MATRIX = frozenset(("gemm", "conv", "bmm"))
-SHARED_TABLE = "embedding.shared"
-"""Adds up the gradients of a table that is used more than once: to read tokens, and for the outputs."""
 COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
 
@@ -64,6 +75,15 @@ class Op(NamedTuple):
     """Whether it belongs to no single product that it could be cut into pieces with."""
     row: int = 0
     """Numbers in a row of a softmax; 0 where that is not known."""
+    module: Module = ""
+    """What it is a part of: `cross` attention, `experts` of a mixture, but not those that every token visits, the
+    `shared_table` whose gradients are added up because it is used more than once. Collectives are of none."""
+    in_place: bool = False
+    """Whether it writes where it reads, and so allocates nothing."""
+    scores: bool = False
+    """Whether it makes the scores of attention, what follows from them, or values: no fused kernel does it."""
+    pieces: tuple[int, ...] = ()
+    """Outputs of each of the projections that a product packs; none: it is one."""
 
     @property
     def flops(self) -> float:
@@ -119,8 +139,7 @@ class Part:
         """Forward and backward. Room that experts make for more tokens than come is no work of the model's."""
         capacity = self.block.stack.capacity if self.block else 1.0
         return sum(
-            op.flops / (capacity if op.name.startswith("experts.") else 1.0)
-            for op in (*self.forward, *self.backward)
+            op.flops / (capacity if op.module == "experts" else 1.0) for op in (*self.forward, *self.backward)
         )
 
 
@@ -159,12 +178,12 @@ class Workload:
         return tuple(tuple(run) for _, run in runs)
 
     def each(self, of: Callable[[Part], float]) -> list[float]:
-        """What every block has of a quantity, in the order of blocks; kinds that alternate have their mean."""
-        found: list[float] = []
-        for stack in self.stacks:
-            count = sum(part.count for part in stack)
-            found += [sum(part.count * of(part) for part in stack) / count] * count
-        return found
+        """What every block has of a quantity, in the order in which they run."""
+        amounts: list[float] = []
+        for parts in self.stacks:
+            by_layer = {part.block.layer: of(part) for part in parts if part.block}
+            amounts += [by_layer[layer] for layer in parts[0].block.stack.layers] if parts[0].block else []
+        return amounts
 
     @cached_property
     def depth(self) -> int:

@@ -81,7 +81,7 @@ def computed_again(part: Part, how: Recompute) -> tuple[Op, ...]:
     again: list[Op] = []
     for word in how.kind.split("+"):
         if word == "selective":
-            again += [op for op in part.forward if _is_of_scores(op)]
+            again += [op for op in part.forward if op.scores]
             continue
         for module in _modules(part.forward):
             if module.kind == word:
@@ -104,7 +104,7 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
             kept["inputs"] = kept.get("inputs", 0.0) + module.entering
             continue
         for op in module.operators:
-            left = op.given if "selective" in words and _is_of_scores(op) else op.kept
+            left = op.given if "selective" in words and op.scores else op.kept
             if left:
                 kept[op.group] = kept.get(op.group, 0.0) + left
     return kept
@@ -121,10 +121,7 @@ class _Module(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
-    kinds = [_kind(op) for op in operators]
-    for i in range(len(operators) - 2, -1, -1):
-        if operators[i].name == "cast.weights":
-            kinds[i] = kinds[i + 1]  # a cast belongs to the product that it is made for
+    kinds = [_WRAPPED.get(op.module, "") for op in operators]
     found = []
     for kind, run in itertools.groupby(range(len(operators)), kinds.__getitem__):
         numbers = list(run)
@@ -132,18 +129,14 @@ def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
         product = next((op for op in mine if op.kind == "gemm"), None)
         before = operators[numbers[0] - 1] if numbers[0] else None
         # Autocast gives a module the fp32 output of the norm, which its first product casts.
-        cast = before is not None and before.name.endswith(".cast")
+        cast = before is not None and before.module == "norm" and before.kind == "copy"
         entering = (before.read if cast and before else product.kept if product else 0.0) if kind else 0.0
         found.append(_Module(kind.removesuffix(".cross"), mine, entering))
     return tuple(found)
 
 
-def _kind(op: Op) -> str:
-    if op.name.startswith("attention.cross"):
-        return "attention.cross"
-    if op.name.startswith("attention") or op.name == "rotary":
-        return "attention"
-    return "mlp" if op.name.startswith(("mlp.", "experts.", "shared.")) else ""
+_WRAPPED = {"attention": "attention", "cross": "attention.cross", "perceptron": "mlp", "experts": "mlp"}
+"""The module of a block that recomputes an operator of a module, as `Plan.recompute` calls it."""
 
 
 def allowed_bytes(work: Workload, plan: Plan) -> float:
@@ -259,14 +252,6 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
     return 0
 
 
-def _is_of_scores(op: Op) -> bool:
-    """Whether it makes scores, their softmax or dropout, or the values, where scores are kept: not a fused kernel."""
-    small = (".scale", ".mask", ".bias", ".cast", ".round")
-    return op.name.startswith("attention") and (
-        op.kind == "bmm" or op.group == "scores" or op.name.endswith(small)
-    )
-
-
 def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...], dict[str, float]]:
     """What is run again and what is kept where every other product and attention are kept. Packed projections count as
     the products that they pack."""
@@ -282,30 +267,15 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
         if op.kind != "gemm" or not op.weights:
             again.append(op)
             continue
-        pieces = _pieces(op, operators)
+        pieces = op.pieces or (op.n,)
         stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % 2 == 0)
         turn += len(pieces)
         if op is products[-1] and compiled:
             # Nobody needs the block's own result again.
             continue
         if stays:
-            group = "mlp" if op.name.startswith(("mlp", "experts", "shared")) else "attention"
+            group = "mlp" if op.module in ("perceptron", "experts") else "attention"
             kept[group] = kept.get(group, 0.0) + op.written * stays / op.n
         if stays < op.n:
             again.append(op._replace(n=op.n - stays, written=op.written * (1 - stays / op.n)))
     return tuple(again), kept
-
-
-def _pieces(op: Op, operators: tuple[Op, ...]) -> tuple[int, ...]:
-    """Widths of the products that a packed projection holds."""
-    if op.name.endswith(".qkv"):
-        a = int(next(one for one in operators if one.name.endswith(".out")).k)
-        kv = (op.n - a) // 2
-        return (a, kv, kv)
-    if op.name.endswith(".kv"):
-        return (op.n // 2, op.n // 2)
-    if op.name.endswith(".up"):
-        down = next(one for one in operators if one.name == op.name[:-2] + "down")
-        pieces = int(op.n // down.k)
-        return (op.n // pieces,) * pieces
-    return (op.n,)

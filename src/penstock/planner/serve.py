@@ -248,13 +248,13 @@ def _seconds(part: Part, rates: Rates, serving: Serving, *, again: bool = False)
     leaves out what the first token has left in the cache: keys and values of another stack."""
     total = 0.0
     for op in part.forward:
-        if again and op.name == "attention.cross.kv":
+        if again and op.module == "cross" and op.pieces:
             continue
         if op.axis == "expert":
             total += collective_seconds(op, rates, serving.ep, serving.tp // serving.ep)
         elif op.axis:
             total += collective_seconds(op, rates, serving.tp, 1)
-        elif not op.name.startswith("loss"):
+        elif op.module != "loss":
             total += seconds(op, rates)
             if rates.cpu:
                 total += op.launches * rates.machine.launch_seconds

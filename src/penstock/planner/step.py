@@ -149,7 +149,7 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 context += collective_seconds(op, rates, layout.cp, layout.tp)
             continue
         taken = seconds(op, rates)
-        if kind in _ATTENTION and op.name.startswith("attention"):
+        if kind in _ATTENTION and op.module in ("attention", "cross"):
             attention += taken
         elif kind in MATRIX:
             gemm += taken
@@ -314,8 +314,7 @@ def faulted_pages(work: Workload, plan: Plan) -> float:
     large = sum(
         count * op.written
         for count, op in work.operators()
-        # By its name, torch's sign of an operator that writes in place, and so allocates nothing.
-        if op.written >= MAPPED_ALONE_BYTES and not op.name.endswith("_")
+        if op.written >= MAPPED_ALONE_BYTES and not op.in_place
     )
     # Gradients are cleared to None, unless they lie in one flat buffer.
     gradients = work.parameters * BYTES[numerics_of(plan).gradients]

@@ -28,7 +28,7 @@ from helpers.small_forms import lay_out, small_form
 from penstock.cli import app, main
 from penstock.config.describe import default_word
 from penstock.config.kinds import field_types
-from penstock.config.plan import Plan
+from penstock.config.plan import EFFECTS, Plan, effect_of
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
@@ -192,7 +192,8 @@ def test_every_field_of_a_plan_has_its_section() -> None:
     )
     for field in dataclasses.fields(Plan):
         section = sections[field.name]
-        assert f"Default: `{default_word(field.default)}`." in section, field.name
+        effect = EFFECTS[effect_of(field.name)]
+        assert f"Default: `{default_word(field.default)}`. {effect}" in " ".join(section.split()), field.name
         kind = field_types(Plan)[field.name]
         for value in get_args(kind) if get_origin(kind) is Literal else ():
             assert f"| `{value}` |" in section, f"{field.name}={value} is not explained"

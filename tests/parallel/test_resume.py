@@ -131,3 +131,36 @@ def test_fp16_over_groups_of_shards_goes_on_where_it_was_cut(tmp_path: Path) -> 
         for level, form in (("O1", "contiguous"), ("O2", "fused"))
     ]
     _check(4, tmp_path, lines)
+
+
+def _moved(folder: Path, first: str, lines: list[str]) -> None:
+    """A run under `first`, and for each line one that is cut under `first` and goes on under the line."""
+    model = replace(MODEL, dropout=0.0, classifier="pooled")
+    whole = _config(folder, first)
+    # Samples are mixed within a micro-batch, whose size differs.
+    recipe = replace(whole.recipe, augment=Augment(flip=0.0, mixup=0.0))
+    whole = replace(whole, model=model, recipe=recipe)
+    train(whole)
+    step = TrainStep.__call__
+    for number, line in enumerate(lines):
+        broken = replace(whole, output=f"{folder}/{number}")
+        calls = iter(range(CUT))
+
+        def cut(self: TrainStep, batches: Any, calls: Any = calls) -> Any:
+            if next(calls, None) is None:
+                raise Cut
+            return step(self, batches)
+
+        TrainStep.__call__ = cut  # type: ignore[method-assign]
+        with pytest.raises(Cut):
+            train(broken)
+        TrainStep.__call__ = step  # type: ignore[method-assign]
+        assert train(replace(broken, plan=Plan.parse(line))).resumed_at == 3
+
+
+def test_a_run_goes_on_with_split_tokens_and_with_its_optimizer_offloaded(tmp_path: Path) -> None:
+    lines = ["cp=2 micro_batch=16 recompute=early", "dp=2 micro_batch=8 sharding=fsdp offload=optimizer"]
+    spawn(_moved, 2, tmp_path, "dp=2 micro_batch=8", lines, timeout=200)
+    expected = _losses(tmp_path / "run")
+    for number, line in enumerate(lines):
+        assert _losses(tmp_path / str(number)) == pytest.approx(expected, rel=1e-5), line

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from helpers.checkpoints import numbered
 from penstock import checkpoint
 from penstock.checkpoint import Checkpoint
 from penstock.config.load import to_dict
-from penstock.config.plan import Plan
+from penstock.config.plan import Plan, effect_of
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.train.resume import changes, restored, set_aside
@@ -58,6 +60,32 @@ def test_another_global_batch_and_another_precision_are_refused() -> None:
         changes(to_dict(BASE), to_dict(replace(BASE, plan=Plan(micro_batch=4, accumulate=2))))
     with pytest.raises(ConfigError, match=r"plan\.precision is 'O3'"):
         changes(to_dict(BASE), to_dict(replace(BASE, plan=replace(BASE.plan, precision="O3"))))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
+def test_what_a_field_of_the_plan_does_to_results_decides_whether_it_may_change(name: str) -> None:
+    others: dict[str, Any] = {
+        "precision": "O3", "dtype": "fp16", "master": "remainder", "norms": "half", "matmul": "medium",
+        "optimizer": "fused", "token_order": "batch_second", "attention": "plain", "loss": "chunked",
+        "padding": "remove", "compile": "blocks", "host_memory": "keep", "micro_batch": 4, "accumulate": 4,
+        "sharding": "fsdp", "sp": True, "schedule": "gpipe", "cp_exchange": "gather", "recompute": "full",
+        "recompute_every": 2.0, "budget": 1.0, "fp8": True, "algorithm": "sgd", "gradients": "half",
+        "offload": "optimizer", "overlap": False, "tp_overlap": "all",
+    }  # fmt: skip
+    other = replace(BASE, plan=replace(BASE.plan, **{name: others.get(name, 2)}))
+    effect = effect_of(name, others.get(name))
+    if effect in ("batch", "model"):
+        with pytest.raises(ConfigError, match=rf"plan\.{name} is (.|\n)*--no-resume"):
+            changes(to_dict(BASE), to_dict(other))
+    else:
+        assert len(changes(to_dict(BASE), to_dict(other))) == (effect != "nothing")
+
+
+def test_half_width_goes_on_where_a_checkpoint_holds_the_same_types() -> None:
+    for line, refused in (("precision=O1", False), ("precision=O1 dtype=fp16", True), ("precision=O2", True)):
+        other = replace(BASE, plan=Plan.parse(f"micro_batch=8 accumulate=2 {line}"))
+        with pytest.raises(ConfigError, match="precision") if refused else nullcontext():
+            assert "plan.precision" in changes(to_dict(BASE), to_dict(other))[0]
 
 
 def test_what_was_there_is_kept_under_a_free_name(tmp_path: Path) -> None:

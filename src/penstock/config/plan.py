@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
@@ -62,6 +62,19 @@ BASELINE = "baseline"
 """The line that a Plan of defaults prints as."""
 
 
+Effect = Literal["nothing", "rounding", "batch", "precision", "model"]
+EFFECTS: dict[Effect, str] = {
+    "nothing": "Leaves results as they are.",
+    "rounding": "Changes results only by rounding.",
+    "batch": "Changes results only by rounding if the global batch stays.",
+    "precision": "Changes results within the rounding of its types.",
+    "model": "Changes results.",
+}
+"""What a change of a setting does to results, from the least to the most."""
+
+_NOTHING, _ROUNDING, _BATCH, _PRECISION, _MODEL = ({"effect": effect} for effect in EFFECTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Checked, where="plan"):
     """How a model runs on a machine. The defaults are the plain baseline that optimisations are compared
@@ -70,92 +83,92 @@ class Plan(Checked, where="plan"):
     RENAMED: ClassVar[dict[str, str]] = {"layout": "token_order"}
     """Old names of settings, mapped to their present names."""
 
-    precision: Precision = "O0"
+    precision: Precision = field(default="O0", metadata=_PRECISION | {"O3": "model"})
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
-    dtype: HalfDtype = "bf16"
+    dtype: HalfDtype = field(default="bf16", metadata=_PRECISION)
     """The half-width type that O1, O2 and O3 compute in."""
-    master: Master = "copy"
+    master: Master = field(default="copy", metadata=_PRECISION)
     """Where O2 stores its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which saves 2
     bytes."""
-    norms: Norms = "fp32"
+    norms: Norms = field(default="fp32", metadata=_PRECISION)
     """Type of the weights and the arithmetic of norms with O2; they are fp32 with O0 and O1, half with O3."""
-    matmul: Matmul = "highest"
+    matmul: Matmul = field(default="highest", metadata=_PRECISION)
     """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU, `medium` bf16 passes
     on a CPU."""
-    optimizer: OptimizerForm = "loop"
+    optimizer: OptimizerForm = field(default="loop", metadata=_ROUNDING)
     """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
     buffer of each group and dtype."""
-    token_order: TokenOrder = "batch_first"
+    token_order: TokenOrder = field(default="batch_first", metadata=_ROUNDING)
     """The order of dimensions inside the blocks: (batch, sequence, width) or (sequence, batch, width)."""
-    attention: AttentionBackend = "sdpa"
+    attention: AttentionBackend = field(default="sdpa", metadata=_ROUNDING)
     """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
     and sequence length; the others fix one backend of SDPA."""
-    loss: LossForm = "whole"
+    loss: LossForm = field(default="whole", metadata=_ROUNDING)
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
     made along with it, so that logits take 64 MiB at the most, on a GPU 1 GiB."""
-    padding: Padding = "keep"
+    padding: Padding = field(default="keep", metadata=_ROUNDING)
     """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on
     a GPU with `attention=flash`, attention then goes from sample to sample; elsewhere it alone still sees padding."""
-    compile: Compile = "none"
+    compile: Compile = field(default="none", metadata=_ROUNDING)
     """What torch.compile compiles: nothing, each repeated block (`blocks`; they share one compilation), or
     the whole model."""
-    host_memory: HostMemory = "release"
+    host_memory: HostMemory = field(default="release", metadata=_NOTHING)
     """Whether memory that a step frees on a CPU is returned to the kernel or stays mapped for the next
     step."""
-    micro_batch: Count = 8
+    micro_batch: Count = field(default=8, metadata=_BATCH)
     """Samples per forward pass on one device."""
-    accumulate: Count = 1
+    accumulate: Count = field(default=1, metadata=_BATCH)
     """Forward and backward passes per optimizer step. In a pipeline, its micro-batches."""
-    dp: Count = 1
+    dp: Count = field(default=1, metadata=_BATCH)
     """Data parallel degree: the number of replicas, whole or sharded, which use different samples."""
-    sharding: Sharding = "ddp"
+    sharding: Sharding = field(default="ddp", metadata=_ROUNDING)
     """What the replicas shard: nothing (ddp), the optimizer's states (zero1), gradients too (zero2), weights
     too (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
-    shard: Count = 1
+    shard: Count = field(default=1, metadata=_ROUNDING)
     """Number of replicas in a group that shards everything, with sharding=hsdp."""
-    tp: Count = 1
+    tp: Count = field(default=1, metadata=_ROUNDING)
     """Tensor parallel degree: number of devices over which each block's matrices are split."""
-    sp: bool = False
+    sp: bool = field(default=False, metadata=_ROUNDING)
     """Sequence parallelism: what tensor parallelism does not split is split over tokens (Korthikanti et al.
     2022)."""
-    pp: Count = 1
+    pp: Count = field(default=1, metadata=_ROUNDING)
     """Number of pipeline stages."""
-    schedule: ScheduleKind = "1f1b"
+    schedule: ScheduleKind = field(default="1f1b", metadata=_ROUNDING)
     """Order of forward and backward passes in the pipeline."""
-    virtual: Count = 1
+    virtual: Count = field(default=1, metadata=_ROUNDING)
     """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
-    cp: Count = 1
+    cp: Count = field(default=1, metadata=_ROUNDING)
     """Context parallel degree: number of devices over which a sample's tokens are split."""
-    cp_exchange: ContextExchange = "ring"
+    cp_exchange: ContextExchange = field(default="ring", metadata=_ROUNDING)
     """How these devices exchange keys and values: passed around a ring while attention computes, or all gathered
     before it."""
-    ep: Count = 1
+    ep: Count = field(default=1, metadata=_ROUNDING)
     """Expert parallel degree: number of data parallel replicas over which experts are split."""
-    recompute: Recompute = "none"
+    recompute: Recompute = field(default="none", metadata=_NOTHING)
     """What the backward pass recomputes: nothing; the attention scores (selective); everything except
     attention and every second matrix product (operators: torch's per-operator policy); or each block from its
     input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
     which omits a block's last product). `budget` chooses for each block what frees the most bytes for the least
     computation, until activations fit in `budget`."""
-    recompute_every: Annotated[float, Range(1, 1 << 14)] = 1.0
+    recompute_every: Annotated[float, Range(1, 1 << 14)] = field(default=1.0, metadata=_NOTHING)
     """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
-    budget: Annotated[float, Range(0, 1 << 20)] = 0.0
+    budget: Annotated[float, Range(0, 1 << 20)] = field(default=0.0, metadata=_NOTHING)
     """GiB that the activations of one device's blocks may take, with recompute=budget; all micro-batches that a
     pipeline stage holds at one time are counted."""
-    fp8: Fp8 = False
+    fp8: Fp8 = field(default=False, metadata=_MODEL)
     """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
     what is summed over."""
-    algorithm: Algorithm = "adamw"
+    algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
     """The optimizer's algorithm, which decides how many numbers it keeps per weight."""
-    gradients: GradientType = "weights"
+    gradients: GradientType = field(default="weights", metadata=_PRECISION)
     """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
     (fp32 if these are sharded), fp32, or half precision."""
-    offload: Offload = "none"
+    offload: Offload = field(default="none", metadata=_ROUNDING)
     """What is kept in host memory."""
-    overlap: bool = True
+    overlap: bool = field(default=True, metadata=_NOTHING)
     """Whether data parallel collectives overlap with forward and backward, where possible."""
-    tp_overlap: TensorOverlap = "weights"
+    tp_overlap: TensorOverlap = field(default="weights", metadata=_ROUNDING)
     """Which tensor parallel collectives overlap with computation: none, those that fit behind the gradients
     of weights, or all that can."""
 
@@ -257,3 +270,13 @@ class Plan(Checked, where="plan"):
     def global_batch(self) -> int:
         """Samples of one optimizer step, over all devices."""
         return self.micro_batch * self.accumulate * self.dp
+
+
+def effect_of(name: str, *values: Any) -> Effect:
+    """What a change of the Plan's field `name` does to results, where it becomes or was one of `values`."""
+    metadata = Plan.__dataclass_fields__[name].metadata
+    effects: list[Effect] = [
+        metadata["effect"],
+        *(metadata.get(str(value), "nothing") for value in values),
+    ]
+    return max(effects, key=list(EFFECTS).index)

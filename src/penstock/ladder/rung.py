@@ -16,7 +16,7 @@ from penstock.config import rules
 from penstock.config.convert import nearest
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig
-from penstock.config.plan import HalfDtype, Plan
+from penstock.config.plan import HalfDtype, Plan, effect_of
 from penstock.errors import ConfigError
 from penstock.ladder.result import Results
 
@@ -85,9 +85,6 @@ class Rung:
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
     """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
     Plans say is not repeated here."""
-    results: Results = "same"
-    """What becomes of results. The search takes what keeps them, and measures whether `rounding` does; what changes
-    them (`other`) is tried apart, on top of the best."""
     choice: str = ""
     """Rungs of one choice exclude each other; by default those of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
@@ -104,6 +101,12 @@ class Rung:
         return self.choice or _group(self)
 
     @property
+    def results(self) -> Results:
+        """What becomes of results. The search takes what keeps them, and measures whether `rounding` does; what changes
+        them (`other`) is tried apart, on top of the best. What changes more than the Plan does."""
+        return self.apply.results if isinstance(self.apply, PlanChange) else "other"
+
+    @property
     def searched(self) -> bool:
         """Whether the search combines it with others."""
         return self.results != "other" and self.carried and not self.twin
@@ -117,14 +120,28 @@ class Rung:
         return next(iter(rules.problems(changed.plan, changed.model, situation.machine, run=True)), None)
 
 
-def plan(**fields: Any) -> Callable[[Setting, Situation], Setting]:
-    """A rung's `apply` that sets fields of the Plan. A function among the values is given the situation."""
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """A rung's `apply` that sets fields of the Plan: see `plan`."""
 
-    def apply(setting: Setting, situation: Situation) -> Setting:
-        values = {name: value(situation) if callable(value) else value for name, value in fields.items()}
+    fields: dict[str, Any]
+
+    def __call__(self, setting: Setting, situation: Situation) -> Setting:
+        values = {name: value(situation) if callable(value) else value for name, value in self.fields.items()}
         return replace(setting, plan=replace(setting.plan, **values))
 
-    return apply
+    @property
+    def results(self) -> Results:
+        """The most that one of its fields does to results; a rung that splits the batch changes it."""
+        effects = {effect_of(name, value) for name, value in self.fields.items()}
+        if effects <= {"nothing", "rounding"}:
+            return "same"
+        return "rounding" if effects <= {"nothing", "rounding", "precision"} else "other"
+
+
+def plan(**fields: Any) -> PlanChange:
+    """A rung's `apply` that sets fields of the Plan. A function among the values is given the situation."""
+    return PlanChange(fields)
 
 
 def vision_only(setting: Setting) -> str | None:

@@ -24,7 +24,6 @@ def _autocast(dtype: HalfDtype, place: int) -> Rung:
         why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
         apply=plan(precision="O1", dtype=dtype, master="copy"),
         obstacle=superfluous,
-        results="rounding",
         choice="precision",
     )
 
@@ -118,7 +117,6 @@ def _batch(factor: int, place: int) -> Rung:
         "The global batch grows with it, which a recipe must allow for.",
         apply=plan(micro_batch=lambda situation: situation.micro_batch * factor),
         obstacle=obstacle,
-        results="other",
     )
 
 
@@ -146,7 +144,7 @@ def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
     apply = plan(**{**_ALONE, "dp": lambda situation: situation.procs, "sharding": sharding, "shard": shard})
     return Rung(
         name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle,
-        results="other", twin=True,
+        twin=True,
     )  # fmt: skip
 
 
@@ -170,7 +168,7 @@ def _split(what: str, place: int, title: str, why: str, **fields: Any) -> Rung:
 
     return Rung(
         name=f"parallel-{what}", place=place, title=title, why=why, apply=plan(**{**_ALONE, **fields}),
-        obstacle=obstacle, results="other", twin=True,
+        obstacle=obstacle, twin=True,
     )  # fmt: skip
 
 
@@ -199,7 +197,6 @@ for _rung in (
         why="Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction, and "
         "the alternative kernel library on a CPU.",
         apply=plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
-        results="rounding",
     ),
     Rung(
         name="memory",
@@ -236,7 +233,6 @@ for _rung in (
         why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
         "updates are made on fp32 copies in the optimizer.",
         apply=plan(precision="O2", dtype=lambda situation: situation.half, master="copy"),
-        results="rounding",
         choice="precision",
     ),
     Rung(
@@ -245,7 +241,6 @@ for _rung in (
         title="masters in 16 bits",
         why="The fp32 weight is the bf16 one and 16 bits beside it: no copy, 2 bytes a weight less, one pass less.",
         apply=plan(precision="O2", dtype="bf16", master="remainder"),
-        results="rounding",
         choice="precision",
     ),
     Rung(
@@ -255,7 +250,6 @@ for _rung in (
         why="The mean over patches is classified instead of a class token: one token less, and a rounder length.",
         apply=_pooled,
         obstacle=_has_class_token,
-        results="other",
     ),
     Rung(
         name="token-order",
@@ -289,7 +283,6 @@ for _rung in (
             if "chunked" in situation.losses
             else "the model has no loss over a vocabulary that could be made so"
         ),
-        results="rounding",
     ),
     Rung(
         name="padding",
@@ -308,7 +301,6 @@ for _rung in (
         "that this is compared by tokens: as samples count those of the baseline that hold as much.",
         apply=lambda setting, situation: replace(setting, packed=True),
         obstacle=_not_packed,
-        results="other",
     ),
     Rung(
         name="length-groups",
@@ -318,7 +310,6 @@ for _rung in (
         "wholly by chance.",
         apply=lambda setting, situation: replace(setting, by_length=True),
         obstacle=_not_by_length,
-        results="other",
     ),
     _compiled(
         "blocks",
@@ -333,7 +324,6 @@ for _rung in (
         title="fp8 products",
         why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
         apply=plan(fp8=True),
-        results="other",
     ),
     _batch(2, 800),
     _batch(4, 810),
@@ -392,7 +382,6 @@ for _rung in (
         "work, so this is compared in model FLOP/s, and is reported rather than carried.",
         apply=_larger_image,
         obstacle=lambda setting, situation: vision_only(setting),
-        results="other",
         compared_by="flops",
         carried=False,
     ),
@@ -404,7 +393,6 @@ for _rung in (
         "Small updates can be lost in rounding, so look at the loss.",
         # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
         apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", fp8=False),
-        results="other",
     ),
 ):
     register(_rung)

@@ -116,7 +116,7 @@ def train(
         Requests() as stop,
         joined(config.plan, device) as dims,
         locked(output, dims) as lock,
-        memory_advice(config.plan, task),
+        memory_advice(config.plan, task, config.model),
         own_random(device),
     ):
         require_wanted(stop, dims)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+from penstock.config.convert import word
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
+from penstock.config.rules import problems
 from penstock.errors import OutOfMemory, ran_out_of_memory
 from penstock.tasks import Task
 
 
 @contextmanager
-def memory_advice(plan: Plan, task: Task) -> Iterator[None]:
+def memory_advice(plan: Plan, task: Task, model: ModelConfig) -> Iterator[None]:
     """Turn an allocator's failure inside into an `OutOfMemory` with what would make the run fit."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{_first_line(error)} {_advice(plan, task)}") from error
+        raise OutOfMemory(f"{_first_line(error)} {_advice(plan, task, model)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -26,18 +31,45 @@ def _first_line(error: BaseException) -> str:
     return f"Memory ran out: {lines[0].rstrip('.')}." if lines else "Memory ran out."
 
 
-def _advice(plan: Plan, task: Task) -> str:
-    ways = []
-    if plan.micro_batch > 1:
-        half = (plan.micro_batch + 1) // 2
-        ways.append(
-            f"halve the micro-batch with the plan micro_batch={half} accumulate={plan.accumulate * 2}"
-        )
-    if plan.precision == "O0":
-        ways.append("compute in half width with precision=O1")
-    if plan.precision != "O3":
-        ways.append("keep weights in half width too with precision=O3")
-    if plan.attention in ("plain", "math"):
-        ways.append("choose an attention that keeps no score matrix with attention=sdpa")
-    ways.append(f"take a smaller model or {task.size_setting}")
-    return f"To make it fit: {'; or '.join(ways)}."
+def _advice(plan: Plan, task: Task, model: ModelConfig) -> str:
+    ways = [f"{words} with the plan {line}" for words, line in _smaller(plan, model)]
+    resumed = (
+        f"To make it fit, {'; or '.join(ways)}; the run goes on so from its newest checkpoint. "
+        if ways
+        else ""
+    )
+    return f"{resumed}A new run can take a smaller model or {task.size_setting}."
+
+
+def _smaller(plan: Plan, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What takes less memory and leaves a run resumable, in words and as settings of the Plan. Recomputation comes
+    first: it changes no result."""
+    split = next((n for n in range(2, plan.micro_batch + 1) if plan.micro_batch % n == 0), 1)
+    ways: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("compute activations again in the backward pass", {"recompute": "early", "recompute_every": 1.0}),
+        ("choose an attention that keeps no score matrix", {"attention": "sdpa"}),
+        ("make logits for some tokens at a time", {"loss": "chunked"}),
+        (
+            "split the micro-batch",
+            {"micro_batch": plan.micro_batch // split, "accumulate": plan.accumulate * split},
+        ),
+        ("shard everything over the replicas", {"sharding": "fsdp"}),
+        ("compute in half width", {"precision": "O1"}),
+    )
+    kept_back = {
+        "recompute": plan.recompute in ("early", "full", "budget") and plan.recompute_every == 1,
+        "attention": plan.attention not in ("plain", "math"),
+        "sharding": plan.replicas == 1,
+        "precision": plan.precision != "O0",
+    }
+    before = problems(plan, model, run=True)
+    for words, fields in ways:
+        changed = replace(plan, **fields)
+        applies = changed != plan and not kept_back.get(next(iter(fields)), False)
+        if applies and problems(changed, model, run=True) == before:
+            yield (
+                words,
+                " ".join(
+                    f"{name}={word(fields[name])}" for name in fields if getattr(plan, name) != fields[name]
+                ),
+            )

@@ -14,6 +14,8 @@ from penstock import checkpoint
 from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import collect, main_first
 from penstock.config.load import from_dict, to_dict
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Effect, Plan, effect_of
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointError, ConfigError, SavedRequeue
 from penstock.launch.signals import Requests
@@ -35,30 +37,11 @@ _FREE = (
     "machine",
     "device",
     "init_from",
-    "plan.host_memory",
     "data.workers",
     "recipe.eval_every_epochs",
 )
-# These change rounding or the order of sums, never what is computed: allowed, but said.
-_CHANGES_ROUNDING = (
-    "recipe.spikes",
-    "recipe.spike_deviations",
-    "plan.matmul",
-    "plan.optimizer",
-    "plan.token_order",
-    "plan.attention",
-    "plan.compile",
-    "plan.micro_batch",
-    "plan.accumulate",
-    "plan.dp",
-    "plan.sharding",
-    "plan.shard",
-    "plan.pp",
-    "plan.schedule",
-    "plan.virtual",
-    "plan.tp",
-    "plan.sp",
-)
+# These never change what is computed, but which steps are taken: allowed, but said.
+_SAID = ("recipe.spikes", "recipe.spike_deviations")
 
 
 def require_wanted(stop: Requests, dims: ParallelDims) -> None:
@@ -152,30 +135,44 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: a change that makes it another run, each named with both values.
     """
-    old, new = _flat(stored), _flat(current)
+    old, new, old_plan, new_plan = _flat(stored), _flat(current), stored["plan"], current["plan"]
     if {old.get("data.source"), new.get("data.source")} == {
         "auto",
         "digits",
     }:  # the same, since `auto` is there
         old["data.source"] = new["data.source"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-    names = [name for name in names if name not in _FREE]
-    refused = [name for name in names if name not in _CHANGES_ROUNDING]
-    if _global_batch(old) != _global_batch(new):
-        refused += [name for name in ("plan.micro_batch", "plan.accumulate", "plan.dp") if name in names]
+    plans = from_dict(Plan, old_plan, origin="the checkpoint"), from_dict(Plan, new_plan, origin="the run")
+    effects = {name: _effect(name, plans, old.get(name), new.get(name)) for name in names}
+    names = [name for name in names if effects[name] != "nothing"]
+    refused = [name for name in names if effects[name] == "model"]
     if refused:
         raise ConfigError(
             [
                 f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
                 for name in refused
             ]
-            + ["Give back the old values to resume, start anew with --no-resume, or choose another --output."]
+            + ["Restore the old values to resume, start again with --no-resume, or choose another --output."]
         )
     return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]
 
 
-def _global_batch(flat: Mapping[str, Any]) -> int:
-    return int(flat["plan.micro_batch"]) * int(flat["plan.accumulate"]) * int(flat["plan.dp"])
+def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
+    """What a change of a setting between these values does to the results of a run that goes on from a checkpoint."""
+    if not name.startswith("plan."):
+        return "nothing" if name in _FREE else "rounding" if name in _SAID else "model"
+    effect = effect_of(name.removeprefix("plan."), *values)
+    if effect == "batch":
+        return "rounding" if plans[0].global_batch == plans[1].global_batch else "model"
+    if effect == "precision":
+        return "precision" if _stored(plans[0]) == _stored(plans[1]) else "model"
+    return effect
+
+
+def _stored(plan: Plan) -> tuple[object, ...]:
+    """The types of what a checkpoint holds."""
+    types = numerics_of(plan)
+    return types.weights, types.masters, types.moments, types.loss_scale
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

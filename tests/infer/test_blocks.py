@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import torch
+
 from penstock.infer.blocks import Blocks, Table
+from penstock.infer.past import Columns, Pages, Past
 
 
 def test_texts_that_begin_alike_share_what_has_been_computed() -> None:
@@ -60,3 +63,18 @@ def test_five_hundred_drawn_texts_leave_nothing_behind() -> None:
     for table in live:
         blocks.release(table)
     assert blocks.available == 12
+
+
+def test_layers_with_unequal_heads_read_what_they_wrote() -> None:
+    heads, columns, device = (3, 1, 3), 6, torch.device("cpu")
+    pages, whole = Pages(6, 2), Columns(2, columns)
+    texts = torch.tensor([[3, 0, 4], [1, 2, 5]])
+    for begin, new in ((0, 3), (3, 1), (4, 2)):
+        written = [torch.randn(2, 2, count, new, 4) for count in heads]
+        kept = []
+        for store in (pages, whole):
+            past = Past(store, rows=2, columns=columns, device=device)
+            past.at(torch.arange(begin, begin + new), columns=begin, width=begin + new)
+            pages.look(texts)
+            kept.append([store.keep(layer, k, v, past) for layer, (k, v) in enumerate(written)])
+        torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=0)

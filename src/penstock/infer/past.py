@@ -108,20 +108,21 @@ class Pages:
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.table = torch.zeros(0, 0, dtype=torch.int64)
         """(r, blocks of a text), the blocks of the texts of this pass."""
-        self._pass: tuple[Tensor, Tensor] | None = None
+        self._pass: dict[int, tuple[Tensor, Tensor]] = {}
+        """By number of KV heads, which layers may differ in: the rows that this pass writes and reads."""
 
     def look(self, table: Tensor) -> None:
         """Set the blocks of the texts of the next pass."""
-        self.table, self._pass = table, None
+        self.table, self._pass = table, {}
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """As of `Columns`. Columns are gathered, for kernels here take keys that lie together."""
         if layer == len(self.layers):
             shape = (k.shape[1] * self.tokens, k.shape[3])
             self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
-        if self._pass is None:
-            self._pass = self._places(past, k.shape[1], k.shape[2])
-        written, read = self._pass
+        if k.shape[1] not in self._pass:
+            self._pass[k.shape[1]] = self._places(past, k.shape[1], k.shape[2])
+        written, read = self._pass[k.shape[1]]
         found = []
         for store, new in zip(self.layers[layer], (k, v)):
             store.index_copy_(

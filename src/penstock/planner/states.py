@@ -74,9 +74,9 @@ class DeviceShare(NamedTuple):
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
-    """Of one block on the mean, what is gathered of weights that all replicas mine."""
+    """Parameters of one block on average, without experts, which are gathered from the replicas that hold shards."""
     block_experts: float
-    """The same of experts, which are fewer replicas' alike; 0 where nobody else holds them."""
+    """Parameters of its experts, gathered from fewer replicas; 0 where no other replica holds the same experts."""
     ends: float
     """What is gathered of the entrance and the exit where one stage has both, or of the larger."""
 

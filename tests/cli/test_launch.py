@@ -29,8 +29,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
     ("program", "command"),
     [
         (
-            ["vit-digits", "--recipe.steps", "3"],
-            ["-m", "penstock", "train", "vit-digits", "--recipe.steps", "3"],
+            ["vit-digits", "--recipe.steps", "30"],
+            ["-m", "penstock", "train", "vit-digits", "--recipe.steps", "30"],
         ),
         (["train", "vit-digits"], ["-m", "penstock", "train", "vit-digits"]),
         (["--config", "run.toml"], ["-m", "penstock", "train", "--config", "run.toml"]),
@@ -43,6 +43,7 @@ def test_what_follows_the_dashes_is_what_python_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print(1)")
+    (tmp_path / "run.toml").write_text("seed = 1")
     (tmp_path / "my").mkdir()
     assert python_arguments(program) == command
 
@@ -108,6 +109,35 @@ def test_nothing_to_run_is_refused(program: list[str]) -> None:
 def test_what_cannot_be_is_said(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *options.split(), "--", "vit-digits"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("vit-digits --plan.tp 2", "plan.tp=2 cannot split the model's 3 attention heads"),
+        ("train vit-digits --recipe.steps 3 --recipe.warmup_steps 20", "recipe.warmup_steps is 20 steps"),
+        ("vit-digits --config run.toml", "plan.tp=2 cannot split"),
+        ("vit-digits --recipe.lr fast", "recipe.lr"),
+    ],
+)
+def test_a_run_that_its_ranks_would_refuse_starts_none(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text("[plan]\ntp = 2\n")
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    # As each rank says it, and with its code.
+    assert main(["train", *words.removeprefix("train ").split()]) == 2
+    shown.append(capsys.readouterr().err)
+
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("penstock.launch.agent.Life", started)
+    assert main(["launch", "--procs", "2", "--", *words.split()]) == 2
+    shown.append(capsys.readouterr().err)
+    assert said in " ".join(shown[0].split())
+    assert shown[1] == shown[0]
 
 
 def test_options_that_train_lacks_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:

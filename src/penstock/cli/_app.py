@@ -73,6 +73,11 @@ def configured(
 
         @functools.wraps(function)
         def verb(*arguments: Any, **given: Any) -> R:
+            config = read(arguments, given)
+            return function(config, *(arguments[1:] if positional else arguments), **given)
+
+        def read(arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
+            """The configuration of which words of the command line tell; its own are taken out of `given`."""
             overrides = dict(zip([positional], arguments))
             path = given.pop("config", None)
             for setting in shown:
@@ -81,9 +86,9 @@ def configured(
             for part in unlisted:
                 for name, value in (given.pop(_identifier(f"{part}."), None) or {}).items():
                     overrides[f"{part}.{name}"] = value
-            more = arguments[1:] if positional else arguments
-            return function(loader(cls, file=path, overrides=overrides), *more, **given)
+            return loader(cls, file=path, overrides=overrides)
 
+        verb.read = read  # type: ignore[attr-defined]
         verb.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's
         # For readers of the function's annotations, who do not ask for its signature.

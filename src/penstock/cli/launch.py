@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from importlib.machinery import PathFinder
+from inspect import BoundArguments
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from penstock.boundary.files import read_bytes
+from penstock.config.load import read_file
+from penstock.config.recipes import require_startable
 from penstock.errors import ConfigError
 from penstock.launch.settings import LaunchSettings
 
@@ -34,13 +37,13 @@ def launch(
     program
         After `--`: the arguments of `penstock train`, or `generate MODEL …`, `SCRIPT.py …` or `-m MODULE …`.
     """
-    command = python_arguments(list(program))
+    command = python_arguments(list(program), elastic=settings.elastic)
     from penstock.launch.agent import launch as run
 
     return run(command, settings, tell=lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def python_arguments(program: list[str]) -> list[str]:
+def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
     """The words after `python`. Raises ConfigError where nothing is named; unknown options of our verbs end it too."""
     if not program:
         raise ConfigError(
@@ -59,9 +62,19 @@ def python_arguments(program: list[str]) -> list[str]:
     from penstock.cli import app, check_words
 
     check_words(arguments)
-    # Wrong options are reported once here, and not by every rank. The ranks check the settings' values.
-    app.parse_args(arguments, exit_on_error=False, print_error=False)
+    # What is wrong is reported once here, and not by every rank after it has started.
+    verb, bound, *_ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    if arguments[0] == "train":
+        _require_startable(verb, bound, elastic=elastic)
     return ["-m", "penstock", *arguments]
+
+
+def _require_startable(verb: Any, bound: BoundArguments, *, elastic: bool) -> None:
+    """Raise ConfigError for settings that ranks would refuse. Runs from weights are left to them."""
+    given = dict(bound.kwargs)
+    file = given.get("config")
+    if given.get("setting__init_from") is None and "init_from" not in (read_file(file) if file else {}):
+        require_startable(verb.read(bound.args, given), elastic=elastic)
 
 
 def _require_script(path: Path) -> None:

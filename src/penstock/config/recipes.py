@@ -13,6 +13,7 @@ from penstock.config.convert import NONE_WORDS
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks, title
+from penstock.config.rules import require
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 
@@ -57,6 +58,14 @@ def load_run(
         given.pop("model", None)
         stored = {key: value for key, value in stored.items() if key != "model"}
     return load(cls, file=file, stored=stored, overrides=given, base=base)
+
+
+def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
+    """Raise ConfigError for what can be told of a run before a rank starts: a Plan that this model refuses, and a
+    warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, and is checked alone."""
+    require(config.plan, None if elastic else config.model, run=True)
+    if config.recipe.steps is not None:
+        config.recipe.warmup(config.recipe.steps)
 
 
 def _job(name: str) -> RunConfig:

@@ -27,6 +27,7 @@ from penstock.config.convert import (
 )
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
+from penstock.errors import ConfigError
 
 TaskName = Literal[
     "auto",
@@ -213,6 +214,17 @@ class Recipe(Checked, where="recipe"):
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of `total_steps`. Raises ConfigError when it does not fit into the run."""
+        steps = self.warmup_steps or round(self.warmup_share * total_steps)
+        if steps >= total_steps and steps:
+            setting = "warmup_steps" if self.warmup_steps else "warmup_share"
+            raise ConfigError(
+                f"The warm-up of recipe.{setting} is {steps} steps, but the run has {total_steps} steps in all, so the "
+                f"learning rate would never come down; use fewer than {total_steps} warm-up steps, or train longer."
+            )
+        return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,13 +106,7 @@ def learning_rate(step: int, recipe: Recipe, total_steps: int) -> float:
     The first step is not wasted on a rate of 0, and steps after `total_steps` keep `min_lr`. Raises
     ConfigError when the warm-up does not fit into the run.
     """
-    warmup = recipe.warmup_steps or round(recipe.warmup_share * total_steps)
-    if warmup >= total_steps and warmup:
-        setting = "warmup_steps" if recipe.warmup_steps else "warmup_share"
-        raise ConfigError(
-            f"The warm-up of recipe.{setting} is {warmup} steps, but the run has {total_steps} steps in all, so the "
-            f"learning rate would never come down; use fewer than {total_steps} warm-up steps, or train longer."
-        )
+    warmup = recipe.warmup(total_steps)
     if step < warmup:
         return recipe.lr * (step + 1) / warmup
     progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import statistics
 import time
@@ -25,10 +26,12 @@ from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import BESIDE
 from penstock.config.load import dump_toml
+from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
 from penstock.errors import SavedRequeue
+from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
 from penstock.models import create
@@ -108,7 +111,7 @@ def train(
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
-    require(config.plan, run=True)
+    require_startable(config, elastic=ELASTIC in os.environ)
     task = task_of(config.model, config.task, init_from=config.init_from)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)

@@ -126,8 +126,15 @@ def test_imports_point_one_way() -> None:
     assert {"config", "models", "cli"} <= rooms
 
 
+def _imported_by_name(tree: ast.AST) -> Iterator[str]:
+    """Every module that `import_module` is given as a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant))
+
+
 def _graph() -> dict[str, set[str]]:
-    """Which module of the package imports which others, imports inside functions among them."""
+    """Which module of the package imports which others: inside functions, for types alone and by name too."""
     names = {
         ".".join(("penstock", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
             ".__init__"
@@ -137,8 +144,10 @@ def _graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        unrun = _typing_only(tree)
-        found = {target for target, statement in _imports(tree) if statement not in unrun and target in names}
+        # A package that resolves its names on first use imports them for the type checker alone.
+        late = _typing_only(tree) if path.name == "__init__.py" else set()
+        found = {target for target, statement in _imports(tree) if statement not in late and target in names}
+        found |= set(_imported_by_name(tree)) & names.keys()
         # `from a import b` names a and a.b; where a.b is a module, a is merely on the way to it.
         graph[name] = found - {name} - {target.rpartition(".")[0] for target in found}
     return graph

@@ -19,7 +19,8 @@ from penstock.errors import ConfigError
 from penstock.ladder import apart, arena, climb, measure, search
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, Progress, RungResult
-from penstock.ladder.rung import Setting, Situation, choose
+from penstock.ladder.rung import Setting, Situation
+from penstock.ladder.rungs import choose
 from penstock.ladder.settings import LadderConfig, command_of
 from penstock.ladder.statistics import FLOOR
 from penstock.ladder.subject import Subject

@@ -14,7 +14,8 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
-from penstock.ladder.rung import Rung, Setting, Situation, all_rungs, choose, register
+from penstock.ladder.rung import Rung, Setting, Situation, register
+from penstock.ladder.rungs import all_rungs, choose
 
 CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11, "fp32_medium": 2e11, "bf16": 4e11}
@@ -191,5 +192,5 @@ def test_a_name_is_taken_once() -> None:
 
 
 def test_rungs_are_free_of_torch() -> None:
-    code = "import sys; from penstock.ladder.rung import all_rungs; all_rungs(); assert 'torch' not in sys.modules"
+    code = "import sys; from penstock.ladder.rungs import all_rungs; all_rungs(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

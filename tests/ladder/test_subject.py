@@ -21,7 +21,8 @@ from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 from penstock.ladder.factory import load_factory
 from penstock.ladder.own import Own
-from penstock.ladder.rung import Setting, all_rungs
+from penstock.ladder.rung import Setting
+from penstock.ladder.rungs import all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
 

@@ -1,6 +1,6 @@
 """The ladder: every optimisation on this machine, one rung at a time, predicted beside measured.
 
-Names are resolved on first use: results and pages can be read where there is no torch.
+Most names are resolved on first use: results and pages can be read where there is no torch.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from penstock.ladder.page import to_html as to_html
+
 if TYPE_CHECKING:
     from penstock.ladder.climb import ladder as ladder
-    from penstock.ladder.page import to_html as to_html
     from penstock.ladder.result import Estimate as Estimate
     from penstock.ladder.result import LadderReport as LadderReport
     from penstock.ladder.result import Progress as Progress
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "climb": ("ladder",),
-    "page": ("to_html",),
     "result": ("Estimate", "LadderReport", "Progress", "RungResult"),
     "rung": ("Rung", "Setting", "Situation", "register"),
     "settings": ("LadderConfig",),

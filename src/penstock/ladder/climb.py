@@ -27,7 +27,8 @@ from penstock.ladder.judge import NO_GAIN
 from penstock.ladder.losses import Losses
 from penstock.ladder.own import subject_of
 from penstock.ladder.result import Control, LadderReport, Phase, Progress, RungResult
-from penstock.ladder.rung import Rung, Setting, Situation, choose
+from penstock.ladder.rung import Rung, Setting, Situation
+from penstock.ladder.rungs import choose
 from penstock.ladder.search import Search
 from penstock.ladder.settings import QUICK_LOSS_STEPS, LadderConfig, command_of
 from penstock.ladder.space import Candidate, Space

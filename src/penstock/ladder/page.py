@@ -24,7 +24,7 @@ from penstock.ladder.tables import (
 )
 from penstock.report.chart import number, signed
 from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
-from penstock.report.page import Cell, Section, Tile, origin, page
+from penstock.report.page import Cell, Section, Tile, cell, origin, page
 
 SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
@@ -59,6 +59,7 @@ def to_html(report: LadderReport) -> str:
     return page(heading(report), _lead(report), _tiles(report), sections, made)
 
 
+@cell.register
 def notebook(report: LadderReport) -> str:
     """The Plans, the figure and the table, for a cell of a notebook."""
     drawn = Section(title="What each optimisation gains", figures=[partial(speeds, report)])

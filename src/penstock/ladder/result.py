@@ -7,9 +7,10 @@ the path multiply to the total, and a figure is the same wherever it is shown.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from penstock.report.page import cell
 
 Status = Literal[
     "baseline", "kept", "not kept", "offered", "reported", "unsupported", "out of memory", "failed", "not run"
@@ -258,9 +259,7 @@ class LadderReport:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the same figures as the page."""
-        # By name, because it imports this module.
-        shown: str = importlib.import_module("penstock.ladder.page").notebook(self)
-        return shown
+        return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`."""

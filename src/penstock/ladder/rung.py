@@ -6,14 +6,11 @@ and `--skip`, and in the tests that every rung must pass. Free of torch.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from penstock.boundary.files import quoted
 from penstock.config import rules
-from penstock.config.convert import nearest
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import HalfDtype, Plan, effect_of
@@ -98,7 +95,7 @@ class Rung:
     @property
     def alternatives(self) -> str:
         """The name of the choice that it is an answer to."""
-        return self.choice or _group(self)
+        return self.choice or group_of(self)
 
     @property
     def results(self) -> Results:
@@ -152,44 +149,17 @@ def vision_only(setting: Setting) -> str | None:
     return f"it changes a Vision Transformer of Penstock's, and this model {whose}"
 
 
-_RUNGS: dict[str, Rung] = {}
+def group_of(rung: Rung) -> str:
+    """The word that names a rung and its like: `optimizer` of `optimizer-fused`."""
+    return rung.name.split("-", 1)[0]
+
+
+REGISTERED: dict[str, Rung] = {}
+"""By name."""
 
 
 def register(rung: Rung) -> Rung:
     """Put a rung on the ladder. Raises ConfigError where its name is taken."""
-    if rung.name in _RUNGS and _RUNGS[rung.name] != rung:
+    if REGISTERED.setdefault(rung.name, rung) != rung:
         raise ConfigError(f"There already is a rung named {rung.name!r}; give the new one another name.")
-    _RUNGS[rung.name] = rung
     return rung
-
-
-def all_rungs() -> tuple[Rung, ...]:
-    """Every registered rung, in the order of climbing."""
-    importlib.import_module("penstock.ladder.rungs")  # registers ours
-    return tuple(sorted(_RUNGS.values(), key=lambda rung: (rung.place, rung.name)))
-
-
-def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung, ...]:
-    """The rungs to climb: those named in `only` (all, if empty) but for those in `skip`.
-
-    A name is a rung's own or its group's (`optimizer` names every `optimizer-…`). Raises ConfigError for unknown ones.
-    """
-    rungs = all_rungs()
-    names = {rung.name for rung in rungs} | {_group(rung) for rung in rungs}
-    problems = [
-        f"There is no rung {quoted(name)}.{nearest(name, sorted(names))} "
-        f"The rungs are {', '.join(r.name for r in rungs)}."
-        for name in (*only, *skip)
-        if name not in names
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-    def named(rung: Rung, names: tuple[str, ...]) -> bool:
-        return rung.name in names or _group(rung) in names
-
-    return tuple(rung for rung in rungs if (not only or named(rung, only)) and not named(rung, skip))
-
-
-def _group(rung: Rung) -> str:
-    return rung.name.split("-", 1)[0]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from penstock.boundary.files import quoted
+from penstock.config.convert import nearest
 from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, HalfDtype, Sharding
+from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
-from penstock.ladder.rung import Rung, Setting, Situation, plan, register, vision_only
+from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
 
 
 def _autocast(dtype: HalfDtype, place: int) -> Rung:
@@ -396,3 +399,30 @@ for _rung in (
     ),
 ):
     register(_rung)
+
+
+def all_rungs() -> tuple[Rung, ...]:
+    """Every registered rung, in the order of climbing."""
+    return tuple(sorted(REGISTERED.values(), key=lambda rung: (rung.place, rung.name)))
+
+
+def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+    """The rungs to climb: those named in `only` (all, if empty) but for those in `skip`.
+
+    A name is a rung's own or its group's (`optimizer` names every `optimizer-…`). Raises ConfigError for unknown ones.
+    """
+    rungs = all_rungs()
+    names = {rung.name for rung in rungs} | {group_of(rung) for rung in rungs}
+    problems = [
+        f"There is no rung {quoted(name)}.{nearest(name, sorted(names))} "
+        f"The rungs are {', '.join(r.name for r in rungs)}."
+        for name in (*only, *skip)
+        if name not in names
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+    def named(rung: Rung, names: tuple[str, ...]) -> bool:
+        return rung.name in names or group_of(rung) in names
+
+    return tuple(rung for rung in rungs if (not only or named(rung, only)) and not named(rung, skip))

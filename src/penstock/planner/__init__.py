@@ -4,4 +4,5 @@ from penstock.planner.layouts import Space as Space
 from penstock.planner.prediction import Prediction as Prediction
 from penstock.planner.prediction import predict as predict
 from penstock.planner.search import search as search
+from penstock.planner.show import prediction_cell as prediction_cell
 from penstock.planner.software import Software as Software

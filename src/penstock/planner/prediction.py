@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +21,7 @@ from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.stages import share_processors
 from penstock.planner.step import step
 from penstock.planner.traced import as_planned
+from penstock.report.page import cell
 
 CONTEXT_BYTES = 0.9 * 2**30
 """That one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
@@ -81,9 +81,7 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        # By name, because it imports this module.
-        shown: str = importlib.import_module("penstock.planner.show").prediction_cell(self)
-        return shown
+        return cell(self)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

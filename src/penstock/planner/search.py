@@ -7,7 +7,6 @@ them in common.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from penstock.planner.prediction import Prediction, predicted, room
 from penstock.planner.rates import rates_of
 from penstock.planner.recompute import allowed_bytes
 from penstock.planner.shapes import counted_tokens
+from penstock.report.page import cell
 from penstock.report.units import GIB
 
 _FAR = 64
@@ -51,9 +51,7 @@ class Found:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        # By name, because it imports this module.
-        shown: str = importlib.import_module("penstock.planner.show").found_cell(self)
-        return shown
+        return cell(self)
 
 
 class Layouts(list[Prediction]):

@@ -9,7 +9,7 @@ from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.figures import Stack, stacked_bars
-from penstock.report.page import Cell, Section, Tile, page
+from penstock.report.page import Cell, Section, Tile, cell, page
 from penstock.report.units import GIB, duration
 
 SHOWN = 8
@@ -41,6 +41,7 @@ def tiles(one: Prediction) -> list[Tile]:
     ]
 
 
+@cell.register
 def prediction_cell(one: Prediction) -> str:
     """One prediction, for a cell of a notebook."""
     title = f"{one.gpus} {one.machine}" if one.gpus > 1 else one.machine
@@ -48,6 +49,7 @@ def prediction_cell(one: Prediction) -> str:
     return page(title, lead, tiles(one), [times([one]), memories([one])], whole=False)
 
 
+@cell.register
 def found_cell(found: Found) -> str:
     """A search, for a cell of a notebook: the fastest layouts, and where their time and memory go."""
     lead = f"{found.tried:,} layouts tried, {found.too_large:,} do not fit."

@@ -29,6 +29,7 @@ from penstock.precision.forward import apply_precision, unwrapped
 from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import Agree, LossScaler, agree_over
+from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
@@ -125,7 +126,9 @@ def accelerate(
             _follow_weights(one, properties)
     for module in bare:
         apply_precision(module, properties, device)
-    for own in session.gradients:
+    for one in optimizers:
+        own = Gradients(one, session)
+        session.gradients.append(own)
         own.optimizer.__dict__["_penstock"] = own
         if session.masters is not None or properties.scales:
             attend(own)

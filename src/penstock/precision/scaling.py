@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from penstock.optim.fold import folded, folds
 from penstock.optim.groups import parameters_of
 from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from penstock.precision.session import Session
+from penstock.precision.session import Session
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,21 @@ from penstock.errors import NumericError
 from penstock.precision.master import MasterWeights
 from penstock.precision.overflow import OverflowTrace
 from penstock.precision.scaler import PATIENCE, Agree, LossScaler
-from penstock.precision.scaling import Gradients
 from penstock.precision.settings import Precision
 
 _LATE = 4
 """Steps."""
+
+
+class Own(Protocol):
+    """The gradients of one optimizer: see `penstock.precision.scaling`."""
+
+    prepared: bool
+    """Whether a loss was scaled since the last step."""
+
+    def forget(self) -> None:
+        """Forget gradients of the run before a state was loaded."""
+        ...
 
 
 class Session:
@@ -49,7 +59,8 @@ class Session:
         self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
         self._search: _Search | None = None
-        self.gradients = [Gradients(optimizer, self) for optimizer in optimizers]
+        self.gradients: list[Own] = []
+        """Those of each optimizer."""
 
     def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
         """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale

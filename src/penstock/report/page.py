@@ -6,6 +6,7 @@ and `page.js`, a hundred lines that sort tables, copy code and show what a point
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -136,3 +137,10 @@ def plain_console() -> Console:
 
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(width=PLAIN_WIDTH, highlight=False, markup=False)
+
+
+@functools.singledispatch
+def cell(result: object) -> str:
+    """A result as a notebook shows it. What knows how a kind of result looks registers here, so that results carry no
+    HTML themselves."""
+    raise TypeError(f"Nobody has registered how a {type(result).__name__} looks in a notebook.")

@@ -1,5 +1,5 @@
-"""Generation against transformers' `generate`, eager and compiled, CTranslate2 and ONNX Runtime: seconds of a batch of
-texts, side by side.
+"""Generation against transformers' `generate`, eager and compiled, and CTranslate2: seconds of a batch of texts,
+side by side.
 
     pip install 'penstock[export]'
     python benchmarks/generate.py --threads 2 --output benchmarks/results/generate_cpu.json
@@ -12,7 +12,7 @@ within a round. A way that does not work in a cell is left out, and the file say
 `ours-compiled` and `ours-shortlist`, which `--ways` adds, are ours with compiled steps and with a short vocabulary.
 `compiled` is transformers with a cache of one size and torch.compile: `generate` compiles the pass of one token by
 itself where it takes the likeliest; in beam search it never does, so there the model's whole forward is compiled.
-CTranslate2 and ONNX Runtime run what `penstock export` writes; the latter the whole search as one graph, in fp32.
+CTranslate2 runs what `penstock export` writes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from penstock.config.plan import Plan
 from penstock.infer.ctranslate import write_ctranslate
 from penstock.infer.export import inputs_of
 from penstock.infer.generator import Generator
-from penstock.infer.onnx_search import SEARCH, write_search
 from penstock.models import create
 from penstock.models.convert import save_pretrained
-from races import Cells, Makes, Run, in_onnx_runtime, options, require_known
+from races import Cells, Makes, Run, options, require_known
 
 BEAMS = 4
 START, END = 0, 2
@@ -84,7 +83,6 @@ class Case:
             "transformers": lambda: self.theirs(kind, rows, new),
             "compiled": lambda: self.theirs(kind, rows, new, compiled=True),
             "ctranslate2": lambda: self.ctranslate2(kind, rows, new),
-            "onnxruntime": lambda: self.onnxruntime(kind, rows, new),
         }
 
     def ours(
@@ -150,18 +148,6 @@ class Case:
             words, max_length=new, min_length=new, include_prompt_in_result=False, max_batch_size=0
         )
 
-    def onnxruntime(self, kind: str, rows: list[list[int]], new: int) -> Run | str:
-        """The search as one graph."""
-        if kind != "fp32":
-            return "penstock export writes ONNX in fp32"
-        folder = self.folder / "onnx"
-        if not folder.exists():
-            write_search(self.folder, folder, Decoding(beams=self.beams, ignore_end=True))
-        run = in_onnx_runtime(folder / SEARCH, self.threads)
-        tokens, mask = padded(rows, first=not self.both)
-        feeds = {"input_ids": tokens, "attention_mask": mask, "max_tokens": torch.tensor(new)}
-        return lambda: run(feeds)
-
 
 def padded(rows: list[list[int]], *, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of one length, with padding in front or behind, and a mask that is 0 there."""
@@ -178,7 +164,7 @@ def padded(rows: list[list[int]], *, first: bool) -> tuple[torch.Tensor, torch.T
 def main() -> None:
     parser = options(
         __doc__,
-        ways="penstock,transformers,compiled,ctranslate2,onnxruntime",
+        ways="penstock,transformers,compiled,ctranslate2",
         models="marian-base,transformer-big,t5-small,gpt2,qwen2-0.5b",
     )
     parser.add_argument(

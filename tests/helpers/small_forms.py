@@ -149,7 +149,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
-        text = bool({"ctranslate2", "onnx-search"} & {*words})
+        text = "ctranslate2" in words
         kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
         next(passed)
     if verb == "probe":

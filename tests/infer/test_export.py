@@ -10,13 +10,11 @@ import warnings
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 
 import penstock
 from penstock.cli import main
-from penstock.config.decoding import Decoding
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
@@ -235,7 +233,6 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
         ("modernbert-tiny", "ctranslate2", "fp32", "does not know sliding windows"),
         ("vit-s16", "ctranslate2", "fp32", "does not know models of images"),
         ("bert-tiny", "onnx-cache", "fp32", "Encoder generates no text"),
-        ("bert-tiny", "onnx-search", "fp32", "Encoder generates no text"),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],
 )
@@ -270,66 +267,6 @@ def test_tensorrt_builds_an_engine(tmp_path: Path) -> None:
     path, _ = export(folder("bert-tiny", tmp_path), tmp_path / "out", "tensorrt")
     assert build(path.with_name(BUILD))
     assert path.with_suffix(".engine").stat().st_size
-
-
-SEARCHES = {
-    "marian-tiny": Decoding(beams=4),
-    "t5-tiny": Decoding(beams=3, early_stopping="full", length_penalty=0.5),
-    "llama-tiny": Decoding(beams=2, early_stopping="never", length_penalty=0.1),
-    "gpt-tiny": Decoding(beams=1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_in_onnx_finds_what_ours_finds(name: str, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    where, decoding = (
-        folder(name, tmp_path, **({"kv_heads": 1} if name == "llama-tiny" else {})),
-        SEARCHES[name],
-    )
-    ends = likely_ends(where)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(where, tmp_path / "out", "onnx-search", decoding=decoding)
-    assert difference < 1e-4
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    longest, first = max(map(len, PROMPTS)), name in ("llama-tiny", "gpt-tiny")
-    fill = [[0] * (longest - len(row)) for row in PROMPTS]
-    tokens = [more + row if first else row + more for row, more in zip(PROMPTS, fill)]
-    mask = [[int(number > 0) for number in row] for row in tokens]
-    feeds = {"input_ids": tokens, "attention_mask": mask, "max_tokens": 12}
-    found, scores = session.run(None, {key: np.array(value, np.int64) for key, value in feeds.items()})
-    made = penstock.Generator(where).generate(
-        PROMPTS, dataclasses.replace(decoding, max_tokens=12, best=decoding.beams)
-    )
-    assert [[int(n) for n in row if n >= 0] for row in found.reshape(-1, found.shape[2])] == [
-        [*one.ids] for one in made
-    ]
-    if decoding.beams > 1:
-        np.testing.assert_allclose(scores.flatten(), [one.score for one in made], rtol=1e-4)
-        assert any(one.finished == "stop" for one in made), f"{ends} end no text, so this test says little"
-
-
-def likely_ends(where: Path) -> list[int]:
-    """Name tokens as ends of texts that a model generates often."""
-    made = penstock.Generator(where, ends=()).generate(PROMPTS, max_tokens=6, beams=2, best=2)
-    ends = sorted({number for one in made for number in one.ids[1:4]})
-    config = json.loads((where / "config.json").read_text())
-    (where / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
-    return ends
-
-
-def test_settings_of_a_search_that_its_graph_lacks_are_refused(tmp_path: Path) -> None:
-    for package in ("onnxruntime", "onnxscript"):
-        pytest.importorskip(package)
-    where = folder("gpt-tiny", tmp_path)
-    with pytest.raises(ConfigError, match="leave other settings of decoding out"):
-        export(where, tmp_path / "out", "onnx-search", decoding=Decoding(beams=2, min_tokens=3))
-    with pytest.raises(ConfigError, match="Only --to onnx-search has the search"):
-        export(where, tmp_path / "out", "onnx", decoding=Decoding(beams=2))
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_page_has_a_row_for_each_form() -> None:

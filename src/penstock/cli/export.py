@@ -17,8 +17,6 @@ def export(
     *,
     to: Annotated[ExportForm, Parameter(name="--to")] = "onnx",
     type: ExportType = "fp32",
-    beams: int | None = None,
-    length_penalty: float | None = None,
 ) -> None:
     """Write MODEL into the folder TARGET in a form that other programs run, and check what these make of it.
 
@@ -30,27 +28,14 @@ def export(
         The folder to write to.
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
-        `onnx-search`: search.onnx, beam search in one graph. `tensorrt`: model.onnx, if TensorRT knows all of it,
-        and the command that builds an engine.
+        `tensorrt`: model.onnx, if TensorRT knows all of it, and the command that builds an engine.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
         `ctranslate2`: a folder of CTranslate2.
     type
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
-    beams
-        Of `onnx-search`, texts that are kept at each step: 4, if you do not say; 1 takes the likeliest token.
-    length_penalty
-        Of `onnx-search`: a text's score is divided by its number of tokens to this power, which is 1 if you do not say.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    from penstock.config.decoding import Decoding
-    from penstock.infer.export import USUAL_BEAMS
     from penstock.infer.export import export as write
 
-    decoding = None
-    if beams is not None or length_penalty is not None:
-        decoding = Decoding(
-            beams=USUAL_BEAMS if beams is None else beams,
-            length_penalty=1.0 if length_penalty is None else length_penalty,
-        )
-    path, difference = write(model, target, to, type, decoding=decoding)
+    path, difference = write(model, target, to, type)
     print(f"written: {path}, outputs within {difference:.1e} of the model's")

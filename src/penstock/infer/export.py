@@ -1,6 +1,5 @@
-"""A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX
-without a cache, with one, or with the whole search, and CTranslate2's folder. Each is run once after it is written, and
-must give what the model gives.
+"""A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with
+or without a cache, and CTranslate2's folder. Each is run once after it is written, and must give what the model gives.
 
 Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
 cache a decoder gives logits of all its tokens.
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import printable, shown
-from penstock.config.decoding import Decoding
 from penstock.config.model import Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.infer.ctranslate import write_ctranslate
 from penstock.infer.onnx_cache import write_cached
 from penstock.infer.onnx_file import packages, write_onnx
-from penstock.infer.onnx_search import write_search
 from penstock.infer.settings import ExportForm, ExportType
 from penstock.infer.tensorrt import build, write_command
 from penstock.models.anatomy import set_attention
@@ -37,33 +34,21 @@ SAMPLES, TOKENS, TARGETS = 2, 7, 5
 """Of the example; other sizes work as well."""
 CHECKED = 3, 11, 9
 """Of the run that checks, so that a size that was frozen shows."""
-USUAL_BEAMS = 4
 PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 
 
 def export(
-    model: str | Path,
-    target: Path,
-    form: ExportForm,
-    kind: ExportType = "fp32",
-    *,
-    decoding: Decoding | None = None,
+    model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32"
 ) -> tuple[Path, float]:
     """Write the model in a folder in another form, its weights in a type, into the folder `target`; gives what was
-    written, and by how much its outputs differ from the model's, relative to their largest. `decoding` are the settings
-    of `onnx-search`: see `penstock.infer.onnx_search.write_search`.
+    written, and by how much its outputs differ from the model's, relative to their largest.
 
     Raises ConfigError for a folder without a model, and for a model that has no such form, EnvironmentProblem without
     the packages or the compiler that it needs, and NumericError where outputs differ.
     """
     if form != "ctranslate2" and kind != "fp32":
         raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
-    if decoding is not None and form != "onnx-search":
-        raise ConfigError(f"Only --to onnx-search has the search in it; leave its settings out for {form}.")
     folder = local_weights(model)
-    if form == "onnx-search":
-        path, found, expected = write_search(folder, target, decoding or Decoding(beams=USUAL_BEAMS))
-        return path, _difference(found, expected, path)
     if form == "ctranslate2":
         found, expected = write_ctranslate(folder, target, kind, lambda module: inputs_of(module, *CHECKED))
         return target, _difference(found, expected, target, kind)

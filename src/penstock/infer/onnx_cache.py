@@ -78,7 +78,7 @@ class _Joined(Columns):
         return k, v
 
 
-class Given(Past):
+class _Given(Past):
     """A `Past` that is made of tensors in one pass, so that a program of it takes any sizes."""
 
     def __init__(self, before: Pairs, mask: Tensor, new: int, positions: int) -> None:
@@ -108,15 +108,15 @@ class _Generating(nn.Module):
         self.model, self.positions = model, positions(model.config)[-1]
 
 
-class Continues(_Generating):
+class _Continues(_Generating):
     """A decoder's pass."""
 
     def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
         width = before[0].shape[2] + tokens.shape[1]
         # Taken by number, the mask's own size need not be known to be the sum of the two.
         mask = mask.index_select(1, torch.arange(width, device=mask.device))
-        past = Given(in_pairs(before), mask, tokens.shape[1], self.positions)
-        return [self.model(tokens, past=past), *flat(past.store.layers)]
+        past = _Given(_in_pairs(before), mask, tokens.shape[1], self.positions)
+        return [self.model(tokens, past=past), *_flat(past.store.layers)]
 
 
 class _Reads(_Generating):
@@ -124,21 +124,21 @@ class _Reads(_Generating):
 
     def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
         first = torch.zeros_like(source[:, :1])
-        past = Given([], torch.ones_like(first), 1, self.positions)
+        past = _Given([], torch.ones_like(first), 1, self.positions)
         self.model(source, first, mask.sum(1), past=past)
-        return flat(past.memory)
+        return _flat(past.memory)
 
 
-class Translates(_Generating):
+class _Translates(_Generating):
     """A pass of an encoder–decoder's decoder."""
 
     def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
-        every = in_pairs(before)
+        every = _in_pairs(before)
         rows, new = tokens.shape
         width = before[0].shape[2] + new
-        past = Given(every[::2], tokens.new_ones(rows, width), new, self.positions)
+        past = _Given(every[::2], tokens.new_ones(rows, width), new, self.positions)
         past.recall(every[1::2], mask)
-        return [self.model(None, tokens, past=past), *flat(past.store.layers)]
+        return [self.model(None, tokens, past=past), *_flat(past.store.layers)]
 
 
 def _write_decoder(model: Decoder, path: Path) -> Run:
@@ -153,7 +153,7 @@ def _write_decoder(model: Decoder, path: Path) -> Run:
     )
     names = _names(model, "key", "value")
     return _written(
-        Continues(model), path, (tokens, mask, before), shapes,
+        _Continues(model), path, (tokens, mask, before), shapes,
         ["input_ids", "attention_mask", *_called("past_key_values", names)], ["logits", *_called("present", names)],
     )  # fmt: skip
 
@@ -172,13 +172,13 @@ def _write_target(model: Seq2Seq, path: Path) -> Run:
     batch, new, kept = _dims(model)
     source = _source_size(model)
     tokens, mask = _words(model, _BATCH, _NEW), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
-    before = between(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
+    before = _between(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
     sizes = [{0: batch, 2: kept}] * 2 + [{0: batch, 2: source}] * 2
     shapes = ({0: batch, 1: new}, {0: batch, 1: source}, sizes * (len(before) // 4))
     every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
     own = _names(model, "decoder.key", "decoder.value")
     return _written(
-        Translates(model), path, (tokens, mask, before), shapes,
+        _Translates(model), path, (tokens, mask, before), shapes,
         ["input_ids", "encoder_attention_mask", *_called("past_key_values", every)],
         ["logits", *_called("present", own)],
     )  # fmt: skip
@@ -216,7 +216,7 @@ def _translated(read: Run, run: Run, model: Seq2Seq) -> tuple[Tensor, Tensor]:
     kept, found = _empty(model, _TEXTS, 0), []
     for begin, end in _passes(2):
         given = {"input_ids": target[:, begin:end], "encoder_attention_mask": mask}
-        both = zip(_called("past_key_values", every), between(kept, memory), strict=True)
+        both = zip(_called("past_key_values", every), _between(kept, memory), strict=True)
         logits, *kept = run({**given, **dict(both)})
         found.append(logits[:, -1])
     return torch.stack(found, dim=1), model(source, target, lengths)[:, -_STEPS - 1 :]
@@ -260,18 +260,20 @@ def _called(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what}.{name}" for name in names]
 
 
-def in_pairs(tensors: Sequence[Tensor]) -> Pairs:
+def _in_pairs(tensors: Sequence[Tensor]) -> Pairs:
     """Keys and values of each block, of one behind the other."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def flat(pairs: Pairs) -> list[Tensor]:
+def _flat(pairs: Pairs) -> list[Tensor]:
     """Keys and values one behind the other."""
     return [tensor for pair in pairs for tensor in pair]
 
 
-def between(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
+def _between(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
     """Each block's own keys and values, then those of the source."""
     return [
-        tensor for pairs in zip(in_pairs(own), in_pairs(memory), strict=True) for tensor in flat(list(pairs))
+        tensor
+        for pairs in zip(_in_pairs(own), _in_pairs(memory), strict=True)
+        for tensor in _flat(list(pairs))
     ]

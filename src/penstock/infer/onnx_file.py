@@ -28,26 +28,16 @@ def packages() -> tuple[Any, Any]:
     return onnx, onnxruntime
 
 
-def in_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """A program as torch's `ONNXProgram`, with these names of its inputs and outputs."""
-    made = torch.onnx.export(
-        program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
-    )
-    assert made is not None
-    return made
-
-
 def write_onnx(
     program: torch.export.ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str]
 ) -> Run:
     """Write a program with these names of its inputs and outputs, check its graph, and open it in ONNX Runtime."""
-    in_onnx(program, inputs, outputs).save(str(path))
-    return opened(path)
-
-
-def opened(path: Path) -> Run:
-    """Check the graph of a file, and open it in ONNX Runtime."""
     onnx, onnxruntime = packages()
+    made = torch.onnx.export(
+        program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
+    )
+    assert made is not None
+    made.save(str(path))
     onnx.checker.check_model(str(path), full_check=True)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 

@@ -28,7 +28,6 @@ def export(
         The folder to write to.
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
-        `tensorrt`: model.onnx, if TensorRT knows all of it, and the command that builds an engine.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
         `ctranslate2`: a folder of CTranslate2.
     type

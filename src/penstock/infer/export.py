@@ -22,7 +22,6 @@ from penstock.infer.ctranslate import write_ctranslate
 from penstock.infer.onnx_cache import write_cached
 from penstock.infer.onnx_file import packages, write_onnx
 from penstock.infer.settings import ExportForm, ExportType
-from penstock.infer.tensorrt import build, write_command
 from penstock.models.anatomy import set_attention
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
@@ -84,18 +83,15 @@ def _written(
     module: nn.Module, target: Path, form: ExportForm, wanted: dict[str, Tensor]
 ) -> tuple[Path, Tensor]:
     """The file of a form, and what its program makes of inputs."""
-    if form in ("onnx", "tensorrt"):
+    if form == "onnx":
         packages()
     if form == "aoti":
         _require_compiler()
     target.mkdir(parents=True, exist_ok=True)
     program = exported(module)
-    if form in ("onnx", "tensorrt"):
+    if form == "onnx":
         path = target / ONNX
-        found = write_onnx(program, path, [*wanted], ["outputs"])(wanted)[0]
-        if form == "tensorrt":
-            build(write_command(path, module, wanted))
-        return path, found
+        return path, write_onnx(program, path, [*wanted], ["outputs"])(wanted)[0]
     if form == "aoti":
         path = target / COMPILED
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))

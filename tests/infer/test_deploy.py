@@ -1,25 +1,18 @@
-"""`penstock deploy`: which layout serves in time, why the others do not, and what other servers are told."""
+"""`penstock deploy`: which layout serves in time, why the others do not, and the scripts that start it."""
 
 from __future__ import annotations
 
-import io
 import json
-import runpy
-import shlex
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import penstock
 from penstock.cli import main
 from penstock.cli.deploy_files import files_for
-from penstock.cli.deploy_scripts import scripts_for
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, ModelConfig
-from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, ExitCode
 from penstock.infer.deploy import Layout, explore
 from penstock.infer.settings import DeployConfig
@@ -88,7 +81,6 @@ def test_fp8_is_offered_by_machines_that_have_it_and_told_to_servers() -> None:
     assert "--weights fp8" in files["penstock.sh"]
     assert "--dtype bfloat16" in files["vllm.sh"]
     assert "--quantization fp8" in files["vllm.sh"]
-    assert "tensorrt-llm.sh" not in files
     split = files_for(asked, load_machine("h100"), replace(best, tp=2))
     assert "penstock.sh" not in split, "whose ranks would round apart"
     assert "vllm.sh" in split
@@ -127,7 +119,6 @@ def test_the_answer_as_json_and_the_files_of_other_servers(
     vllm = (tmp_path / "vllm.sh").read_text()
     assert f"--tensor-parallel-size {best['tp']} " in vllm
     assert "--max-model-len 640" in vllm
-    assert f"--tp_size {best['tp']} " in (tmp_path / "tensorrt-llm.sh").read_text()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "t5-small", "marian-base", "bert-base"])
@@ -187,7 +178,6 @@ def test_an_encoder_decoder_reads_its_source_once() -> None:
 @pytest.mark.alone
 def test_the_choice_is_started_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
-    import penstock
 
     model = replace(
         PRESETS["llama-tiny"], width=32, depth=2, heads=2, kv_heads=None, mlp_width=64, sequence=96
@@ -221,44 +211,6 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main(["deploy", *words]) == ExitCode.CONFIG
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-tiny", "marian-tiny"])
-def test_programs_for_ctranslate2_and_onnx_runtime_answer_as_our_generator(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for package in ("ctranslate2", "onnxruntime", "onnxscript"):
-        pytest.importorskip(package)
-    weights, out = tmp_path / "weights", tmp_path / "out"
-    config = replace(PRESETS[name], vocabulary=Bytes.size)
-    torch.manual_seed(0)
-    (tmp_path / "words").mkdir()
-    Bytes().save(tmp_path / "words")
-    penstock.save_pretrained(penstock.create(config), weights, beside=tmp_path / "words")
-    asked = DeployConfig(model=config, weights=str(weights))
-    cpu = Machine(name="here", device="cpu", source="measured", peak_flops={"fp32": 1e12})
-    layout = Layout(type="fp32", tp=1, pp=1, replicas=1, slots=2, memory_bytes=0, cache_tokens=96, context=24)
-    files = scripts_for(asked, cpu, layout)
-    assert {*files} == {"ctranslate2.sh", "run_ctranslate2.py", "onnxruntime.sh", "run_onnxruntime.py"}
-    lines = ["a river", "of turbines", "and"]
-    most = 24 - len("of turbines") if name == "gpt-tiny" else 23
-    expected = [one.text for one in penstock.Generator(weights).generate(lines, max_tokens=most)]
-    out.mkdir()
-    for tool in ("ctranslate2", "onnxruntime"):
-        shell, program = files[f"{tool}.sh"], files[f"run_{tool}.py"]
-        command = next(line for line in shell.splitlines() if line.startswith("penstock "))
-        words = shlex.split(command.replace("$here", str(out)).removesuffix(" >&2"))[1:]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own
-            assert main(words) == 0
-        capsys.readouterr()
-        (out / "run.py").write_text(program)
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        runpy.run_path(str(out / "run.py"), run_name="__main__")
-        assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
-    assert not scripts_for(asked, cpu, replace(layout, tp=2))
-    assert not scripts_for(replace(asked, weights=None), cpu, layout)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""The files with which other servers start what `penstock deploy` has chosen, as far as the model fits them."""
+"""The commands with which our own server and vLLM start what `penstock deploy` has chosen."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 
-from penstock.cli.deploy_scripts import scripts_for
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, stacks, title
 from penstock.infer.deploy import Layout
@@ -34,11 +33,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     decoder = isinstance(asked.model, DecoderConfig)
     if decoder and machine.device == "cuda" and layout.type in _TYPES:
         found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
-        if layout.type != "fp8":  # which it takes from files that another program has rounded
-            found["tensorrt-llm.sh"] = _script(
-                "TensorRT-LLM, one server for each replica", tensorrt_llm(model, layout)
-            )
-    return found | scripts_for(asked, machine, layout)
+    return found
 
 
 def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
@@ -65,15 +60,6 @@ def vllm(model: str, layout: Layout) -> list[str]:
     if layout.type == "fp8":
         options["quantization"] = "fp8"
     return ["vllm", "serve", model, *_words(options, "--{}"), "--enable-chunked-prefill"]
-
-
-def tensorrt_llm(model: str, layout: Layout) -> list[str]:
-    """The command of TensorRT-LLM (its documentation, "trtllm-serve")."""
-    options = {
-        "tp_size": layout.tp, "pp_size": layout.pp, "max_batch_size": layout.slots, "max_seq_len": layout.context,
-        "max_num_tokens": max(CHUNK, layout.context),
-    }  # fmt: skip
-    return ["trtllm-serve", model, "--backend", "pytorch", *_words(options, "--{}")]
 
 
 def _words(options: Mapping[str, object], form: str) -> list[str]:

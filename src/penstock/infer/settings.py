@@ -51,8 +51,7 @@ class DeployConfig(Checked):
     top: Count = 10
     """Number of layouts to show."""
     output: FilledText | None = None
-    """Folder for the files that start the choice: in `penstock serve`, and in vLLM, TensorRT-LLM, CTranslate2 and ONNX
-    Runtime as far as the model fits them."""
+    """Folder for the scripts that start the choice in `penstock serve` and in vLLM, where these can run the model."""
     measure: bool = False
     """Start the choice here, send it the requests, and set measured beside predicted; needs --machine here and weights.
     """

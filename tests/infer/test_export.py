@@ -7,7 +7,8 @@ import json
 import re
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -21,27 +22,30 @@ from penstock.infer import export as module
 from penstock.infer.export import export, exported, inputs_of, load_package
 from penstock.infer.settings import ExportForm, ExportType
 from penstock.models.anatomy import set_attention
+from penstock.train.prepare import write_beside
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
 
 
-def folder(name: str, where: Path, **changes: Any) -> Path:
-    """A small model of a family with random weights."""
+def folder(name: str, where: Path, rows: int = Bytes.size, **changes: Any) -> Path:
+    """A small model of a family with random weights, and beside it a tokenizer, as a run leaves them."""
     torch.manual_seed(0)
     model = penstock.PRESETS[name]
     if isinstance(model, penstock.ViTConfig):
         config = dataclasses.replace(model, **SMALL, image_size=32, patch_size=8, classes=5)
     elif isinstance(model, penstock.Seq2SeqConfig):
-        sides = {side: dataclasses.replace(getattr(model, side), **SMALL) for side in ("encoder", "decoder")}
-        config = dataclasses.replace(model, vocabulary=Bytes.size, sequence=48, decoder_sequence=48, **sides)
+        sides = {
+            side: dataclasses.replace(getattr(model, side), **SMALL | changes)
+            for side in ("encoder", "decoder")
+        }
+        config = dataclasses.replace(model, vocabulary=rows, sequence=48, decoder_sequence=48, **sides)
     else:
         sizes = SMALL | {"kv_heads": None} | changes
-        config = dataclasses.replace(model, **sizes, vocabulary=Bytes.size, sequence=48)
-    words = where / "words"
-    words.mkdir()
-    Bytes().save(words)
-    penstock.save_pretrained(penstock.create(config), where / name, beside=words)
+        config = dataclasses.replace(model, **sizes, vocabulary=rows, sequence=48)
+    if not isinstance(config, penstock.ViTConfig):
+        write_beside(config, cast(Any, SimpleNamespace(tokenizer=Bytes())), where / "words")
+    penstock.save_pretrained(penstock.create(config), where / name, beside=where / "words")
     return where / name
 
 
@@ -159,8 +163,9 @@ def test_without_a_compiler_or_a_file_aotinductor_is_told(
 PROMPTS = [[5, 9, 77, 200, 31, 8], [44, 2], [120, 121, 122, 123]]
 LLAMA3 = Rotary(base=100.0, scaling="llama3", factor=8.0, trained=64)
 TEXTS: dict[str, dict[str, Any]] = {
-    "marian-tiny": {}, "t5-tiny": {}, "bart-tiny": {}, "gpt-tiny": {}, "bloom-176b": {}, "llama-tiny": {"kv_heads": 1},
-    "qwen3-0.6b": {"head_features": 32}, "llama3-1b": {"head_features": 16, "rotary": LLAMA3},
+    "marian-tiny": {}, "t5-tiny": {"head_features": 32}, "bart-tiny": {}, "gpt-tiny": {"norm_eps": 1e-2},
+    "llama-tiny": {"kv_heads": 1, "head_features": 32}, "qwen2-0.5b": {}, "qwen3-0.6b": {"head_features": 32},
+    "llama3-1b": {"head_features": 16, "rotary": LLAMA3},
 }  # fmt: skip
 
 
@@ -184,16 +189,28 @@ def test_ctranslate2_generates_the_same_tokens(name: str, tmp_path: Path) -> Non
     pytest.importorskip("ctranslate2")
     where = folder(name, tmp_path, **TEXTS[name])
     path, difference = export(where, tmp_path / "out", "ctranslate2")
-    assert difference < 1e-4
+    assert difference < 1e-6  # other settings of the norms, heads or rotary positions give 7e-5 and more
     ours = penstock.Generator(where)
     for beams in (1, 4):
         made = ours.generate(PROMPTS, max_tokens=10, min_tokens=10, beams=beams)
         assert in_ctranslate2(path, beams) == [list(one.ids) for one in made]
 
 
-def test_ctranslate2_never_generates_what_the_folder_forbids(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "t5-tiny", "bart-tiny"])
+def test_ctranslate2s_own_converter_reads_what_a_run_exports(name: str, tmp_path: Path) -> None:
+    """A run's vocabulary is padded: the model has six rows more than the tokenizer has tokens."""
+    converters = pytest.importorskip("ctranslate2.converters")
+    pytest.importorskip("transformers")
+    where = folder(name, tmp_path, rows=Bytes.size + 6)
+    converters.TransformersConverter(str(where)).convert(str(tmp_path / "out"))
+    made = penstock.Generator(where).generate(PROMPTS, max_tokens=10, min_tokens=10)
+    assert in_ctranslate2(tmp_path / "out", 1) == [list(one.ids) for one in made]
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "marian-tiny"])
+def test_ctranslate2_never_generates_what_the_folder_forbids(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
-    where = folder("gpt-tiny", tmp_path)
+    where = folder(name, tmp_path)
     likely = [one.ids[0] for one in penstock.Generator(where).generate(PROMPTS, max_tokens=1)]
     config = json.loads((where / "config.json").read_text())
     (where / "config.json").write_text(
@@ -226,7 +243,13 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
     ("name", "form", "kind", "said"),
     [
         ("modernbert-tiny", "ctranslate2", "fp32", "does not know sliding windows"),
-        ("vit-s16", "ctranslate2", "fp32", "does not know models of images"),
+        ("vit-s16", "ctranslate2", "fp32", "CTranslate2 converts text models"),
+        (
+            "bloom-176b",
+            "ctranslate2",
+            "fp32",
+            "transformers, which has none like this; choose --to onnx-cache",
+        ),
         ("bert-tiny", "onnx-cache", "fp32", "Encoder generates no text"),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],

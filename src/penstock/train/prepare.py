@@ -66,7 +66,7 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        tokenizer.save(folder)
+        tokenizer.save(folder, getattr(model, "vocabulary", 0))
     except EnvironmentProblem as problem:
         _log.warning("Exports of this run will have no tokenizer. %s", problem)
     numbers = {

@@ -109,13 +109,16 @@ def test_a_library_tokenizer_cuts_and_fills_nothing_and_takes_text_for_text(tmp_
 def test_a_library_tokenizer_that_is_saved_is_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = named(word_piece(tmp_path / "t"))
-    tokenizer.save(tmp_path / "saved")
+    tokenizer.save(tmp_path / "saved", rows=tokenizer.size + 3)
     again = named(tmp_path / "saved")
     assert again.fingerprint == tokenizer.fingerprint
+    assert again.size == tokenizer.size
     assert (again.end, again.classify, again.begin) == (tokenizer.end, tokenizer.classify, None)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs("playing", add_special_tokens=False)["input_ids"] == [5, 6]
     assert theirs.sep_token_id == 3
+    assert len(theirs) == tokenizer.size + 3, "a name for each row of the model"
+    assert theirs.decode([5, tokenizer.size + 2], skip_special_tokens=True) == "play"
 
 
 def test_a_real_tokenizer_gives_transformers_numbers() -> None:

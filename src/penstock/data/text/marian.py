@@ -89,8 +89,8 @@ class Marian(Tokenizer):
     def words(self) -> list[str]:
         return list(self._words)
 
-    def save(self, folder: Path) -> None:
-        """Write the files that MarianTokenizer reads."""
+    def save(self, folder: Path, rows: int = 0) -> None:
+        """Write the files that MarianTokenizer reads; tokens that are not in its table have no names."""
         kept = {key: value for key, value in self._settings.items() if key not in UNSAVED}
         kept |= {KEYS[role]: self._words[getattr(self, role)] for role in _WORDS}
         kept |= {"separate_vocabs": False, "tokenizer_class": "MarianTokenizer"}

@@ -120,8 +120,9 @@ class Tokenizer(ABC):
         return [str(number) for number in range(self.size)]
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the files from which transformers' AutoTokenizer reads it."""
+    def save(self, folder: Path, rows: int = 0) -> None:
+        """Write the files from which transformers' AutoTokenizer reads it. A model with more `rows` than tokens gets
+        names for the others, because some programs want as many tokens as rows."""
 
     @property
     def specials(self) -> tuple[int, ...]:
@@ -160,7 +161,7 @@ class Bytes(Tokenizer):
         extra = [f"<extra_{number}>" for number in range(self.SENTINELS)]
         return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, rows: int = 0) -> None:
         """Raises EnvironmentProblem without the package tokenizers, whose format this is."""
         library = tokenizers_library("Writing a tokenizer for transformers")
         words = self.words()
@@ -171,8 +172,10 @@ class Bytes(Tokenizer):
         pad, begin, end, separator, classify, mask = self.WORDS
         _write(
             folder, made.to_str(),
+            # Bytes know all texts, but CTranslate2's converter asks for the token of what is unknown.
             {"pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
-             "mask_token": mask, "penstock": self.fingerprint},
+             "mask_token": mask, "unk_token": pad, "penstock": self.fingerprint},
+            range(self.size, rows),
         )  # fmt: skip
 
 
@@ -309,24 +312,28 @@ class Library(Tokenizer):
             words[number] = word
         return words
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, rows: int = 0) -> None:
         words = self.words()
         roles: dict[str, Any] = {KEYS[role]: getattr(self, role) for role in KEYS}
         named = {key: words[number] for key, number in roles.items() if number is not None}
-        _write(folder, self._text, {**self._settings, **named})
+        _write(folder, self._text, {**self._settings, **named}, range(self.size, rows))
 
 
 def _goes_on(word: str) -> bool:
     return bool(word) and (word[0].isalnum() or word[0] == "_") and word[0] != "Ġ"
 
 
-def _write(folder: Path, text: str, settings: Mapping[str, Any]) -> None:
+def _write(folder: Path, text: str, settings: Mapping[str, Any], unused: range) -> None:
     kept = {
         "clean_up_tokenization_spaces": False, "model_max_length": 1 << 30, **settings,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }  # fmt: skip
     for key in UNSAVED:
         kept.pop(key, None)
+    if unused:
+        kept["added_tokens_decoder"] = {
+            str(number): {"content": f"<unused_{number}>", "special": True} for number in unused
+        }
     write_text(folder / "tokenizer.json", text)
     write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")
 

@@ -1,33 +1,34 @@
-"""How to run a layout: the flags of Megatron-LM, torchtitan and DeepSpeed that ask for it, and Penstock's own command.
+"""How to run a layout: Penstock's own command, and the options of Megatron-LM and torchtitan that ask for it.
 
-Every tool lacks something that a Plan can say. What it lacks is said beside its command, and what comes nearest.
+Theirs hold the degrees, the batch, the type, the sharding, the schedule and the recomputation. The line below a command
+lists what else the Plan has, which is set by hand.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.machine import Machine
-from penstock.config.model import (
-    PRESETS,
-    DecoderConfig,
-    ModelConfig,
-    ViTConfig,
-    option_words,
-    sequences,
-    stacks,
-)
+from penstock.config.model import ModelConfig, ViTConfig, option_words, sequences
 from penstock.config.plan import Plan
 from penstock.config.rules import problems
 
-MEGATRON, TORCHTITAN, DEEPSPEED = "Megatron-LM core 0.19", "torchtitan 0.2.2", "DeepSpeed 0.19"
+MEGATRON, TORCHTITAN = "Megatron-LM core 0.19", "torchtitan 0.2.2"
 """The versions whose names these are."""
-_FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
-"""The presets that torchtitan has too."""
+_BOTH = {
+    "micro_batch", "accumulate", "dp", "tp", "sp", "pp", "cp", "ep", "virtual", "sharding", "shard", "schedule",
+    "dtype",
+}  # fmt: skip
+"""Fields of a Plan that both tools are given."""
 _MEGATRON_SCRIPTS = {"decoder": "pretrain_gpt.py", "encoder": "pretrain_bert.py", "seq2seq": "pretrain_t5.py"}
+_MEGATRON_SHARDING = {"zero2": "optim_grads", "fsdp": "optim_grads_params", "hsdp": "optim_grads_params"}
+_MEGATRON_RECOMPUTE = {"full": "full", "selective": "selective"}
+_TITAN_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble",
+}  # fmt: skip
+_TITAN_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +37,19 @@ class HowTo:
 
     tool: str
     command: str
-    """What to type; for DeepSpeed the JSON of its configuration."""
+    """What to type."""
     notes: tuple[str, ...] = ()
-    """What the tool does not have, or what else it needs."""
+    """What the command does not say of the Plan or the model."""
 
 
 def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
-    """The commands that run `plan`: Penstock's own where it can, and those of tools for GPUs."""
-    found = []
+    """The commands that run `plan`: Penstock's own where it can, and those of tools for text models on GPUs."""
+    ways = []
     if not problems(plan, model, machine, run=True):
-        found.append(penstock_train(model, machine, plan))
-    if machine.device != "cuda":
-        return found
-    if isinstance(model, ViTConfig):
-        return [*found, deepspeed(model, machine, plan)]
-    return [
-        *found,
-        megatron(model, machine, plan),
-        torchtitan(model, machine, plan),
-        deepspeed(model, machine, plan),
-    ]
+        ways.append(penstock_train(model, machine, plan))
+    if machine.device == "cuda" and not isinstance(model, ViTConfig):
+        ways += [megatron(model, machine, plan), torchtitan(model, machine, plan)]
+    return ways
 
 
 def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
@@ -70,206 +64,73 @@ def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
 
 def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """Arguments of Megatron-LM's `pretrain_*.py` (megatron/training/arguments.py)."""
-    flags: list[Any] = [*_megatron_sizes(model)] if isinstance(model, DecoderConfig) else []
-    flags += _given(
-        ("--tensor-model-parallel-size", plan.tp), ("--pipeline-model-parallel-size", plan.pp),
-        ("--num-virtual-stages-per-pipeline-rank", plan.virtual), ("--context-parallel-size", plan.cp),
-        ("--expert-model-parallel-size", plan.ep), least=2,
-    )  # fmt: skip
-    flags += ["--sequence-parallel"] * plan.sp
-    flags += ["--tp-comm-overlap"] * (plan.tp > 1 and plan.tp_overlap == "all")
-    flags += ["--cp-comm-type", "all_gather"] if plan.cp > 1 and plan.cp_exchange == "gather" else []
-    flags += ["--micro-batch-size", plan.micro_batch, "--global-batch-size", plan.global_batch]
-    flags += [] if plan.precision == "O0" else [f"--{plan.dtype}"]
-    flags += ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"] if plan.fp8 else []
-    flags += ["--attention-backend", "flash"] if plan.attention == "flash" else []
-    flags += _megatron_sharding(plan)
-    flags += ["--optimizer-cpu-offload"] * (plan.offload == "optimizer")
-    whole = [
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    ]
-    selective = ["--recompute-granularity", "selective"]
-    flags += {"full": whole, "early": whole, "selective": selective, "operators": selective}.get(
-        plan.recompute, []
-    )
-    return HowTo(
-        MEGATRON,
-        " ".join([_torchrun(machine, plan), _MEGATRON_SCRIPTS[model.family], *map(str, flags)]),
-        _notes(
-            (not isinstance(model, DecoderConfig), "add the sizes of the model"),
-            (plan.precision in ("O1", "O3"), f"keeps half weights and fp32 masters, unlike {plan.precision}"),
-            (plan.recompute == "operators", "recomputes attention alone where recompute=operators recomputes more"),
-            (plan.recompute == "early", "recomputes whole blocks"),
-            (plan.recompute_every != 1, "recomputes in every block"),
-            (plan.schedule in ("gpipe", "zero_bubble"), f"has no schedule {plan.schedule}: it runs 1F1B"),
-            (plan.fp8 == "rowwise", "has no scale per row of fp8 numbers"),
-            (plan.algorithm not in ("adamw", "sgd", "muon"), f"has no {plan.algorithm}"),
-        ),
-    )  # fmt: skip
-
-
-def _megatron_sizes(model: DecoderConfig) -> Iterator[Any]:
-    yield from (
-        "--num-layers",
-        model.depth,
-        "--hidden-size",
-        model.width,
-        "--num-attention-heads",
-        model.heads,
-    )
-    yield from ("--ffn-hidden-size", model.mlp_width, "--seq-length", model.sequence)
-    yield from ("--max-position-embeddings", model.max_positions or model.sequence)
-    if model.kv_heads not in (None, model.heads):
-        yield from ("--group-query-attention", "--num-query-groups", model.kv_heads)
-    if model.positions == "rotary":
-        yield from ("--position-embedding-type", "rope")
-    yield from ["--swiglu"] * (model.mlp == "swiglu")
-    yield from ["--normalization", "RMSNorm"] * (model.norm == "rms")
-    yield from ["--disable-bias-linear"] * (not model.bias)
-    yield from ["--untie-embeddings-and-output-weights"] * (not model.tied)
-    if model.experts:
-        yield from ("--num-experts", model.experts, "--moe-router-topk", model.experts_per_token)
-
-
-def _megatron_sharding(plan: Plan) -> list[Any]:
-    if plan.replicas == 1:
-        return []
-    overlap = ["--overlap-grad-reduce"] * plan.overlap
-    if plan.sharding == "ddp":
-        return overlap
-    flags = ["--use-distributed-optimizer", *overlap, *["--overlap-param-gather"] * plan.overlap]
-    if plan.sharding == "zero1":
-        return flags
-    kind = "optim_grads" if plan.sharding == "zero2" else "optim_grads_params"
-    flags += [
-        "--use-megatron-fsdp",
-        "--data-parallel-sharding-strategy",
-        kind,
-        "--ckpt-format",
-        "fsdp_dtensor",
-    ]
-    groups = plan.replicas // plan.shard
-    return [*flags, "--num-distributed-optimizer-instances", groups] if plan.sharding == "hsdp" else flags
+    degrees = {
+        "tensor-model-parallel-size": plan.tp, "pipeline-model-parallel-size": plan.pp,
+        "num-virtual-stages-per-pipeline-rank": plan.virtual, "context-parallel-size": plan.cp,
+        "expert-model-parallel-size": plan.ep,
+    }  # fmt: skip
+    options: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
+    options |= {"sequence-parallel": ""} if plan.sp else {}
+    options |= {"micro-batch-size": plan.micro_batch, "global-batch-size": plan.global_batch}
+    options |= {} if plan.precision == "O0" else {plan.dtype: ""}
+    if plan.replicas > 1 and plan.sharding != "ddp":
+        options["use-distributed-optimizer"] = ""
+    if plan.replicas > 1 and plan.sharding in _MEGATRON_SHARDING:
+        options |= {
+            "use-megatron-fsdp": "", "data-parallel-sharding-strategy": _MEGATRON_SHARDING[plan.sharding],
+            "ckpt-format": "fsdp_dtensor",
+        }  # fmt: skip
+    if plan.sharding == "hsdp":
+        options["num-distributed-optimizer-instances"] = plan.replicas // plan.shard
+    if plan.recompute in _MEGATRON_RECOMPUTE:
+        options["recompute-granularity"] = _MEGATRON_RECOMPUTE[plan.recompute]
+    if plan.recompute == "full":
+        options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    told = {*_BOTH, *(["recompute"] if plan.recompute in _MEGATRON_RECOMPUTE else [])}
+    told |= (
+        {"precision"} if plan.precision in ("O0", "O2") else set()
+    )  # it keeps half weights and fp32 masters
+    left = ["the sizes of the model", *_left(plan, told)]
+    if plan.schedule in ("gpipe", "zero_bubble"):
+        left.append(f"schedule={plan.schedule}, for which it runs 1F1B")
+    return HowTo(MEGATRON, _command(machine, plan, _MEGATRON_SCRIPTS[model.family], options), tuple(left))
 
 
 def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """Options of torchtitan's `torchtitan.train` (torchtitan/config/job_config.py)."""
-    flavor = _FLAVORS.get(next((name for name, preset in PRESETS.items() if preset == model), ""))
-    # A data parallel rank is given all micro-batches of a pipeline at once, and accumulates others.
-    local = plan.micro_batch * (plan.accumulate if plan.pp > 1 else 1)
     sharded = {"ddp": 1, "hsdp": max(1, plan.shard // plan.cp)}.get(plan.sharding, plan.dp)
-    whole = plan.sharding == "ddp" and plan.dp > 1
     options: dict[str, Any] = {
-        "model.name": "llama3", "model.flavor": flavor or "YOURS", "training.seq_len": sequences(model)[0],
-        "training.local_batch_size": local, "training.global_batch_size": plan.global_batch,
+        "training.seq_len": sequences(model)[0],
+        # A data parallel rank is given all micro-batches of a pipeline at once, and accumulates others.
+        "training.local_batch_size": plan.micro_batch * (plan.accumulate if plan.pp > 1 else 1),
+        "training.global_batch_size": plan.global_batch,
         "parallelism.data_parallel_replicate_degree": plan.dp // sharded,
         "parallelism.data_parallel_shard_degree": sharded,
     }  # fmt: skip
     if plan.sharding in ("zero1", "zero2"):
         options["parallelism.fsdp_reshard_after_forward"] = "never"
-    degrees = {
-        "parallelism.tensor_parallel_degree": plan.tp, "parallelism.context_parallel_degree": plan.cp,
-        "parallelism.expert_parallel_degree": plan.ep, "parallelism.pipeline_parallel_degree": plan.pp,
-    }  # fmt: skip
-    options |= {name: degree for name, degree in degrees.items() if degree > 1}
-    if plan.cp > 1:
-        exchange = {"gather": "allgather", "ring": "alltoall"}[plan.cp_exchange]
-        options["parallelism.context_parallel_rotate_method"] = exchange
+    degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep, "pipeline": plan.pp}
+    options |= {f"parallelism.{name}_parallel_degree": n for name, n in degrees.items() if n > 1}
     if plan.pp > 1:
-        options |= _titan_pipeline(model, plan)
-    options |= {
-        "none": {"activation_checkpoint.mode": "none"},
-        "selective": {"activation_checkpoint.mode": "none"},
-        "operators": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
-        "early": {"activation_checkpoint.mode": "full", "activation_checkpoint.early_stop": ""},
-        "full": {"activation_checkpoint.mode": "full"},
-    }[plan.recompute]  # fmt: skip
-    options |= {"compile.enable": ""} if plan.compile != "none" else {}
+        options["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[plan.schedule]
+        options["parallelism.pipeline_parallel_microbatch_size"] = plan.micro_batch
+    if plan.recompute in _TITAN_RECOMPUTE:
+        options["activation_checkpoint.mode"] = _TITAN_RECOMPUTE[plan.recompute]
     options |= {"training.mixed_precision_param": "float32"} if plan.precision == "O0" else {}
     options |= {"training.dtype": "bfloat16"} if plan.precision == "O3" else {}
-    options |= {"training.enable_cpu_offload": ""} if plan.offload == "optimizer" else {}
-    if plan.fp8:
-        recipe = "rowwise" if plan.fp8 == "rowwise" else "tensorwise"
-        options |= {
-            "model.converters": "quantize.linear.float8",
-            "quantize.linear.float8.recipe_name": recipe,
-        }
-    words = [f"--{name} {value}".rstrip() for name, value in options.items()]
-    return HowTo(
-        TORCHTITAN,
-        " ".join([_torchrun(machine, plan), "-m torchtitan.train", *words]),
-        _notes(
-            (flavor is None, "register the model and its sizes as a flavor first"),
-            (plan.sharding == "zero1", "shards gradients too where it shards the optimizer's states"),
-            (whole and plan.tp * plan.pp > 1, "has whole replicas only where nothing else is parallel"),
-            (plan.tp > 1 and not plan.sp, "always splits tokens (sp) over tensor parallel devices"),
-            (plan.dtype == "fp16" and plan.precision != "O0", "has no fp16: it computes in bf16"),
-            (plan.recompute == "selective", "recomputes nothing: its attention keeps no scores"),
-            (plan.recompute_every != 1, "recomputes in every block"),
-        ),
-    )  # fmt: skip
+    told = {*_BOTH, "precision", *(["recompute"] if plan.recompute in _TITAN_RECOMPUTE else [])}
+    told -= {"virtual"} | ({"dtype"} if plan.dtype == "fp16" else set())
+    left = ["model.name and model.flavor", *_left(plan, told)]
+    if plan.sharding == "zero1":
+        left.append("sharding=zero1, for which it shards gradients too")
+    if plan.tp > 1 and not plan.sp:
+        left.append("sp=false, for it always splits tokens over tensor parallel devices")
+    return HowTo(TORCHTITAN, _command(machine, plan, "-m torchtitan.train", options), tuple(left))
 
 
-def _titan_pipeline(model: ModelConfig, plan: Plan) -> dict[str, Any]:
-    names = {
-        "gpipe": "GPipe",
-        "1f1b": "1F1B",
-        "interleaved": "Interleaved1F1B",
-        "zero_bubble": "InterleavedZeroBubble",
-    }
-    blocks = sum(stack.depth for stack in stacks(model))
-    even = blocks % (plan.pp * plan.virtual) == 0
-    pieces = (
-        blocks if even else blocks + 2
-    )  # embedding and head count as a block each where only so it comes out even
-    return {
-        "parallelism.pipeline_parallel_schedule": names[plan.schedule],
-        "parallelism.pipeline_parallel_microbatch_size": plan.micro_batch,
-        "parallelism.pipeline_parallel_layers_per_stage": pieces // (plan.pp * plan.virtual),
-        "parallelism.pipeline_parallel_first_stage_less_layers": int(not even),
-        "parallelism.pipeline_parallel_last_stage_less_layers": int(not even),
-    }
-
-
-def deepspeed(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
-    """The JSON of DeepSpeed's configuration (deepspeed.ai, "DeepSpeed Configuration JSON")."""
-    stage = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[plan.sharding]
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": plan.overlap}
-    if plan.sharding == "hsdp":
-        zero["mics_shard_size"] = plan.shard
-    if plan.offload == "optimizer":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    half = {"bf16": "bfloat16", "fp16": "float16"}[plan.dtype]
-    types: dict[str, dict[str, Any]] = {
-        "O0": {}, "O1": {"torch_autocast": {"enabled": True, "dtype": half}},
-        "O2": {plan.dtype: {"enabled": True}}, "O3": {plan.dtype: {"enabled": True}},
-    }  # fmt: skip
-    settings: dict[str, Any] = {
-        "train_batch_size": plan.global_batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulate, **types[plan.precision], "zero_optimization": zero,
-    }  # fmt: skip
-    if plan.gradients == "fp32":
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if plan.tp > 1:
-        settings["tensor_parallel"] = {"autotp_size": plan.tp}
-    return HowTo(
-        DEEPSPEED,
-        json.dumps(settings),
-        _notes(
-            (plan.pp > 1, f"pipeline stages are made in code: PipelineModule(layers, num_stages={plan.pp})"),
-            (plan.pp > 1 and stage > 1, "a pipeline goes with ZeRO stage 1 at most"),
-            (plan.virtual > 1 or plan.schedule == "zero_bubble", f"has no schedule {plan.schedule}: it runs 1F1B"),
-            (plan.cp > 1, "has no ring over a sample's tokens: sequence parallelism (Ulysses) splits heads instead"),
-            (plan.recompute != "none", f"the model makes recompute={plan.recompute}: gradient_checkpointing_enable()"),
-            (bool(plan.fp8), "has no fp8 of its own: use Transformer Engine's layers"),
-            (plan.precision == "O3", "keeps fp32 master weights, unlike precision=O3"),
-        ),
-    )  # fmt: skip
+def _left(plan: Plan, told: set[str]) -> list[str]:
+    """What a Plan's line says besides the fields in `told`."""
+    return [word for word in plan.line().split() if "=" in word and word.partition("=")[0] not in told]
 
 
 def _nodes(machine: Machine, plan: Plan) -> tuple[int, int]:
@@ -277,23 +138,16 @@ def _nodes(machine: Machine, plan: Plan) -> tuple[int, int]:
     return here, -(-plan.gpus // here)
 
 
-def _torchrun(machine: Machine, plan: Plan) -> str:
+def _command(machine: Machine, plan: Plan, program: str, options: dict[str, Any]) -> str:
     here, nodes = _nodes(machine, plan)
-    meet = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
-    return f"torchrun --nproc-per-node {here}{meet}"
+    meet = ["--nnodes", str(nodes), "--rdzv-backend c10d --rdzv-endpoint HOST:29400"] if nodes > 1 else []
+    words = [f"--{name} {value}".rstrip() for name, value in options.items()]
+    return " ".join(["torchrun --nproc-per-node", str(here), *meet, program, *words])
 
 
-def _given(*flags: tuple[str, int], least: int) -> list[Any]:
-    return [word for name, value in flags if value >= least for word in (name, value)]
-
-
-def _notes(*cases: tuple[bool, str]) -> tuple[str, ...]:
-    return tuple(words for applies, words in cases if applies)
-
-
-def show(found: Sequence[HowTo], tell: Callable[[str], None]) -> None:
-    """One line for each tool, and one for what it does not have."""
-    for one in found:
+def show(ways: Sequence[HowTo], tell: Callable[[str], None]) -> None:
+    """One line for each tool, and one for what its command leaves out."""
+    for one in ways:
         tell(f"  {one.tool}: {one.command}")
         if one.notes:
-            tell(f"    {one.tool.split()[0]}: {'; '.join(one.notes)}.")
+            tell(f"    {one.tool.split()[0]}: set by hand {'; '.join(one.notes)}.")

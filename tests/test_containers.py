@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.containers import replaced, tensors
-from penstock.precision.follower import tensors_of
+from penstock.precision.overflow import tensors_of
 
 Pair = namedtuple("Pair", "first second")
 

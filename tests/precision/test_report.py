@@ -1,9 +1,8 @@
-"""What ran in which type and where, what fp16 would lose, and that nothing is left behind."""
+"""What fp16 would lose of gradients, where an overflow begins, and that nothing is left behind."""
 
 from __future__ import annotations
 
 import copy
-import html
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.build import build
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.precision import PrecisionReport, report
+from penstock.precision import report
 
 
 class Block(nn.Module):
@@ -53,57 +51,16 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 8), torch.randint(0, 4, (6,))
 
 
-def times(found: PrecisionReport, name: str) -> dict[tuple[str, str], tuple[int, int]]:
-    return {
-        (one.layer, one.dtype): (one.forward, one.backward) for one in found.operations if one.name == name
-    }
-
-
-def test_operators_have_type_layer_and_direction() -> None:
-    found = report(Net(), batch(), dtype="fp16")
-    linear = {"blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head"}
-    assert times(found, "addmm") == {(layer, "fp16"): (1, 0) for layer in linear}
-    # Two products each going back: of the input's gradient and the weight's. The first layer's input comes from a norm.
-    assert times(found, "mm") == {(layer, "fp16"): (0, 2) for layer in linear}
-    assert times(found, "tanh") == {(f"blocks.{i}", "fp16"): (1, 0) for i in (0, 1)}
-    assert times(found, "tanh_backward") == {(f"blocks.{i}", "fp16"): (0, 1) for i in (0, 1)}
-    assert times(found, "native_layer_norm_backward").keys() == {(f"blocks.{i}.norm", "fp32") for i in (0, 1)}
-    assert times(found, "nll_loss_forward") == {("", "fp32"): (1, 0)}
-    assert times(found, "nll_loss_backward") == {("", "fp32"): (0, 1)}
-    casts = times(found, "cast")
-    assert casts[("blocks.0.fc1", "fp32→fp16")][0] == 3  # input, weight and bias
-    assert casts[("blocks.0.fc1", "fp16→fp32")][1] == 3
-
-
-@pytest.mark.parametrize(
-    ("precision", "type_"), [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16")]
-)
-def test_each_level_shows(precision: str, type_: str) -> None:
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3"])
+def test_each_level_shows(precision: str) -> None:
     model = Net()
     found = report(model, batch(), precision=precision)
-    assert {dtype for _, dtype in times(found, "addmm")} == {type_}
-    norms = times(found, "native_layer_norm")
-    assert {dtype for _, dtype in norms} == {"bf16" if precision == "O3" else "fp32"}
     assert found.precision.startswith(f"{precision}")
     assert found.scale == 1.0
     assert found.compared_scale == 2.0**16
     assert found.loss == pytest.approx(found.loss_fp32, rel=0.05)
+    assert (found.loss == found.loss_fp32) == (precision == "O0")
     assert all(p.dtype == torch.float32 for p in model.parameters())
-
-
-def test_what_checkpointing_computes_again_counts_as_backward() -> None:
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
-    found = report(Checkpointed(), batch(), precision="O0")
-    assert times(found, "addmm")[("blocks.1.fc1", "fp32")] == (1, 1)
-    assert times(found, "mm")[("blocks.1.fc1", "fp32")] == (0, 2)
-    assert {g.layer for g in found.gradients} == {g.layer for g in report(Net(), batch()).gradients} - {
-        "norm", "dropout"
-    }  # fmt: skip
 
 
 class Scaled(nn.Module):
@@ -225,7 +182,6 @@ def test_a_model_that_a_plan_has_built(plan: str, precision: str) -> None:
     found = report(built.model, given, loss=built.loss, precision=precision)
     same(before, state(built.model))
     assert found.precision.startswith(f"{precision} in bf16")
-    assert {dtype for _, dtype in times(found, "addmm")} == {"bf16"}
     assert found.loss == pytest.approx(found.loss_fp32, rel=0.05)
     assert report(built.model, given, loss=built.loss).precision == found.precision
     cast = Net().bfloat16()
@@ -241,7 +197,6 @@ def test_an_overflow_is_found_at_the_scale_that_causes_it() -> None:
     assert found.overflow.where in ("backward pass", "gradient of the output")
     assert found.total("activations").infinite_scaled > 0
     assert f"An overflow begins in {found.overflow}." in str(found)
-    assert html.escape(str(found.overflow)) in found._repr_html_()
 
 
 def test_one_model_at_a_time() -> None:
@@ -295,22 +250,9 @@ def test_text_and_json_say_it() -> None:
         model.head.weight.mul_(2.0**-20)
     found = report(model, batch(), dtype="fp16")
     text = str(found)
-    cell = found._repr_html_()  # a notebook shows the same
-    assert cell.count("<svg") == 2
-    assert all(f">{one.name}<" in cell for one in found.operations)
-    for part in (
-        "O1 in fp16",
-        "2^16",
-        "addmm",
-        "fp16→fp32",
-        "the loss",
-        "all layers",
-        "blocks.0.fc1",
-        "No overflow.",
-    ):
+    for part in ("O1 in fp16", "2^16", "all layers", "blocks.0.fc1", "No overflow."):
         assert part in text, part
     stored = json.loads(json.dumps(found.to_dict()))
-    assert len(stored["operations"]) == len(found.operations)
     assert stored["gradients"][0]["layer"] == found.gradients[0].layer
     assert stored["overflow"] is None
     assert stored["largest_scale"] == found.largest_scale
@@ -320,7 +262,7 @@ def test_a_compiled_model_is_looked_into() -> None:
     model = Net()
     model.blocks[0].compile(backend="aot_eager")
     found = report(torch.compile(model, backend="aot_eager"), batch(), precision="O0")
-    assert times(found, "addmm").keys() >= {("blocks.0.fc1", "fp32"), ("head", "fp32")}
+    assert {one.layer for one in found.gradients} >= {"blocks.0.fc1", "head"}
 
 
 def test_a_recurrent_layer_keeps_its_weights() -> None:
@@ -336,6 +278,5 @@ def test_a_recurrent_layer_keeps_its_weights() -> None:
 def test_on_a_gpu() -> None:
     model = Net().cuda()
     found = report(model, batch(), dtype="fp16")  # the batch is moved
-    assert {dtype for _, dtype in times(found, "addmm")} == {"fp16"}
-    assert {layer for layer, _ in times(found, "mm")} == {layer for layer, _ in times(found, "addmm")}
+    assert found.precision.startswith("O1 in fp16")
     assert found.overflow is None

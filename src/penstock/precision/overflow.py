@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from penstock.precision.follower import Follower, tensors_of
+from penstock.containers import tensors
 
 Where = Literal["input", "computation", "output", "backward pass", "gradient of the output", "gradient"]
 
@@ -37,29 +36,37 @@ class Overflow:
         return f"the {self.where} of {self.layer}"
 
 
-class OverflowTrace(Follower):
+class OverflowTrace:
     """While attached, notes on the device which modules make values and gradients that are not finite.
 
-    `first` then says which came first in time. Compiled parts run eagerly meanwhile, for their code calls no hooks.
+    `first` then says which came first in time. Compiled parts run eagerly meanwhile, for their code calls no hooks. A
+    node of the autograd graph belongs to the innermost module that was running when it was made. The nodes behind a
+    module's inputs belong to whoever called it. Casts that hooks of a module make are the module's own.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()
         self._models = list(models)
         self._notes: list[tuple[Overflow, Tensor]] = []
         self._eager: Any = None
+        self._running: list[str] = []
+        """The modules whose forward pass is under way, the innermost last."""
+        self._known: dict[Node, str] = {}
+        """Holding the nodes keeps their identity."""
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> OverflowTrace:
         """Begin to look; forget what was seen before."""
         self.detach()
         self._notes = []
-        self.follow(self._models)
+        self._follow()
         self._eager = torch.compiler.set_stance("force_eager")
         return self
 
     def detach(self) -> None:
-        """Stop looking."""
-        self.let_go()
+        """Stop looking, and take all hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._known, self._running = [], {}, []
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
@@ -70,16 +77,49 @@ class OverflowTrace(Follower):
     def __exit__(self, *_: Any) -> None:
         self.detach()
 
-    def entered(self, layer: str, inputs: list[Tensor]) -> None:
-        around = self.running[-2] if len(self.running) > 1 else None
-        self._note(
-            Overflow(layer, "input") if around is None else Overflow(around, "computation", layer), inputs
-        )
+    def _follow(self) -> None:
+        for model in self._models:
+            for name, module in model.named_modules():
+                full = name or type(model).__name__
+                self._handles += [
+                    module.register_forward_pre_hook(self._entering(full), prepend=True, with_kwargs=True),
+                    module.register_forward_hook(self._leaving(full), with_kwargs=True, always_call=True),
+                ]
 
-    def left(self, layer: str, outputs: list[Tensor]) -> None:
-        self._note(Overflow(layer, "output"), outputs)
+    def _own(self, made: Iterable[Tensor], layer: str) -> None:
+        """Give all nodes behind some tensors to a layer, but for those that have an owner."""
+        left = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        while left:
+            node = left.pop()
+            if node in self._known or hasattr(node, "variable"):  # where a parameter's gradient is kept
+                continue
+            self._known[node] = layer
+            self._handles.append(self._watch(node, layer))
+            left += [behind for behind, _ in node.next_functions if behind is not None]
 
-    def found(self, node: Node, layer: str) -> RemovableHandle:
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs = tensors_of((args, kwargs))
+            if self._running:
+                self._own(inputs, self._running[-1])
+            self._running.append(name)
+            around = self._running[-2] if len(self._running) > 1 else None
+            self._note(
+                Overflow(name, "input") if around is None else Overflow(around, "computation", name), inputs
+            )
+
+        return hook
+
+    def _leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            outputs = tensors_of(output)
+            self._own(outputs, name)
+            self._running.pop()
+            self._note(Overflow(name, "output"), outputs)
+
+        return hook
+
+    def _watch(self, node: Node, layer: str) -> RemovableHandle:
         def hook(made: Any, given: Any) -> None:
             self._note(Overflow(layer, "gradient of the output"), tensors_of(given))
             self._note(Overflow(layer, "backward pass"), tensors_of(made))
@@ -88,12 +128,11 @@ class OverflowTrace(Follower):
 
     @torch.no_grad()
     def _note(self, seen: Overflow, values: list[Tensor]) -> None:
-        with _disable_current_modes():  # whoever counts operators counts none of these
-            for value in values:
-                inside = value.coalesce().values() if value.is_sparse else value
-                if seen.where in ("input", "computation") and not value.requires_grad:
-                    inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
-                self._notes.append((seen, ~inside.isfinite().all()))
+        for value in values:
+            inside = value.coalesce().values() if value.is_sparse else value
+            if seen.where in ("input", "computation") and not value.requires_grad:
+                inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
+            self._notes.append((seen, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
         """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked
@@ -113,3 +152,8 @@ class OverflowTrace(Follower):
             if gradient is not None and not bool(gradient.isfinite().all()):
                 return Overflow(name, "gradient")
         return None
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The floating tensors of a nest."""
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]

@@ -1,15 +1,16 @@
-"""One training pass of a model, looked at: types, gradients that fp16 loses, and where an overflow begins."""
+"""The gradients of a model: how large they are, which of them fp16 would lose layer by layer, and where an overflow
+begins."""
 
 from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +19,52 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import apply_precision, precision_on, unwrap_forward, unwrapped
-from penstock.precision.histogram import LARGEST, Meter, power_of_two
-from penstock.precision.inspect.gradients import Kind, LayerGradients, layer_gradients, pass_in_fp32, together
-from penstock.precision.inspect.operations import Operation, Recorder
-from penstock.precision.inspect.undisturbed import (
-    Loss,
-    checked,
-    default_loss,
-    gradients,
-    moved,
-    undisturbed,
-)
+from penstock.precision.histogram import LARGEST, GradientHistogram, Histogram, Meter, power_of_two
 from penstock.precision.lists import restore_modules
-from penstock.precision.overflow import Overflow, OverflowTrace
+from penstock.precision.overflow import Overflow, OverflowTrace, tensors_of
 from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
-from penstock.report.figures import Stack, stacked_bars
-from penstock.report.page import Cell, Section, Tile, page
+from penstock.precision.undisturbed import (
+    Loss,
+    checked,
+    default_loss,
+    gradients,
+    in_fp32,
+    moved,
+    undisturbed,
+)
 from penstock.report.precision_figures import percent
 
+Kind = Literal["activations", "weights"]
+Note = Callable[[str, Kind, Tensor], None]
+"""Is called with each gradient and its layer."""
 STARTING_SCALE = 2.0**16
 """Where dynamic loss scaling begins."""
 _MOST_LAYERS = 16
 """Lines of layers that are printed; `PrecisionReport.gradients` has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGradients:
+    """The gradients of one layer's outputs, or of its weights, as fp16 would hold them. Shares are of all values."""
+
+    layer: str
+    kind: Kind
+    values: int
+    zero: float
+    """Share that is zero in fp32 already."""
+    lost: float
+    """Share that is not zero, but would be in fp16 without a loss scale."""
+    lost_scaled: float
+    """The same at the loss scale that the report compares with."""
+    infinite: float
+    """Share that would be infinite, or is not a number, in fp16 without a loss scale."""
+    infinite_scaled: float
+    """The same at the report's loss scale."""
+    largest: float
+    """Largest finite magnitude, without loss scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +79,6 @@ class PrecisionReport:
     """In the given precision."""
     loss_fp32: float
     """The same loss in fp32: from the same weights, batch and random numbers."""
-    operations: tuple[Operation, ...]
-    """In the order in which they first ran."""
     compared_scale: float
     """The loss scale that `lost_scaled` and `infinite_scaled` of the gradients speak of, a power of two: `scale`
     rounded down, or, where that is 1, the one that dynamic loss scaling starts at in fp16."""
@@ -80,13 +100,41 @@ class PrecisionReport:
     def __str__(self) -> str:
         return _described(self)
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return _cell(self)
-
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {**asdict(self), "largest_scale": self.largest_scale}
+
+
+def gradient_histogram(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    between: Callable[[Any], None] | None = None,
+) -> GradientHistogram:
+    """Measure the gradients of a model on batches, in fp32, leaving weights, gradients, buffers and generators alone.
+
+    `loss(model, batch)` returns a scalar; without it the model's own loss is taken, or the cross entropy of an (inputs,
+    targets) pair. Accelerated models are measured as if they were not. `between(batch)` is called after each batch: a
+    training step there lets the histogram cover training and not the first weights alone, as the paper's does.
+
+    Raises:
+        ConfigError: there is no batch, no loss, or nothing to train.
+    """
+    bare = unwrapped(model)
+    meters: dict[Kind, Meter] = {"activations": Meter(), "weights": Meter()}
+    count = 0
+    for batch in batches:
+        given = moved(batch, device_of([bare]))
+        pass_in_fp32(bare, given, loss, lambda _, kind, gradient: meters[kind].add(gradient))
+        count += 1
+        if between is not None:
+            between(batch)
+    if not count:
+        raise ConfigError("There is no batch to measure gradients on; give at least one.")
+    return GradientHistogram(
+        activations=meters["activations"].read(), weights=meters["weights"].read(), batches=count
+    )
 
 
 def report(
@@ -99,13 +147,13 @@ def report(
     optimizer: Optimizer | None = None,
     scale: float | None = None,
 ) -> PrecisionReport:
-    """Run forward and backward passes of `model` on `batch` and say what happened in which precision.
+    """Run forward and backward passes of `model` on `batch`: which gradients fp16 would lose, and where it overflows.
 
     `loss(model, batch)` returns a scalar; without it the model's own loss is taken, or the cross entropy of an (inputs,
     targets) pair. An accelerated model is looked at as it is; `precision` and `dtype` are for others, by default O1.
     The loss scale is `scale`, or the present one of the accelerated `optimizer`, or the one that training starts with.
 
-    Two passes are made: one in that precision, for operators and overflow, and one in fp32, whose gradients say what
+    Two passes are made: one in that precision, for the overflow, and one in fp32, whose gradients say what
     fp16 loses. The model's mode is left as it is; weights, gradients, buffers and random generators are the same
     afterwards, compiled parts run eagerly, and nothing is sent to other ranks. Sharded models are not supported.
 
@@ -124,7 +172,11 @@ def report(
     wanted = loss or default_loss
     with torch.enable_grad():
         with _in_precision(bare, settled) as subject:
-            recorder, value, overflow = _recorded(subject, batch, wanted, passing)
+            trace = OverflowTrace([subject])
+            with undisturbed(subject), trace:
+                value = checked(wanted(subject, batch))
+                made = gradients(subject, value.float() * passing if passing != 1.0 else value)
+            overflow = trace.first(made)
         meters: dict[tuple[str, Kind], Meter] = defaultdict(Meter)
         value_fp32 = pass_in_fp32(
             bare, batch, wanted, lambda layer, kind, gradient: meters[layer, kind].add(gradient)
@@ -137,7 +189,7 @@ def report(
     ]
     return PrecisionReport(
         precision=settled.describe(), scale=passing, loss=value.item(), loss_fp32=value_fp32.item(),
-        operations=recorder.operations(), compared_scale=compared, gradients=tuple(found), overflow=overflow,
+        compared_scale=compared, gradients=tuple(found), overflow=overflow,
     )  # fmt: skip
 
 
@@ -195,48 +247,89 @@ def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]
         yield model
 
 
-def _recorded(
-    model: nn.Module, batch: Any, loss: Loss, scale: float
-) -> tuple[Recorder, Tensor, Overflow | None]:
-    """A pass in the model's own precision, under a loss scale."""
-    recorder = Recorder()
-    trace = OverflowTrace([model])
-    with undisturbed(model), trace, recorder.attributing(model), recorder:
-        value = checked(loss(model, batch))
-        scaled = value.float() * scale if scale != 1.0 else value
-        recorder.turn_back(scaled)
-        found = gradients(model, scaled)
-    return recorder, value.detach(), trace.first(found)
+def pass_in_fp32(model: nn.Module, batch: Any, loss: Loss | None, note: Note) -> Tensor:
+    """A forward and a backward pass without loss scale; returns the loss, and tells `note` of each gradient."""
+    model = in_fp32(model)
+    device = device_of([model])
+    with undisturbed(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
+        with _watched(model, note):
+            value = checked((loss or default_loss)(model, batch))
+            found = gradients(model, value)
+        for name, gradient in found:
+            if gradient is not None:
+                note(name.rpartition(".")[0] or type(model).__name__, "weights", gradient)
+    return value.detach()
+
+
+@contextmanager
+def _watched(model: nn.Module, note: Note) -> Iterator[None]:
+    """Inside, `note` is told each gradient of a layer's output that a backward pass computes.
+
+    Layers are modules without children and those with parameters of their own; a tensor that passes through
+    several (Identity, a container's result) counts once, for the first.
+    """
+    seen: dict[int, weakref.ref[Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_of(args):
+                seen[id(tensor)] = weakref.ref(tensor)
+            for tensor in tensors_of(output):
+                known = seen.get(id(tensor))
+                if tensor.requires_grad and not (known is not None and known() is tensor):
+                    seen[id(tensor)] = weakref.ref(tensor)
+                    tensor.register_hook(lambda g: note(name, "activations", g))  # type: ignore[no-untyped-call]
+
+        return look
+
+    handles = [
+        module.register_forward_hook(hook(name or type(model).__name__))
+        for name, module in model.named_modules()
+        if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_gradients(layer: str, kind: Kind, found: Histogram, scale: float) -> LayerGradients:
+    """What a histogram says of a layer, at a loss scale that is a power of two."""
+    return LayerGradients(
+        layer=layer, kind=kind, values=found.values, zero=found.zeros / max(found.values, 1),
+        lost=found.lost(), lost_scaled=found.lost(scale),
+        infinite=found.infinite(), infinite_scaled=found.infinite(scale), largest=found.largest,
+    )  # fmt: skip
+
+
+def together(layers: tuple[LayerGradients, ...], kind: Kind) -> LayerGradients | None:
+    """All layers of a kind as one; None where there are none."""
+    chosen = [layer for layer in layers if layer.kind == kind]
+    values = sum(layer.values for layer in chosen)
+    if not values:
+        return None
+
+    shares = {
+        name: math.fsum(getattr(layer, name) * layer.values for layer in chosen) / values
+        for name in ("zero", "lost", "lost_scaled", "infinite", "infinite_scaled")
+    }
+    largest = max(layer.largest for layer in chosen)
+    return LayerGradients(layer="all layers", kind=kind, values=values, largest=largest, **shares)
 
 
 # -- as text
 
 
 def _described(report: PrecisionReport) -> str:
-    """Operators by type, gradients by layer, and the overflow."""
+    """Gradients by layer, and the overflow."""
     parts = [
         f"{report.precision}\nloss {report.loss:.6g} at loss scale {_scale_word(report.scale)}, "
         f"{report.loss_fp32:.6g} in fp32",
-        _aligned(_operations(report), left=(0, 1, 4)),
         _gradients(report),
         f"An overflow begins in {report.overflow}." if report.overflow else "No overflow.",
     ]
     return "\n\n".join(parts)
-
-
-def _operations(report: PrecisionReport) -> list[list[str]]:
-    """A row for each operator and type, below the heads of their columns."""
-    merged: dict[tuple[str, str], tuple[int, int, set[str]]] = {}
-    for one in report.operations:
-        forward, backward, layers = merged.get((one.name, one.dtype), (0, 0, set()))
-        layers.add(one.layer)
-        merged[(one.name, one.dtype)] = forward + one.forward, backward + one.backward, layers
-    rows = [["operator", "type", "forward", "backward", "layers"]]
-    for (name, dtype), (forward, backward, layers) in sorted(merged.items()):
-        names = sorted(layer or "the loss" for layer in layers)
-        where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        rows.append([name, dtype, str(forward or ""), str(backward or ""), where])
-    return rows
 
 
 def _gradients(report: PrecisionReport) -> str:
@@ -264,44 +357,6 @@ def _troubled(report: PrecisionReport) -> list[LayerGradients]:
     """Layers of which fp16 would lose some gradients, the worst first."""
     worst = sorted(report.gradients, key=lambda one: (-one.infinite_scaled, -one.infinite, -one.lost))
     return [one for one in worst if one.lost or one.infinite or one.infinite_scaled]
-
-
-def _cell(report: PrecisionReport) -> str:
-    """For a cell of a notebook: losses, what fp16 makes of the gradients, and the operators."""
-    at = _scale_word(report.compared_scale)
-    tiles = [
-        Tile(value=f"{report.loss:.6g}", words=f"loss, {report.loss_fp32:.6g} in fp32", lead=True),
-        Tile(value=str(report.overflow or "none"), words="where an overflow begins"),
-    ]
-    if report.largest_scale is not None:
-        tiles.append(
-            Tile(value=_scale_word(report.largest_scale), words="largest loss scale without an overflow")
-        )
-    totals = [total for kind in ("activations", "weights") if (total := report.total(kind))]
-    stacks = [
-        Stack(label=f"{one.layer} {one.kind}", parts=_fate(one))
-        for one in (*totals, *_troubled(report)[:_MOST_LAYERS])
-    ]
-    sections = []
-    if stacks:
-        title = f"Gradients in fp16 at loss scale {at}"
-        drawn = partial(stacked_bars, stacks, title=title, unit="% of all values")
-        sections.append(
-            Section(title=title, text="All together, then layers that lose some.", figures=[drawn])
-        )
-    heads, *rows = _operations(report)
-    columns = [Cell(head, words=head not in ("forward", "backward")) for head in heads]
-    cells = [
-        ("", [Cell(v, words=column.words) for v, column in zip(row, columns, strict=True)]) for row in rows
-    ]
-    sections.append(Section(title="Operators", columns=columns, rows=cells))
-    return page("Precision", report.precision, tiles, sections, whole=False)
-
-
-def _fate(one: LayerGradients) -> dict[str, float]:
-    """What fp16 makes of a layer's gradients under the report's loss scale, in per cent."""
-    bad = {"lost": one.lost_scaled, "zero in fp32 too": one.zero, "infinite": one.infinite_scaled}
-    return {name: 100 * share for name, share in ({"held": 1 - sum(bad.values())} | bad).items()}
 
 
 def _row(one: LayerGradients) -> list[str]:

@@ -95,9 +95,9 @@ def test_closure_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
     assert "closure.py:29" in refused.told
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")])
-def test_two_models_and_optimizers(capsys: pytest.CaptureFixture[str], level: str, dtype: str) -> None:
-    half = _run(capsys, "gan.py", level=level, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_two_models_and_optimizers(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    half = _run(capsys, "gan.py", level="O1", dtype=dtype)
     assert half.code == 0
     # The frozen layer, three of each step's products and their gradients, is nobody's and stays fp32.
     assert half.products[HALF[dtype]] > 2 * half.products[torch.float32]
@@ -106,7 +106,7 @@ def test_two_models_and_optimizers(capsys: pytest.CaptureFixture[str], level: st
     assert half.told.count("left alone Linear: no optimizer trains it") == 1
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16")])
 def test_accumulation_and_two_models_of_one_optimizer(
     capsys: pytest.CaptureFixture[str], level: str, dtype: str
 ) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import living, precision_on, unwrap_forward, unwrapped, wrap_forward
+from penstock.precision.forward import living, precision_on, unwrap_forward, unwrapped
 from penstock.precision.script.account import Account
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
@@ -167,56 +167,34 @@ class Pairing:
         device = next(root.parameters()).device
         asked = dict(self._asked)
         precision = properties_of(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
-        self._refuse(module, root, takers, precision)
+        self._refuse(module, root, precision)
         if root in self._ours:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
-        models = [root]
-        if precision.weights == "half" or not called:
-            models, takers = self._all_that_belong(root, takers)
+        models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
+        if precision.weights == "half":
+            self._require_one(root, takers, precision.level)
         accelerate(models, takers, **self._asked)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._ours.update(models)
         self._seen.update(root.modules())
-        self._account.accelerated(models if not called else [root], takers, precision)
+        self._account.accelerated(models, takers, precision)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
             masters.share_gradients()
-        if called:
-            for other in models[1:]:
-                unwrap_forward(other)  # its weights are ready; its outermost call shows what is to be wrapped
-                self._ours.discard(other)
-        owned = {key for model in models if model is root or not called for key in self._owned(model)}
+        owned = {key for model in models for key in self._owned(model)}
         for optimizer in takers:
             left = _ids(optimizer) - owned
             if left:
                 self._partly[optimizer] = left
-
-    def _all_that_belong(
-        self, root: nn.Module, takers: list[Optimizer]
-    ) -> tuple[list[nn.Module], list[Optimizer]]:
-        """`root` with every model that shares an optimizer with it, and so on, and all these optimizers."""
-        models = [root]
-        while True:
-            owned = {id(p) for model in models for p in model.parameters()}
-            more = [o for o in self._waiting if o not in takers and not owned.isdisjoint(_ids(o))]
-            takers = [*takers, *more]
-            others = roots_owning({key for o in takers for key in _ids(o)} - owned, beside=models)
-            if not others and not more:
-                return models, takers
-            models += others
 
     def _join(self, root: nn.Module, owned: set[int]) -> bool:
         """Wrap one more model of an optimizer that has others already."""
         for optimizer, left in list(self._partly.items()):
             if owned.isdisjoint(left):
                 continue
-            session = gradients_beside(optimizer).session
-            if session.precision.weights == "half":
-                wrap_forward(root, session.precision)
-            else:
-                accelerate(root, **self._asked)
-                session.models.append(root)
+            accelerate(root, **self._asked)
+            gradients_beside(optimizer).session.models.append(root)
             self._ours.add(root)
             self._seen.update(root.modules())
             self._account.joined(root)
@@ -268,9 +246,26 @@ class Pairing:
         known = {id(p) for model in self._ours for p in model.parameters()}
         return any(id(p) in known for p in root.parameters())
 
-    def _refuse(
-        self, module: nn.Module, root: nn.Module, takers: list[Optimizer], precision: Precision
-    ) -> None:
+    def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:
+        """Raise ConfigError unless a model that gets half weights, and one optimizer of it, are all that is trained."""
+        others = {*self._waiting, *self._accelerated} - {*takers}
+        apart = roots_owning(_ids(takers[0]) - {id(p) for p in root.parameters()})
+        why = ""
+        if others or len(takers) > 1:
+            every = sorted(type(optimizer).__name__ for optimizer in (*takers, *others))
+            why = f"several optimizers ({', '.join(every)})"
+        elif apart:
+            models = ", ".join(type(model).__name__ for model in (root, *apart))
+            why = f"several models ({models}) of one {type(takers[0]).__name__}"
+        if why:
+            raise ConfigError(
+                f"{level} gives a script's model half weights, which works from outside for one model with one "
+                f"optimizer, but the script has {why}. Use --precision O1, or write in the script: "
+                f'model, optimizer = penstock.accelerate(model, optimizer, precision="{level}"), which takes lists of '
+                "both, and with penstock.scale_loss(loss, optimizer) as scaled: scaled.backward()."
+            )
+
+    def _refuse(self, module: nn.Module, root: nn.Module, precision: Precision) -> None:
         name = type(root).__name__
         engine = _ENGINES.get(type(module).__module__.partition(".")[0])
         if engine is not None:
@@ -286,11 +281,6 @@ class Pairing:
             )
         if precision.weights == "fp32":
             return
-        if self._is_accelerated(root):
-            raise ConfigError(
-                f"The script makes another {type(takers[0]).__name__} for {name} after training began, and "
-                f"{precision.level} has given it half weights by then; use --precision O1."
-            )
         for wrapper in (module, *root.modules()):
             if isinstance(wrapper, nn.parallel.DistributedDataParallel) or _sharded(wrapper):
                 raise ConfigError(
@@ -299,19 +289,15 @@ class Pairing:
                 )
 
 
-def roots_owning(wanted: set[int], beside: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """The largest living modules that own a parameter whose `id` is in `wanted`, and contain none of `beside`."""
+def roots_owning(wanted: set[int]) -> list[nn.Module]:
+    """The largest living modules that own a parameter whose `id` is in `wanted`."""
     if not wanted:
         return []
-    roots = {id(root) for root in beside}
-    inside = {id(m) for root in beside for m in root.modules()}
-    owning = []
-    for module in living(nn.Module):
-        if id(module) in inside or unwrapped(module) is not module:
-            continue
-        within = {id(m) for m in module.modules()}
-        if not within & roots and any(id(p) in wanted for p in module.parameters()):
-            owning.append((module, within))
+    owning = [
+        (module, {id(m) for m in module.modules()})
+        for module in living(nn.Module)
+        if unwrapped(module) is module and any(id(p) in wanted for p in module.parameters())
+    ]
     return [
         module
         for module, _ in owning

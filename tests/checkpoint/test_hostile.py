@@ -214,8 +214,6 @@ def test_lies_under_a_right_seal_are_refused_in_every_verb_and_the_step_before_i
     assert main(["checkpoint", "verify", run]) == 5
     assert "step-2 is refused" in capsys.readouterr().err
     assert main(["checkpoint", "list", run]) == 5
-    assert main(["checkpoint", "convert", run, str(tmp_path / "converted")]) == 0
-    assert (tmp_path / "converted" / "step-1").is_dir()
     assert main(["checkpoint", "export", run, str(tmp_path / "plain"), "--names", "plain"]) == 0
     assert main(["checkpoint", "export", run, str(tmp_path / "two"), "--names", "plain", "--step", "2"]) == 5
     assert (folder / "step-2").is_dir(), "looking moves nothing"

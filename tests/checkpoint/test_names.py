@@ -48,11 +48,6 @@ def test_state_follows_its_parameter_into_another_order() -> None:
     assert two.param_groups[0]["param_names"] == ["1.bias", "0.weight"]
 
 
-def test_state_by_number_passes_as_it_is() -> None:
-    one = optimizer(model(), ["0.weight", "1.bias", "0.bias", "1.weight"], 2).state_dict()
-    assert by_index(one, one) == one
-
-
 def test_an_optimizer_needs_names() -> None:
     net = model()
     with pytest.raises(ValueError, match=r"4 parameters and 0 names.*named_parameters"):

@@ -1,9 +1,8 @@
-"""Checkpoints of the first format, in other layouts, and as Hugging Face folders: always the same values."""
+"""Checkpoints in other layouts, and as Hugging Face folders: always the same values."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import Trainee, numbered, same_snapshot
-from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
@@ -21,37 +19,6 @@ from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
-
-OLD = Path(__file__).parent / "format-1"
-"""Three steps of `Trainee`, saved by version 0.1.0 before there were checkpoints of several ranks."""
-
-
-def go_on(layout: str, folder: Path) -> list[float]:
-    trainee = Trainee(layout)
-    snapshot = trainee.resume(folder)
-    assert (snapshot.world, snapshot.local, snapshot.state["progress"]) == (1, {}, {"seen": 36})
-    assert snapshot.state["random"]["torch"].dtype == torch.uint8
-    return trainee.train(5)
-
-
-def test_the_first_format_is_read_on_any_layout(tmp_path: Path) -> None:
-    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    undisturbed = Trainee()
-    undisturbed.train(3)
-    expected = undisturbed.train(5)
-    assert go_on("single", tmp_path) == pytest.approx(expected, rel=1e-12)
-    for losses in spawn(go_on, 2, "fsdp", tmp_path):
-        assert losses == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_first_format_is_refused_after_any_change(tmp_path: Path) -> None:
-    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    for file in sorted((tmp_path / "step-3").iterdir()):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
-        with pytest.raises(CheckpointError, match=f"step-3 is refused: {file.name}"):
-            checkpoint.load(file.parent)
-        file.write_bytes(whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import numbered, same_snapshot
+from helpers.checkpoints import numbered
 from penstock import checkpoint
 from penstock.cli import main
 from penstock.config.load import to_dict
@@ -58,23 +58,6 @@ def test_list_shows_each_and_says_which_cannot_be_trusted(
     assert "refused" in out
     assert "verified" in out
     assert main(["checkpoint", "list", str(run / "nothing")]) == 2
-
-
-def test_convert_rewrites_the_newest(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two, one = tmp_path / "two", tmp_path / "one"
-    assert main(["checkpoint", "convert", str(run), str(two), "--ranks", "2"]) == 0
-    assert "as 2 ranks" in capsys.readouterr().out
-    assert (two / "step-7" / "weights-1-of-2.safetensors").is_file()
-    assert main(["checkpoint", "convert", str(two), str(one)]) == 0
-    expected = numbered(7)
-    found = checkpoint.load(one / "step-7")
-    assert same_snapshot(found, checkpoint.Snapshot(**{**fields(expected), "local": {}}))
-    assert main(["checkpoint", "convert", str(two), str(one)]) == 2
-    assert "exists already" in capsys.readouterr().err
-
-
-def fields(snapshot: checkpoint.Snapshot) -> dict[str, object]:
-    return {name: getattr(snapshot, name) for name in snapshot.__slots__}
 
 
 def test_export_writes_the_average_as_transformers_names_it(

@@ -34,7 +34,6 @@ INPUTS = [
     "checkpoint verify it",
     "checkpoint list it",
     "checkpoint export it made",
-    "checkpoint convert it made",
     "launch -- it.py",
     "train --config it.toml",
     "ladder --config it.yaml",
@@ -86,7 +85,6 @@ OUTPUTS = [
     "probe --output {out}.toml",
     "pack {set} {out}",
     "checkpoint export {run} {out} --names plain",
-    "checkpoint convert {run} {out}",
 ]
 PROGRAM = """
 import contextlib, io, json, os, sys

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,7 +169,7 @@ def test_a_pickled_index_is_never_loaded(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda table: table.update(version=3), "format version 3, but this release reads 1 and 2"),
+        (lambda table: table.update(version=1), "format version 1, but this release reads 2"),
         (lambda table: table.update(layout="other"), "does not describe a packed set"),
         (lambda table: table.update(records="zip"), "records is 'zip', but must be"),
         (lambda table: table.update(size=0), "size is 0, but must be at least 1"),
@@ -222,17 +221,6 @@ def test_no_bit_of_a_manifest_can_change(folder: Path) -> None:
             read_manifest(path)
 
 
-def test_packs_of_before_are_read_and_say_once_that_they_carry_no_seal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = Path(shutil.copytree(Path(__file__).parent / "pack-1" / "raw", tmp_path / "raw"))
-    opened(old)
-    opened(old, "val")
-    assert verify(old)
-    (told,) = caplog.messages
-    assert told.startswith(f"{old / 'manifest.json'} was made before manifests carried a seal")
-
-
 def test_no_pack_no_reading(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is no packed set.*penstock pack"):
         opened(tmp_path)
@@ -260,20 +248,3 @@ def test_the_layout_is_pinned(folder: Path) -> None:
     row = np.load(path / "index.npy")[1]
     image = np.frombuffer(shard, np.uint8, 32 * 32 * 3, int(row["offset"])).reshape(32, 32, 3)
     np.testing.assert_array_equal(source.read(np.array([1]))[0][0], image)
-
-
-@pytest.mark.parametrize("records", ["raw", "jpeg"])
-def test_a_pack_of_the_version_before_is_read(records: str) -> None:
-    """Ten grey squares of 8 pixels, packed by version 0.1.0 at commit 254a614."""
-    path = Path(__file__).parent / "pack-1" / records
-    verify(path)
-    train, val = opened(path), opened(path, "val")
-    assert (train.classes, train.labels.tolist(), val.labels.tolist()) == (
-        ("cat", "dog"),
-        [0] * 4 + [1] * 4,
-        [0, 1],
-    )
-    levels = [
-        int(np.median(image)) for source in (train, val) for image in source.read(np.arange(len(source)))[0]
-    ]
-    assert levels == pytest.approx([0, 20, 40, 60, 100, 120, 140, 160, 80, 180], abs=1)

@@ -39,7 +39,6 @@ _LINES = {
     "verify": "checkpoint verify run --step 4",
     "list": "checkpoint list run --json",
     "export": "checkpoint export run out --weights ema --shard-gb 2.5 --names plain",
-    "convert": "checkpoint convert run out --ranks 2",
 }
 _ERRORS = {
     error.exit_code: error

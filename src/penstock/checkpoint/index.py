@@ -162,18 +162,6 @@ def read_index(path: Path, document: Mapping[str, Any], files: Iterable[str], wo
     return index
 
 
-def index_of_whole_files(path: Path, files: Iterable[str]) -> dict[str, Entry]:
-    """The index of a checkpoint that has none, because one process wrote every tensor whole (format 1)."""
-    return {
-        f"{file.removesuffix('.safetensors')}/{name}": Entry(
-            info.dtype, info.shape, (Chunk(0, (0,) * len(info.shape), info.shape),)
-        )
-        for file in files
-        if file.endswith(".safetensors")
-        for name, info in read_header(path / file, remedy="").items()
-    }
-
-
 def _entry(value: Any) -> Entry:
     def whole(numbers: Any) -> tuple[int, ...]:
         if len(numbers) > 64 or not all(type(number) is int and number >= 0 for number in numbers):

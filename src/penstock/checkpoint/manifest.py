@@ -15,7 +15,7 @@ from penstock.disk import Written, digest_file
 from penstock.errors import CheckpointError, ConfigError
 
 FORMAT = 2
-"""1: one process, no index of tensors. 2: any number of ranks. Both are read; 2 is written."""
+"""The format that is written and read."""
 MANIFEST = "manifest.json"
 INDEX = "tensors.json"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,200}\.(safetensors|json)")
@@ -61,11 +61,11 @@ def read_manifest(path: Path) -> Manifest:
     body, has_seal = manifests.read_manifest(file, where, error=CheckpointError)
     if not has_seal:
         raise refuse(f"{MANIFEST} is damaged (it has no checksum of its own).")
-    if body.get("format") not in (1, FORMAT):
+    if body.get("format") != FORMAT:
         versions = body.get("versions")
         by = versions.get("penstock", "unknown") if isinstance(versions, dict) else "unknown"
         raise refuse(
-            f"its format is {shown(str(body.get('format')))}; this Penstock reads 1 to {FORMAT}. "
+            f"its format is {shown(str(body.get('format')))}; this Penstock reads {FORMAT}. "
             f"Use the version that wrote it: {shown(str(by))}."
         )
     try:
@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     for name in manifest.files:
         if not _NAME.fullmatch(name):
             raise refuse(f"{quoted(name)} is not the name of a checkpoint file.")
-    for name in ("state.json", "config.json", INDEX)[: 1 + manifest.format]:
+    for name in ("state.json", "config.json", INDEX):
         if name not in manifest.files:
             raise refuse(f"{MANIFEST} lacks {name}.")
     return manifest

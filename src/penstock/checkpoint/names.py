@@ -39,15 +39,10 @@ def by_name(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `by_name`, for the `load_state_dict` of the optimizer whose `state_dict()` is `current`.
 
-    State that is by number already (checkpoints of the first format) is returned as it is.
-
     Raises:
         CheckpointError: the stored state is of other parameters, or has different settings within one group.
     """
-    stored_groups = stored["param_groups"]
-    if all(isinstance(number, int) for group in stored_groups for number in group["params"]):
-        return dict(stored)
-    home = {name: group for group in stored_groups for name in group["params"]}
+    home = {name: group for group in stored["param_groups"] for name in group["params"]}
     plain = by_name(current)
     wanted = [name for group in plain["param_groups"] for name in group["params"]]
     if set(wanted) != set(home):

@@ -18,7 +18,7 @@ from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.checkpoint.commit import check, repair_latest, set_aside, steps
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.index import Entry, Index, file_name, index_of_whole_files, read_index
+from penstock.checkpoint.index import Entry, Index, file_name, read_index
 from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, pieces_of
 from penstock.checkpoint.stages import only
@@ -234,17 +234,10 @@ def open_verified(path: Path, *, checksums: bool = True) -> Checkpoint:
 
 def _opened(path: Path, manifest: Manifest, *, part: tuple[int, int] = (0, 1)) -> Checkpoint:
     state, config = (read_json(path / f"{name}.json") for name in ("state", "config"))
-    if manifest.format == 1:
-        index = index_of_whole_files(path, manifest.files)
-    else:
-        index = read_index(path, read_json(path / INDEX), manifest.files, manifest.world)
-    if not (isinstance(state.get("weights"), dict | list) and isinstance(state.get("state"), dict)):
+    index = read_index(path, read_json(path / INDEX), manifest.files, manifest.world)
+    if not (isinstance(state.get("weights"), dict) and isinstance(state.get("state"), dict)):
         raise CheckpointError(f"Checkpoint {path} is refused: state.json is not a checkpoint's.")
     with trusted(path):
-        if isinstance(state["weights"], list):  # format 1 named the sets alone
-            names = [name.partition("/") for name in index]
-            listed = {group: [n for g, _, n in names if g == group] for group in state["weights"]}
-            state = {**state, "weights": listed}
         found = Checkpoint(path, manifest, index, state, config)
         found.rehearse(part=part)
     return found

@@ -45,7 +45,6 @@ _CHECKPOINT_VERBS = {
     "verify": "Check every byte of a checkpoint.",
     "list": "List the checkpoints of a run.",
     "export": "Write weights as a Hugging Face folder.",
-    "convert": "Rewrite a checkpoint for another number of ranks.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
 _WITH_SETTINGS = (
@@ -55,9 +54,7 @@ _WITH_SETTINGS = (
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None
     app.command(f"penstock.cli.{_verb}:{_verb}", name=_verb, help=_words, usage=_usage)
-checkpoint = App(
-    name="checkpoint", help="Verify, list, export, convert and average the checkpoints of a run."
-)
+checkpoint = App(name="checkpoint", help="Verify, list, export and average the checkpoints of a run.")
 for _verb, _words in _CHECKPOINT_VERBS.items():
     checkpoint.command(f"penstock.cli.checkpoint:{_verb}_", name=_verb, help=_words)
 app.command(checkpoint)

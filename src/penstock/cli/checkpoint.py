@@ -1,4 +1,4 @@
-"""`penstock checkpoint`: verify, list, export, convert and average the checkpoints of a run."""
+"""`penstock checkpoint`: verify, list, export and average the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -144,30 +144,6 @@ def export_(
     else:
         rewrite.export_plain(checkpoint, target, which, shard_bytes=shard_bytes)
     print(f"{target}: '{which}' of {checkpoint.path}.")
-
-
-def convert_(path: Path, target: Path, *, step: int | None = None, ranks: int = 1) -> None:
-    """Rewrite a checkpoint for another number of ranks, in this version's format.
-
-    Any number of ranks can read any checkpoint. This is for moving one as few files, and for old formats.
-
-    Parameters
-    ----------
-    path
-        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
-    target
-        The folder in which `step-N` is made, such as the `checkpoints` of a new run.
-    step
-        Take this step instead of the newest.
-    ranks
-        1 writes every tensor whole. More split each tensor along its first dimension, as sharded runs do.
-    """
-    from penstock.checkpoint import rewrite
-
-    source = rewrite.open_newest(path, step=step)
-    print(
-        f"{rewrite.convert(source, target, ranks=ranks)}: {source.path} as {ranks} rank{'s' if ranks > 1 else ''}."
-    )
 
 
 def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: str = "weights") -> None:

@@ -10,7 +10,6 @@ record's CRC-32 when a process first reads it, and the SHA-256 of the shards by 
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
@@ -91,15 +90,13 @@ def read_manifest(root: Path) -> Manifest:
     if table.pop("layout", None) != KIND:
         raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
     version = table.pop("version", None)
-    if version not in (1, VERSION):
+    if version != VERSION:
         raise DataError(
-            f"{path} has format version {shown(str(version))}, but this release reads 1 and {VERSION}. "
+            f"{path} has format version {shown(str(version))}, but this release reads {VERSION}. "
             "Pack the set again, or use the release that made it."
         )
-    if has_seal is not (version == VERSION):
-        raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
     if not has_seal:
-        _say_unsealed(path)
+        raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
     manifest = from_dict(Manifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
     if not manifest.shards or names != [
@@ -108,14 +105,6 @@ def read_manifest(root: Path) -> Manifest:
     ]:
         raise DataError(f"{path} is broken: it names impossible files. Pack the set again.")
     return manifest
-
-
-@functools.cache  # once
-def _say_unsealed(path: Path) -> None:
-    _log.warning(
-        "%s was made before manifests carried a seal, so a change in it may go unnoticed. Pack the set again for one.",
-        path,
-    )
 
 
 def _check_sizes(root: Path, manifest: Manifest) -> None:

@@ -17,9 +17,8 @@ Agree = Callable[[Tensor], None]
 
 PATIENCE = 4
 """Overflows in a row at the floor after which a run is taken to be lost."""
-# What is saved, by attribute: the names in files are those of earlier versions.
+# What is saved, by attribute, with its name in files.
 _ENTRIES = {"scale": "scale", "clean": "clean", "overflows": "overflows", "spared": "spared", "stuck": "lost"}
-_ADDED = {"spared", "lost"}  # absent from what earlier versions wrote
 
 
 def agree_over(group: dist.ProcessGroup | None = None) -> Agree:
@@ -133,7 +132,7 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; a constant scale stays what it is. Raises CheckpointError when an entry is
         missing."""
-        missing = sorted(set(_ENTRIES.values()) - _ADDED - state_dict.keys())
+        missing = sorted(set(_ENTRIES.values()) - state_dict.keys())
         if missing:
             raise CheckpointError(
                 f"The stored loss scaler lacks {', '.join(missing)}; it was not written by this version of Penstock."
@@ -141,7 +140,4 @@ class LossScaler:
         for attribute, name in _ENTRIES.items():
             if name == "scale" and not self.dynamic:
                 continue
-            if name in state_dict:
-                getattr(self, attribute).copy_(state_dict[name])
-            else:
-                getattr(self, attribute).zero_()
+            getattr(self, attribute).copy_(state_dict[name])

@@ -52,7 +52,7 @@ def random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def restore_random(
-    states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
     device: torch.device,
     dims: ParallelDims,
     *,
@@ -64,9 +64,8 @@ def restore_random(
     With another number of ranks not each has a state to go on with. Then all but rank 0 start anew from `seed`, rank
     and step, and what is drawn differs from an undisturbed run as it does between seeds.
     """
-    listed = [states] if isinstance(states, Mapping) else states  # earlier versions had one rank
-    if len(listed) == dims.size or dims.random_rank == 0:
-        set_random_state(listed[dims.random_rank], device)
+    if len(states) == dims.size or dims.random_rank == 0:
+        set_random_state(states[dims.random_rank], device)
     else:
         seed_random(seed, dims.random_rank, step)
 

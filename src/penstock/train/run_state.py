@@ -97,8 +97,7 @@ class RunState:
         )
         if built.scaler:
             built.scaler.load_state_dict(found.state["scaler"])
-        if "watch" in found.state:  # earlier versions wrote none
-            self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
+        self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
         if not rewinding:
             self.loader.load_state_dict(found.state["loader"])
         before = found.state["progress"]

@@ -107,6 +107,9 @@ class Given(ImageClassification):
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return F.cross_entropy(outputs.float().reshape(-1, outputs.shape[-1]), batch[-1].flatten())
 
+    def targets(self, batch: Any) -> int:
+        return batch[-1].numel()
+
 
 def micro_batch(config: ModelConfig, samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Drawn inputs and targets; every rank draws the same."""

@@ -116,7 +116,6 @@ def _hold(world: int, names: list[str], lines: list[str]) -> None:
             )
 
 
-# The loss of a padded batch is a mean over other numbers of words on each rank; here every sample has as many.
 def test_two_ranks_learn_what_one_process_does() -> None:
     _hold(
         2,

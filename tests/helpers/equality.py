@@ -14,6 +14,7 @@ from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.containers import replaced
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.parallel import ParallelDims, dims_of
 from penstock.shards import whole_of
 
@@ -38,10 +39,14 @@ Batches = Callable[[int, int], Any]
 
 
 def images(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Images (samples, 1, 8, 8) and classes (samples) of a step, the same on every rank."""
+    """Images (samples, 1, 8, 8) and classes (samples) of a step, the same on every rank. Every fourth image has no
+    class.
+    """
     generator = torch.Generator().manual_seed(step)
     shape = (samples, TINY.channels, TINY.image_size, TINY.image_size)
-    return torch.randn(shape, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+    pictures = torch.randn(shape, generator=generator)
+    classes = torch.randint(0, 5, (samples,), generator=generator)
+    return pictures, classes.where(torch.arange(samples) % 4 != 3, IGNORED)
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
@@ -104,7 +109,7 @@ def whole_weights(built: Built) -> dict[str, Tensor]:
 
 
 def alone(plan: Plan) -> Plan:
-    """The Plan of a single process that sees the same micro-batches in the same order."""
+    """The Plan of a single process that takes all samples of a step at once."""
     from dataclasses import replace
 
     return replace(
@@ -113,7 +118,13 @@ def alone(plan: Plan) -> Plan:
         sharding="ddp",
         shard=1,
         offload="none",
-        accumulate=plan.accumulate * plan.dp,
+        micro_batch=plan.global_batch,
+        accumulate=1,
         tp=1,
         sp=False,
+        pp=1,
+        schedule="1f1b",
+        virtual=1,
+        cp=1,
+        cp_exchange="ring",
     )

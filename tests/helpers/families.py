@@ -20,6 +20,7 @@ from penstock.config.model import (
     preset,
 )
 from penstock.config.stack import Layer
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import ImageClassification
 
 WORDS, TOKENS, OTHERS = 13, 6, 5
@@ -78,42 +79,47 @@ ENROLLED = {
 
 
 def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:
-    """The model's arguments, then its targets: the same for the same step, on every rank."""
+    """The model's arguments, then its targets: the same for the same step, on every rank. Samples differ in how many
+    targets they have; of words every fourth has none.
+    """
     generator = torch.Generator().manual_seed(step)
 
     def numbers(count: int, *shape: int) -> Tensor:
         return torch.randint(0, count, shape, generator=generator)
+
+    def words(count: int, ends: Tensor) -> Tensor:
+        """Targets, of which those from a sample's end on count nothing."""
+        ends = ends * (torch.arange(samples) % 4 != 3)
+        return numbers(WORDS, samples, count).where(torch.arange(count) < ends[:, None], IGNORED)
 
     if isinstance(config, ViTConfig):
         shape = (samples, config.channels, config.image_size, config.image_size)
         return torch.randn(shape, generator=generator), numbers(config.classes, samples)
     tokens = numbers(WORDS, samples, TOKENS)
     if isinstance(config, DecoderConfig):
-        return tokens, numbers(WORDS, samples, TOKENS)
+        return tokens, words(TOKENS, numbers(TOKENS, samples) + 1)
     lengths = numbers(TOKENS, samples) + 1
     if isinstance(config, Seq2SeqConfig):
-        return tokens, numbers(WORDS, samples, OTHERS), lengths, numbers(WORDS, samples, OTHERS)
+        return tokens, numbers(WORDS, samples, OTHERS), lengths, words(OTHERS, numbers(OTHERS, samples) + 1)
     assert isinstance(config, EncoderConfig)
-    targets = (
-        numbers(config.classes, samples) if config.head == "classes" else numbers(WORDS, samples, TOKENS)
-    )
+    targets = numbers(config.classes, samples) if config.head == "classes" else words(TOKENS, lengths)
     return tokens, lengths, targets
 
 
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Mean cross entropy of a batch of `batches`."""
-    *arguments, targets = batch
-    logits = model(*arguments)
-    return nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.flatten())
-
-
 class Given(ImageClassification):
-    """`loss` as a task, whose inputs and loss are apart."""
+    """Mean cross entropy of a batch of `batches`."""
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         return tuple(batch[:-1])
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(
-            outputs.float().reshape(-1, outputs.shape[-1]), batch[-1].flatten()
-        )
+        logits, targets = outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        return total / max(1, self.targets(batch))
+
+    def targets(self, batch: Any) -> int:
+        return int((batch[-1] != IGNORED).sum())
+
+
+loss = Given()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from helpers.families import OTHERS, TOKENS, WORDS, batches, loss, small
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
+from penstock.tasks import Loss
 
 
 class Case(NamedTuple):
@@ -23,18 +25,17 @@ class Case(NamedTuple):
 
     make: Callable[[], nn.Module]
     batches: Callable[[int, int], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Loss
     config: ModelConfig | None = None
 
 
-def summed(model: nn.Module, batch: Any) -> Tensor:
-    """Mean cross entropy, made inside the model."""
+def summed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, made inside the model, and the number of targets."""
     *arguments, targets = batch
-    total: Tensor = model(*arguments, targets=targets) / targets.numel()
-    return total
+    return model(*arguments, targets=targets), (targets != IGNORED).sum()
 
 
-def _own(config: ModelConfig, made: Callable[[nn.Module, Any], Tensor] = loss) -> Case:
+def _own(config: ModelConfig, made: Loss = loss) -> Case:
     return Case(partial(create, config), partial(batches, config), made, config)
 
 

@@ -15,6 +15,7 @@ from penstock.build import build
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
+from penstock.tasks import mean_loss
 
 KINDS = {"all_reduce": "allreduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
 SAMPLES = 2
@@ -42,7 +43,7 @@ def _counted(name: str, line: str) -> Counter[tuple[str, int]]:
     built = build(case.config, Plan.parse(line), loss=case.loss)
     batch = case.batches(0, SAMPLES)
     with _Counting() as counting:
-        case.loss(built.model, batch).backward()  # type: ignore[no-untyped-call]
+        mean_loss(case.loss, built.model, batch).backward()  # type: ignore[no-untyped-call]
     return counting.found
 
 

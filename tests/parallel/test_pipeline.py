@@ -38,13 +38,6 @@ RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 STEPS = 3
 
 
-class Exact(Given):
-    """The loss in the type of the logits."""
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten())
-
-
 def _config(name: str) -> ModelConfig:
     config: Any = ENROLLED[name].config
     return replace(config, depth=4) if hasattr(config, "depth") else config
@@ -53,9 +46,7 @@ def _config(name: str) -> ModelConfig:
 def _built(name: str, plan: Plan, dims: ParallelDims, *, double: bool, **recipe: Any) -> Built:
     config = _config(name)
     made: Any = (lambda: create(config).double()) if double else config
-    built = build(
-        made, plan, recipe=replace(RECIPE, **recipe), loss=Exact() if double else Given(), dims=dims
-    )
+    built = build(made, plan, recipe=replace(RECIPE, **recipe), loss=Given(), dims=dims)
     if built.scaler is not None:
         built.scaler.scale.fill_(2.0**8)
     return built
@@ -95,6 +86,7 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
 
 
 def _alone(line: str) -> str:
+    """The Plan of one process that takes all samples of a step at once."""
     plan = Plan.parse(line)
     same = replace(
         plan,
@@ -109,7 +101,7 @@ def _alone(line: str) -> str:
         shard=1,
         offload="none",
     )
-    return replace(same, accumulate=plan.accumulate * plan.dp).line()
+    return replace(same, micro_batch=plan.global_batch, accumulate=1).line()
 
 
 def _compare(name: str, line: str, *, double: bool = True, seconds: float = 60.0, **recipe: Any) -> None:
@@ -253,7 +245,7 @@ def test_stages_start_from_the_weights_of_a_whole_model() -> None:
     assert all(found[name].equal(value) for name, value in weights.items())
 
 
-class OfLabels(Exact):
+class OfLabels(Given):
     """The loss of what a model of transformers gives."""
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def scale(config: ScaleConfig) -> int:
     from penstock.probe import resolve_device
     from penstock.report.page import plain_console, terminal_table
     from penstock.report.record import environment
+    from penstock.tasks import mean_loss
 
     require_folder(config.output)
     settings = LadderConfig(
@@ -92,7 +94,7 @@ def scale(config: ScaleConfig) -> int:
     found = gradient_histogram(
         built.model,
         itertools.islice(subject.batches(subject.first, config.seed), config.batches),
-        loss=built.loss,
+        loss=partial(mean_loss, built.loss),
         between=train if config.lr else None,
     )
     measured = Measured(

@@ -49,7 +49,8 @@ def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Los
     ):
         raise ConfigError(
             f"The factory {name} returned {type(made).__name__}, but must return three things: a "
-            f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor."
+            f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor, or "
+            "(sum, count)."
         )
     model, batch, loss = made
     return copy.deepcopy(model).train(), batch, loss

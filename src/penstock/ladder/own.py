@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from penstock.ladder.subject import Configured, Subject
 from penstock.ladder.trace import trace
 from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
 from penstock.planner.operators import Workload
-from penstock.tasks import Loss
+from penstock.tasks import Loss, mean_loss
 
 
 class Own(Subject):
@@ -82,7 +83,11 @@ class Own(Subject):
                 set_padding(model, plan.padding)
             batch = self._enlarged(plan.micro_batch)
             self._traces[key] = trace(
-                model.to(self.device), batch, loss, plan.micro_batch, units=_blocks_in(model)
+                model.to(self.device),
+                batch,
+                partial(mean_loss, loss),
+                plan.micro_batch,
+                units=_blocks_in(model),
             )
         return self._traces[key]
 

@@ -135,6 +135,7 @@ def clipped_step(
     scaler: Scaler | None = None,
     refuse: Refuse | None = None,
     whole: Callable[[Tensor], Tensor] | None = None,
+    divisor: Tensor | None = None,
 ) -> Tensor | None:
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
@@ -142,26 +143,31 @@ def clipped_step(
     divisor (see `clipping_divisor`), and cost no pass of their own. Other forms divide first. With a
     scaler, a gradient that is infinite or not a number makes the norm so, the kernel skips the step, and the scale
     falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. `whole` gives
-    the norm of the whole model from that of this optimizer's gradients, where other ranks hold other parts. Raises
-    ConfigError for a scaler with an optimizer that cannot skip by itself.
+    the norm of the whole model from that of this optimizer's gradients, where other ranks hold other parts. Gradients
+    are to be divided by `divisor` too, 0-d, before their norm is looked at. Raises ConfigError for a scaler with an
+    optimizer that cannot skip by itself.
     """
     if scaler is not None and not folds(optimizer):
         raise ConfigError(
             "Loss scaling needs an optimizer that skips an overflowed step on the device, and "
             f"{type(optimizer).__name__} in this form cannot; use plan.optimizer=fused or contiguous, or dtype=bf16."
         )
-    if max_norm is None and scaler is None and refuse is None:
+    if max_norm is None and scaler is None and refuse is None and divisor is None:
         optimizer.step()
         return None
     gradients = gradients_of(optimizer)
     norm = grad_norm(gradients)
     norm = norm if whole is None else whole(norm)
     found: Tensor | None = None
-    divisor: Tensor | None = None
+    if divisor is not None:
+        divisor = divisor.to(norm.device, norm.dtype, non_blocking=True)
     if scaler is not None:
         found = scaler.judge(norm)
-        divisor = scaler.scale.to(norm.device, non_blocking=True)
-        norm = norm.float() / divisor
+        norm = norm.float()
+        scale = scaler.scale.to(norm.device, non_blocking=True)
+        divisor = scale if divisor is None else scale * divisor.float()
+    if divisor is not None:
+        norm = norm / divisor
     stops = found
     if refuse is not None:
         refused = refuse(norm if found is None else None)

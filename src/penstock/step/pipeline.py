@@ -24,6 +24,7 @@ from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values
 from penstock.precision import LossScaler, MasterWeights
 from penstock.schedules import Action, Schedule, schedule_of, with_communication
+from penstock.step.step_loss import StepLoss
 from penstock.tasks import Loss, Task
 
 _WORDS = {
@@ -70,6 +71,7 @@ class Pipeline:
         self.scaler = scaler
         self.masters = masters
         self.replicas = replicas
+        self.divisor: Tensor | None = None
         self.trace: list[tuple[Action, float, float]] | None = None
         """Where it is a list, computations are added to it with the seconds of `time.perf_counter` between which they
         ran; the host then waits for each.
@@ -88,7 +90,7 @@ class Pipeline:
         self.stages.add_shared(self._holder)
         if self.replicas is not None:
             self.replicas.end()
-        return self._mean(step.losses)
+        return self._told(step.loss)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """The norm of the gradients of all stages, from that of this rank's."""
@@ -98,16 +100,16 @@ class Pipeline:
         """Where the gradient of a parameter is."""
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
-    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mean loss of the micro-batches, which the last stage tells the others."""
+    def _told(self, loss: StepLoss | None) -> Tensor:
+        """The loss of the micro-batches, which the last stage tells the others."""
         stages = self.stages
         dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
-        mean = torch.zeros((), dtype=dtype, device=stages.device)
-        if losses:
-            mean.copy_(torch.stack(list(losses)).mean())
+        told = torch.zeros((), dtype=dtype, device=stages.device)
+        if loss is not None:
+            told.copy_(loss.result()[0])
         source = stages.rank_of(stages.last)
-        distributed.broadcast(mean, group=stages.dims.group("pp"), group_src=source)
-        return mean
+        distributed.broadcast(told, group=stages.dims.group("pp"), group_src=source)
+        return told
 
 
 class _Step:
@@ -116,7 +118,9 @@ class _Step:
     def __init__(self, pipeline: Pipeline, micro_batches: Sequence[Any], links: Links) -> None:
         self.pipeline, self.stages, self.links = pipeline, pipeline.stages, links
         self.batches = micro_batches
-        self.losses: list[Tensor] = []
+        # Ranks that see other samples are at the same place of their pipelines, so they count together.
+        last = self.stages.last in self.stages.mine
+        self.loss = StepLoss(pipeline.loss, micro_batches, self.stages.dims) if last else None
         self._inputs: dict[tuple[int, int], Values] = {}
         """What came from the stage before, by stage and micro-batch; its gradients are for that stage."""
         self._outputs: dict[tuple[int, int], Values] = {}
@@ -163,9 +167,8 @@ class _Step:
         outputs = stages.run(stage, received, lambda: stages.model(*task.inputs(batch)))
         self._lengths[stage, i] = [line.tokens for line in stages.lines]
         if stage == stages.last:
-            loss = task.loss(outputs, batch)
-            self.losses.append(loss.detach())
-            share = loss if len(self.batches) == 1 else loss / len(self.batches)
+            assert self.loss is not None
+            share = self.loss.share(i, task.loss(outputs, batch))
             scaler = self.pipeline.scaler
             outputs = (share if scaler is None else scaler.scaled(share),)
         elif stages.rank_of(stage + 1) == stages.rank_of(stage):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from penstock.parallel import DataParallel
+from penstock.parallel import ALONE, DataParallel
 from penstock.precision import LossScaler, MasterWeights
+from penstock.step.step_loss import StepLoss
 from penstock.tasks import Loss
 
 
@@ -20,10 +20,12 @@ class Runner(Protocol):
     """Runs the micro-batches of one optimizer step."""
 
     loss: Loss
+    divisor: Tensor | None
+    """What the gradients are still to be divided by after the passes, 0-d; None for nothing. See `StepLoss`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Leave the gradients of the mean loss where the optimizer takes them, with the loss scale in them if there is
-        one. Returns the mean loss over this rank's micro-batches: 0-d, detached, without loss scale.
+        """Leave the gradients of the step's loss where the optimizer takes them, with the loss scale in them if there
+        is one. Returns this rank's part of that loss (see `StepResult.loss`): 0-d, detached, without loss scale.
         """
 
     def whole_norm(self, norm: Tensor) -> Tensor:
@@ -47,25 +49,27 @@ class Accumulate:
         self.scaler = scaler
         self.masters = masters
         self.replicas = replicas
+        self.divisor: Tensor | None = None
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
-        parts = len(micro_batches)
-        losses = [self._one(batch, index, parts) for index, batch in enumerate(micro_batches)]
+        dims = ALONE if self.replicas is None else self.replicas.dims
+        step = StepLoss(self.loss, micro_batches, dims)
+        for index, batch in enumerate(micro_batches):
+            self._one(batch, index, len(micro_batches), step)
         if self.replicas is not None:
             self.replicas.end()
-        return losses[0] if parts == 1 else torch.stack(losses).mean()
+        loss, self.divisor = step.result()
+        return loss
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """The same: the rank holds the whole model, or DTensors that know of the others."""
         return norm
 
-    def _one(self, batch: Any, index: int, parts: int) -> Tensor:
-        """Forward and backward of micro-batch `index` of `parts`; returns its loss."""
+    def _one(self, batch: Any, index: int, parts: int, step: StepLoss) -> None:
+        """Forward and backward of micro-batch `index` of `parts`."""
         if self.replicas is not None:
             self.replicas.begin(index, parts)
-        loss = self.loss(self.model, batch)
-        share = loss if parts == 1 else loss / parts
+        share = step.share(index, self.loss(self.model, batch))
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         if self.masters is not None:
             self.masters.collect()  # micro-batches add up in fp32
-        return loss.detach()

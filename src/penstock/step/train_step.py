@@ -37,7 +37,9 @@ class StepResult:
     """What came out of a step. Tensors are on the device and may not be computed yet: reading them waits."""
 
     loss: Tensor
-    """Mean over this rank's micro-batches, 0-d, detached, without loss scale."""
+    """This rank's part of the step's loss, 0-d, detached, without loss scale. The average over ranks, and what one rank
+    alone returns, is the loss: summed over all targets of the step and divided by their number, however they are cut
+    into micro-batches and over ranks; of a function that returns no count, the mean of the micro-batches' means."""
     grad_norm: Tensor | None
     """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. Not finite
     means that a scaled fp16 step overflowed and was skipped."""
@@ -48,7 +50,7 @@ class TrainStep:
 
     `runner` runs the passes, without one the micro-batches one after the other.
     The model computes as `apply_precision` has set it up. Everything runs under the Plan's matmul precision, and the
-    former one is restored on return. Gradients are those of the loss averaged over the micro-batches.
+    former one is restored on return. Gradients are those of the loss averaged over all targets: see `StepResult.loss`.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class TrainStep:
                 scaler=self.scaler,
                 refuse=refuse,
                 whole=self.runner.whole_norm,
+                divisor=self.runner.divisor,
             )
             if self.masters is not None:
                 self.masters.publish()

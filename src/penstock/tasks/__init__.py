@@ -11,7 +11,7 @@ from penstock.tasks.masked_words import MaskedWords
 from penstock.tasks.next_token import NextToken
 from penstock.tasks.sentences import Pairs, Sentences
 from penstock.tasks.span_corruption import SpanCorruption
-from penstock.tasks.task import Loss, Prepare, Task
+from penstock.tasks.task import Loss, Prepare, Task, mean_loss
 from penstock.tasks.text import TextBatch, TextTask
 from penstock.tasks.translation import Translation
 
@@ -30,6 +30,7 @@ __all__ = [
     "TextTask",
     "Translation",
     "classification_loss",
+    "mean_loss",
     "task_of",
 ]
 

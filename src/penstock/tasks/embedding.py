@@ -34,7 +34,9 @@ SHOWN = 16
 class Embedding(TextTask):
     """Mean cross entropy of finding each first text's second among those of all pairs of the batch, and the other way
     round. A text's vector is the mean of its tokens' features, of length 1; similarity is the cosine over 0.05. With
-    several ranks, the batch is that of all ranks, and gradients go back to each.
+    several ranks, the batch is that of all ranks, and gradients go back to each. It is no sum over samples: pairs are
+    compared within their micro-batch alone, so the loss of a step, the mean over its pairs, depends on how many pairs a
+    micro-batch has.
 
     Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose second is among so many nearest of the
     whole split, and `loss` is that of telling it from all of these. Of very large splits the first pairs are taken.

@@ -18,6 +18,7 @@ from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Source, Split
 from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare, Task, plain
 
 _log = logging.getLogger(__name__)
@@ -76,8 +77,14 @@ class ImageClassification(Task):
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         targets = _split(batch)[1]
         if targets.is_floating_point():
-            targets = targets.float()
-        return F.cross_entropy(_logits(outputs), targets)
+            return F.cross_entropy(_logits(outputs), targets.float())
+        total = F.cross_entropy(_logits(outputs), targets, reduction="sum", ignore_index=IGNORED)
+        return total / (targets != IGNORED).sum().clamp(min=1)
+
+    def targets(self, batch: Any) -> Tensor | float:
+        """Samples of the batch; a class of −100 is none."""
+        targets = _split(batch)[1]
+        return len(targets) if targets.is_floating_point() else (targets != IGNORED).sum()
 
     def tally(self, outputs: Any, batch: Any) -> Tensor:
         logits, targets = _logits(outputs), _split(batch)[1]

@@ -136,7 +136,7 @@ class PrepareMasked:
             ),
             ids=host.ids,
             tokens=int(lengths.sum()),
-            count=counted(targets, device),
+            count=counted(targets),
         )
 
     def hide(

@@ -102,6 +102,6 @@ class PrepareNextToken:
             ),
             ids=host.ids,
             tokens=real,
-            count=counted(targets, device),
+            count=counted(targets),
             bytes=real * self.bytes_per_token,
         )

@@ -142,7 +142,7 @@ class PrepareSpans:
             ),
             ids=host.ids,
             tokens=source.size + target.size,
-            count=counted(target, device),
+            count=counted(target),
         )
 
     def corrupt(self, texts: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, Tokens]:

@@ -16,9 +16,11 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.source import Source, Split
 
-Loss = Callable[[nn.Module, Any], Tensor]
-"""Runs the model on a batch, in whatever form the data come, and returns the mean loss over its samples, 0-d. A `Task`
-is one; so is a function of the user's own."""
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+"""Runs the model on a batch, in whatever form the data come, and returns its mean loss, 0-d. A `Task` is one; so is a
+function of the user's own. The loss of a step is then the mean over all its targets, which a `Task` counts. A function
+that returns a loss alone counts nothing, and the loss of a step is the mean of its micro-batches' means. It may return
+(sum, count) instead, the summed loss, 0-d, and the number of its targets, a number or 0-d."""
 Prepare = Callable[[Any, torch.device], Any]
 """Makes of what a source has read (`penstock.data.loader.HostBatch`) the batch on the device. Waits for nothing."""
 
@@ -79,7 +81,12 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        """Mean loss of the model's outputs over the samples of the batch, 0-d."""
+        """Mean loss of the model's outputs over the batch's `targets`, 0-d; 0 where there is none."""
+
+    def targets(self, batch: Any) -> Tensor | float:
+        """How many targets `loss` is the mean over: a number, or 0-d on the device. Every batch counts for so much in
+        the loss of a step. Known without a forward pass and without waiting for the device; here its samples."""
+        return len(batch)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Forward pass and loss in one."""
@@ -121,6 +128,13 @@ class Task(ABC):
         model is in evaluation mode and without gradients; ranks that share its weights must all call this.
         """
         return ""
+
+
+def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+    """The mean loss of one batch, whichever form the function has."""
+    found = loss(model, batch)
+    mean: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+    return mean
 
 
 def plain(value: float | None, form: str) -> str:

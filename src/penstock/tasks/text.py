@@ -57,8 +57,8 @@ class TextBatch:
     """That are no padding."""
     labels: Tensor | None = None
     """What is compared with the outputs, where the model has not done so itself."""
-    count: Tensor | None = None
-    """Targets that the loss is the mean over, 0-d fp32, at least 1."""
+    count: int | None = None
+    """Targets that the loss is the mean over; None where it is made of samples."""
     bytes: float = 0.0
     """Of the text that the targets stand for; 0 where it is not known."""
     places: Tensor | None = None
@@ -157,13 +157,15 @@ class WordTask(TextTask):
     """
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        return outputs / max(1, self.targets(batch))
+
+    def targets(self, batch: TextBatch) -> int:
         assert batch.count is not None
-        return outputs / batch.count
+        return batch.count
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        assert batch.count is not None
-        known = batch.count.new_tensor(batch.bytes, dtype=torch.float64)
-        return torch.stack([outputs.double(), batch.count.double(), known])
+        known = torch.tensor([self.targets(batch), batch.bytes], dtype=torch.float64)
+        return torch.cat([outputs.double()[None], known.to(outputs.device)])
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         total, targets, size = sums[:3]
@@ -218,9 +220,9 @@ def on_device(array: Tokens, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def counted(targets: Tokens, device: torch.device) -> Tensor:
-    """How many targets there are, 0-d fp32 on the device, at least 1."""
-    return torch.full((), max(1, int((targets != IGNORED).sum())), dtype=torch.float32, device=device)
+def counted(targets: Tokens) -> int:
+    """How many targets there are."""
+    return int((targets != IGNORED).sum())
 
 
 def documents_of(tokens: Tokens, end: int | None) -> Tokens | None:

@@ -167,6 +167,6 @@ class PrepareTranslation:
             ),
             ids=host.ids,
             tokens=int(lengths.sum() + ends.sum()),
-            count=counted(targets, device),
+            count=counted(targets),
             most=most,
         )

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from helpers.texts import TEXT, Rows, Windows
+from penstock.build import build
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
-from penstock.config.run import Augment, DataConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Augment, DataConfig, Recipe
 from penstock.config.stack import Stack
 from penstock.containers import tensors
 from penstock.data import Loader
@@ -60,7 +62,7 @@ def _of_length(length: int) -> Callable[[Task, ModelConfig, Split], Source]:
 ENCODER = EncoderConfig(sequence=16, token_types=2, **SIZES)
 SEQ2SEQ = Seq2SeqConfig(sequence=16, decoder_sequence=16, encoder=Stack(**SIZES), decoder=Stack(**SIZES))
 SHORT = [f"{i} + {i % 7}" for i in range(20)]
-LONG = [f"a{i}b {i % 5} c" for i in range(20)]
+LONG = [f"a{i}b {i % 5} c"[: 2 + 5 * i % 7] for i in range(20)]
 
 
 def _single(task: Task, model: ModelConfig, split: Split) -> Source:
@@ -197,3 +199,19 @@ def test_padding_is_not_counted_among_tokens(enrolled: Enrolled) -> None:
     with _loader(enrolled, "train", 6) as batches:
         batch = next(batches)
     assert (enrolled.task.tokens(batch) > 6) is not isinstance(enrolled.task, ImageClassification)
+
+
+@pytest.mark.parametrize("name", [name for name in ENROLLED if name != "embedding"])
+def test_a_step_does_not_depend_on_how_its_samples_are_cut(name: str) -> None:
+    """Embeddings are compared within a micro-batch, so that theirs does."""
+    task, model, make, _ = ENROLLED[name]
+    source = make(task, model, "train")
+    enrolled = Enrolled(task, task.fit(model, source), make, 0)
+    found = []
+    for size in (12, 4, 1):
+        built = build(enrolled.model, Plan(micro_batch=size), recipe=Recipe(clip_norm=1.0), loss=task)
+        with _loader(enrolled, "train", size, Augment(label_smoothing=0.1)) as batches:
+            results = [built.step([next(batches) for _ in range(12 // size)]) for _ in range(2)]
+        found.append([(result.loss, result.grad_norm) for result in results])
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=2e-5, atol=0.0)

@@ -70,8 +70,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _train(name: str, output: str, *words: str, code: int = 0) -> list[dict[str, Any]]:
-    given = ["--recipe.steps", "6", "--checkpoint_every", "2", "--log_every", "1", "--plan.micro_batch", "4"]
+def _train(name: str, output: str, *words: str, code: int = 0, batch: int = 4) -> list[dict[str, Any]]:
+    given = ["--recipe.steps", "6", "--checkpoint_every", "2", "--log_every", "1"]
+    given += ["--plan.micro_batch", str(batch)]
     given += ["--recipe.warmup_share", "0", "--machine", "machine.json", "--output", output, *words]
     assert main(["train", *name.split(), *ENROLLED[name].words.split(), *given]) == code
     return read_metrics(Path(output) / "metrics.jsonl")
@@ -169,6 +170,38 @@ def _as_transformers_reads_it(reader: str, folder: str) -> None:
     got = output.last_hidden_state if reader == "AutoModel" else output.logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert json.loads(Path(folder, "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "marian-tiny",
+        "gpt-tiny --data.packed false",
+        "bert-tiny --data.packed false --data.group_by_length true --plan.padding remove",
+    ],
+)
+def test_a_run_learns_the_same_however_its_steps_are_cut(name: str, folder: Path) -> None:
+    """Eight samples a step, of 1 to 13 words, in one micro-batch or in several."""
+    texts = [" ".join(str(n * k % 97) for k in range(1, 2 + n * 5 % 13)) for n in range(200)]
+    rows = [f"{text}\t{text[::-1]}" for text in texts]
+    (folder / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
+    for part in (folder / "words").iterdir():
+        part.unlink()
+    (folder / "words" / "all.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    sides = ("encoder.", "decoder.") if name == "marian-tiny" else ("",)
+    dropout = [word for side in sides for word in (f"--model.{side}dropout", "0")]
+    found = []
+    for size in (8, 2, 1):
+        words = [*dropout, "--recipe.augment.label_smoothing", "0.1", "--plan.accumulate", str(8 // size)]
+        records = _train(name, f"run-{size}", *words, batch=size)
+        found.append({
+            "losses": _losses(records),
+            "norms": [record["grad_norm"] for record in records if record["event"] == "steps"],
+            **{key: [r[key] for r in records if r["event"] == "evaluation"] for key in ("loss", "perplexity")},
+        })  # fmt: skip
+    for got in found[1:]:
+        for key, values in found[0].items():
+            assert got[key] == pytest.approx(values, rel=1e-5), key
 
 
 def test_augmentations_that_a_task_does_not_know_are_told(

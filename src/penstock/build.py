@@ -106,8 +106,9 @@ def build(
     function that makes one. With a function, no rank needs memory for a whole model that the Plan shards.
 
     `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
-    every Plan; the global generator is left untouched. `loss` is a Task or any function `loss(model, batch)`; without
-    one, the task of the configuration's family is taken, and image classification for a module. Names in the state dict
+    every Plan; the global generator is left untouched. `loss` is a Task or any function `loss(model, batch)`, which
+    returns the mean loss, or (sum, count), by which all targets of a step weigh the same (see `Loss`). Without one, the
+    task of the configuration's family is taken, and image classification for a module. Names in the state dict
     are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is
     built on each of them, in the existing process group; `dims` is this rank's place in it, if the caller knows it.
 

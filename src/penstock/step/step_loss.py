@@ -83,11 +83,12 @@ class StepLoss:
         """The mean of a count over the ranks whose gradients are averaged; 1 where nothing is counted, so that losses
         of nothing are 0.
         """
+        mesh = self._dims.mesh
         if isinstance(count, Tensor):
-            count = count.detach().to(torch.float64, copy=True)
-        elif not self._alone:
-            assert self._dims.mesh is not None
-            count = torch.full((), count, dtype=torch.float64, device=self._dims.mesh.device_type)
+            device = count.device if mesh is None else mesh.device_type
+            count = count.detach().to(device, torch.float64, non_blocking=True, copy=True)
+        elif mesh is not None:
+            count = torch.full((), count, dtype=torch.float64, device=mesh.device_type)
         if isinstance(count, Tensor):
             count = average(count, self._dims)
             return count.where(count > 0, 1.0)

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.rank_pool import pool
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.parallel import dims_of
+from penstock.parallel.agree import average
 from penstock.tasks import ImageClassification, Loss, classification_loss, mean_loss
 
 COUNTS = (3, 0, 1, 5, 0, 0, 2, 4)
@@ -129,6 +132,31 @@ def test_every_form_of_a_step_weighs_targets_alike(
     if clip is not None or "fp16" in line:
         torch.testing.assert_close(got.norms, expected.norms, rtol=tolerance, atol=0.0)
     torch.testing.assert_close(got.weights, expected.weights, rtol=tolerance, atol=tolerance * 1e-2 * 3)
+
+
+RANKS = ([(0, 1), (2, 5), (5, 6)], [(6, 8), (1, 2)])
+"""First and last samples of each rank's micro-batches: one rank has more of them, as where an epoch ends."""
+
+
+def _on_ranks(line: str) -> list[tuple[float, float]]:
+    plan, found = Plan.parse(line), []
+    dims = dims_of(plan, "cpu")
+    for loss in (OfWords(), counting, counting_on_the_host):
+        torch.manual_seed(0)
+        built = build(Words().double(), plan, recipe=RECIPE, loss=loss, dims=dims)
+        x, targets = words()
+        result = built.step([(x[start:stop], targets[start:stop]) for start, stop in RANKS[dims.rank]])
+        assert result.grad_norm is not None
+        found.append((float(average(result.loss.clone(), dims)), float(result.grad_norm)))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "contiguous"])
+def test_ranks_with_other_numbers_of_micro_batches_learn_what_one_batch_does(optimizer: str) -> None:
+    expected = stepped(counting, [8], double=True)
+    for found in pool(2).run(_on_ranks, f"dp=2 micro_batch=1 optimizer={optimizer}"):
+        for each in found:
+            assert each == pytest.approx((expected.losses[0], expected.norms[0]), rel=1e-9)
 
 
 def test_a_function_without_a_count_gives_the_mean_of_means() -> None:

@@ -112,6 +112,19 @@ def test_a_batch_grows_where_its_samples_are_known() -> None:
     assert subject.model_flops(larger) == 3 * subject.model_flops(subject.first)
 
 
+def test_a_loss_that_counts_its_targets_is_traced_and_trained() -> None:
+    def summed(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return _mse(model, batch) * len(batch["x"]), len(batch["x"])
+
+    means, sums = _own(), _own(lambda: (*_perceptron()[:2], summed))
+    assert sums.model_flops(sums.first) == means.model_flops(means.first)
+    losses = []
+    for subject in (means, sums):
+        torch.manual_seed(0)
+        losses.append(subject.build(subject.first, 0).step([next(subject.batches(subject.first, 0))]).loss)
+    torch.testing.assert_close(*losses)
+
+
 def test_a_batch_whose_tensors_disagree_is_left_alone() -> None:
     def factory() -> tuple[nn.Module, Any, Any]:
         model, batch, loss = _perceptron()

@@ -239,6 +239,16 @@ def test_fp16_throughout_warns_of_a_small_eps(caplog: pytest.LogCaptureFixture) 
     assert "recipe.eps=1e-4" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "line", ["algorithm=sgd", "algorithm=sgd optimizer=contiguous", "algorithm=sgd precision=O2"]
+)
+def test_sgd_trains_with_the_momentum_of_the_recipe(line: str) -> None:
+    built = build(TINY, Plan.parse(line), recipe=Recipe(beta1=0.8, weight_decay=0.0, lr=0.1))
+    assert {group["momentum"] for group in built.optimizer.param_groups} == {0.8}
+    losses = [built.step([batch()]).loss.item() for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("line", PLANS)
 def test_trains_on_a_gpu(line: str) -> None:

@@ -203,9 +203,11 @@ def build(
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
     groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
     betas = (recipe.beta1, recipe.beta2)
-    optimizer = make_optimizer(groups, plan.optimizer, lr=recipe.lr, betas=betas, eps=recipe.eps)
+    optimizer = make_optimizer(
+        groups, plan.optimizer, plan.algorithm, lr=recipe.lr, betas=betas, eps=recipe.eps
+    )
 
-    if numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
+    if plan.algorithm == "adamw" and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
         _log.warning(
             "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
             "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "

@@ -46,7 +46,7 @@ def test_types_of_a_plan(line: str, expected: str) -> None:
     ("line", "weight", "state"),
     [
         ("baseline", 4, 8), ("precision=O1", 4, 8), ("precision=O2", 2, 12), ("precision=O3", 2, 4),
-        ("precision=O2 master=remainder", 2, 10), ("precision=O2 algorithm=adam8bit", 2, 6.06),
+        ("precision=O2 master=remainder", 2, 10), ("precision=O2 algorithm=sgd", 2, 8),
         ("algorithm=sgd", 4, 4), ("precision=O2 sharding=fsdp dp=2", 4, 8),
     ],
 )  # fmt: skip

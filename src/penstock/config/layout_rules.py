@@ -49,10 +49,11 @@ def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
     """`master=remainder` needs O2 in bf16, a fused optimizer, and weights that are not sharded."""
     if plan.master != "remainder":
         return
-    if (plan.precision, plan.dtype, plan.optimizer) != ("O2", "bf16", "fused"):
+    chosen = plan.precision, plan.dtype, plan.optimizer, plan.algorithm
+    if chosen != ("O2", "bf16", "fused", "adamw"):
         yield (
             "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
-            "precision=O2 dtype=bf16 optimizer=fused with it, or master=copy."
+            "precision=O2 dtype=bf16 optimizer=fused algorithm=adamw with it, or master=copy."
         )
     if plan.sharding != "ddp":
         yield (

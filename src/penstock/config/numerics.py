@@ -22,7 +22,7 @@ MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0
 """Bytes of a master weight, in addition to the weight that forward and backward read. `remainder` is the 16
 bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
 are gathered from them."""
-MOMENTS = {"adamw": 2, "adam8bit": 2, "sgd": 1, "muon": 1, "lamb": 2, "adafactor": 0}
+MOMENTS = {"adamw": 2, "sgd": 1}
 """Numbers that an optimizer keeps per weight of a matrix; Adafactor's sums over rows and columns are fewer."""
 
 
@@ -125,7 +125,7 @@ def _numerics(
         gradients=gathered,
         reduction=reduction,
         masters=masters,
-        moments="int8" if algorithm == "adam8bit" else moments,
+        moments=moments,
         moments_per_weight=MOMENTS[algorithm],
         loss_scale=compute == "fp16",
         fp8="rowwise" if fp8 == "rowwise" else "tensorwise" if fp8 else "none",

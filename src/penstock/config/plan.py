@@ -52,7 +52,7 @@ HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "operators", "early", "full", "budget"]
-Algorithm = Literal["adamw", "adam8bit", "sgd", "muon", "lamb", "adafactor"]
+Algorithm = Literal["adamw", "sgd"]
 ContextExchange = Literal["ring", "gather"]
 GradientType = Literal["weights", "fp32", "half"]
 TensorOverlap = Literal["none", "weights", "all"]
@@ -160,7 +160,7 @@ class Plan(Checked, where="plan"):
     """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
     what is summed over."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
-    """The optimizer's algorithm, which decides how many numbers it keeps per weight."""
+    """The optimizer's algorithm: AdamW with two moments per weight, or SGD with one, its momentum `recipe.beta1`."""
     gradients: GradientType = field(default="weights", metadata=_PRECISION)
     """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
     (fp32 if these are sharded), fp32, or half precision."""

@@ -14,8 +14,7 @@ from penstock.errors import ConfigError
 M = TypeVar("M", bound=ModelConfig)
 
 _ONLY: dict[str, Any] = {
-    "ep": 1,
-    "algorithm": "adamw", "gradients": "weights", "overlap": True, "tp_overlap": "weights",
+    "ep": 1, "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
 _VIT_HAS: dict[str, tuple[Any, ...]] = {

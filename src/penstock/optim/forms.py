@@ -1,4 +1,4 @@
-"""AdamW in the four forms a Plan can choose: each gives the same weights by fewer launches."""
+"""AdamW and SGD in the four forms a Plan can choose: each gives the same weights by fewer launches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.config.plan import OptimizerForm
+from penstock.config.plan import Algorithm, OptimizerForm
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import contiguous, in_own_form
+from penstock.optim.fold import loses_updates
 
 _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
@@ -23,13 +24,15 @@ _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
 def make_optimizer(
     groups: Iterable[dict[str, Any]] | Iterable[torch.Tensor],
     form: OptimizerForm,
+    algorithm: Algorithm = "adamw",
     *,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`.
+    """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`; or
+    SGD, whose momentum is the first of `betas`, and whose weight decay is part of the gradient, as torch has it.
 
     `loop` launches several kernels per tensor, `foreach` several per chunk of tensors, `fused` one per chunk, and
     `contiguous` one per group and dtype, over flat buffers. Groups may carry an `lr_scale` (see `parameter_groups`).
@@ -41,12 +44,14 @@ def make_optimizer(
     listed: list[Any] = list(groups)
     if not listed:
         raise ConfigError("The optimizer was given no parameters; is every part of the model frozen?")
-    options: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **_FLAGS[form])
+    options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, **_FLAGS[form])
+    kind: type[Optimizer] = torch.optim.AdamW if algorithm == "adamw" else torch.optim.SGD
+    options |= {"betas": betas, "eps": eps} if algorithm == "adamw" else {"momentum": betas[0]}
     try:
         if form == "contiguous":
-            optimizer: Optimizer = contiguous(torch.optim.AdamW, listed, **options)
+            optimizer: Optimizer = contiguous(kind, listed, **options)
         else:
-            optimizer = torch.optim.AdamW(listed, **options)
+            optimizer = kind(listed, **options)
             keep_form(optimizer)
     except RuntimeError as error:
         if "fused" not in str(error):
@@ -54,6 +59,11 @@ def make_optimizer(
         raise ConfigError(
             f"plan.optimizer={form} cannot be used: {error} Use plan.optimizer=foreach."
         ) from error
+    if loses_updates(optimizer):
+        raise ConfigError(
+            f"plan.optimizer={form} cannot be used with plan.algorithm=sgd: torch's fused SGD leaves half weights on a "
+            "CPU as they were. Use plan.optimizer=foreach."
+        )
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     return optimizer

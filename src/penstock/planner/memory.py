@@ -18,7 +18,7 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
 from penstock.planner.pipeline import fullest, in_flight, stage_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import DeviceShare, device_share, state_numbers, updated_bytes
+from penstock.planner.states import DeviceShare, device_share, updated_bytes
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 """What nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages, of 8
@@ -125,7 +125,7 @@ def memory(
     weights = mine.sharded if mine.gathers else mine.held
     parts = {
         "weights": BYTES[numerics.weights] * weights,
-        "optimizer": mine.kept * state_numbers(work, plan.algorithm) * BYTES[numerics.moments],
+        "optimizer": mine.kept * numerics.moments_per_weight * BYTES[numerics.moments],
         "master_weights": mine.kept * numerics.master_bytes,
     }
     if plan.offload == "optimizer":

@@ -232,12 +232,11 @@ def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) 
         f"{needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
     )
     more = _enough(model, machine, gpus, plan, limit)
-    shards, adamw = plan.sharding != "ddp" and plan.dp > 1, plan.algorithm == "adamw"
+    shards = plan.sharding != "ddp" and plan.dp > 1
     remedies = {
         f"use {more} devices or more": more is not None,
         "keep the optimizer's states in host memory (offload=optimizer)": shards
         and fits(offload="optimizer"),
-        "keep its moments in eight bits (algorithm=adam8bit)": adamw and fits(algorithm="adam8bit"),
         "recompute blocks (recompute=full)": plan.recompute not in ("early", "full"),
     }
     words = [remedy for remedy, helps in remedies.items() if helps] or ["use devices with more memory"]

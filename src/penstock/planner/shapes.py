@@ -12,8 +12,6 @@ from functools import lru_cache
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
 from penstock.config.stack import Layer, Stack
 
-NEWTON_SCHULZ_STEPS = 5
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -36,24 +34,6 @@ class Block:
     def drop_path(self) -> bool:
         """Whether whole branches are left out at random."""
         return isinstance(self.stack, ViTConfig) and self.stack.drop_path > 0
-
-    def newton_schulz_flops(self, experts: float) -> float:
-        """FLOPs of Muon's orthogonalisation of the block's matrices, those of so many experts among them."""
-        stack = self.stack
-        d, queries, keys = (
-            stack.width, self.layer.heads * stack.head_width, self.layer.kv * stack.head_width
-        )  # fmt: skip
-        attention = 2 * newton_schulz_flops(d, queries) + 2 * newton_schulz_flops(d, keys)
-        mlp = (3 if stack.gated else 2) * newton_schulz_flops(d, self.layer.hidden)
-        perceptrons = experts + stack.shared_experts if self.layer.mixture else 1
-        return attention * (2 if self.cross else 1) + mlp * perceptrons
-
-
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of Muon's orthogonalisation of one (rows, columns) matrix: five steps of three products each, of the
-    shorter side n and the longer one m: 4 n² m + 2 n³ (Jordan et al. 2024, "Muon")."""
-    n, m = min(rows, columns), max(rows, columns)
-    return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n * n * n)
 
 
 @lru_cache(maxsize=256)

@@ -6,9 +6,9 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.numerics import BYTES, MOMENTS, numerics_of
+from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.operators import MATRIX, Workload
+from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 
 HOST_LAUNCHES = {"loop": 26, "foreach": 22, "fused": 12, "contiguous": 5}
@@ -21,39 +21,8 @@ OPTIMIZER_OPERATORS = 10
 """Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
 OPTIMIZER_ACCESSES = 20
 """Numbers that these operators read and write per weight, with two moments."""
-MORE_ACCESSES = {"lamb": (3, 4), "adafactor": (3, 8)}
-"""Numbers per weight that an update reads and writes besides those of an AdamW of as many moments, fused and as single
-operators. LAMB (You et al., ICLR 2020, algorithm 2) scales a tensor's update by its norm and that of the weights: it
-writes the update, and reads it and the weights again. Adafactor (Shazeer and Stern, ICML 2018, algorithms 5
-and 6) reads gradients once for their sums over rows and columns and once for the size of the update, and weights for
-their size."""
 MULTI_TENSOR_ELEMENTS = 320 * 65536
 """Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
-
-
-@lru_cache(maxsize=1024)
-def state_numbers(work: Workload, algorithm: str) -> float:
-    """Numbers that an optimizer keeps per weight, on the mean over all.
-
-    Muon keeps one of each matrix of a block, and of all else the two of the AdamW that updates it (Jordan et al. 2024).
-    Adafactor keeps a sum of squares per row and per column of a matrix, and one of each other number.
-    """
-    if algorithm not in ("muon", "adafactor") or not work.parameters:
-        return MOMENTS[algorithm]
-    kept = 0.0
-    for part in work.parts:
-        for op in part.forward:
-            if not op.weights:
-                continue
-            matrix = min(op.weights, op.batch * op.n * op.k) if op.kind in MATRIX else 0.0
-            if algorithm == "muon":
-                each = 2.0 * op.weights - (matrix if part.block else 0.0)
-            elif matrix:
-                each = op.weights - matrix + op.batch * (op.n + op.k)
-            else:
-                each = op.weights / op.n + op.n if op.n else op.weights
-            kept += part.count * each
-    return kept / work.parameters
 
 
 class DeviceShare(NamedTuple):
@@ -112,7 +81,7 @@ def _device_share(work: Workload, pp: int, virtual: int, group: int, ep: int, sh
     )  # fmt: skip
 
 
-def update_bytes(plan: Plan, states: float | None = None) -> float:
+def update_bytes(plan: Plan) -> float:
     """Bytes per weight that one update reads and writes, gradient clipping among them; of AdamW (Loshchilov and Hutter,
     ICLR 2019, algorithm 2) unless the plan says otherwise.
 
@@ -121,20 +90,17 @@ def update_bytes(plan: Plan, states: float | None = None) -> float:
     norm that gradients are clipped by reads them once more, and what is not fused then scales them. Master weights add
     a gradient in fp32, its unscaling where the type is fp16, and the copy back. In the remainder's form one pass reads
     and writes the half weight, its remainder and the moments, and reads the gradient as it is.
-
-    `states` are the numbers that the optimizer keeps per weight, where they are not those of `numerics`.
     """
     numerics, number = numerics_of(plan), updated_bytes(plan)
-    moments = numerics.moments_per_weight if states is None else states
+    moments = numerics.moments_per_weight
     gradient, moment = BYTES[numerics.reduction], BYTES[numerics.moments]
     if numerics.masters == "remainder":
         return 2.0 * (2.0 + 2.0) + 2.0 * moments * moment + 2.0 * gradient
-    more, more_eager = MORE_ACCESSES.get(plan.algorithm, (0, 0))
     if plan.optimizer in ("loop", "foreach"):
-        moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3 + more_eager) * number
+        moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3) * number
     else:
         # Weight in and out, the gradient for its norm and for the update.
-        moved = (4 + 2 * (plan.optimizer == "contiguous") + more) * number + 2 * moments * moment
+        moved = (4 + 2 * (plan.optimizer == "contiguous")) * number + 2 * moments * moment
     if numerics.masters == "copy":
         # The gradient becomes one in fp32, and the new weight one in half.
         moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.loss_scale + 4.0 + 2.0

@@ -18,7 +18,7 @@ from penstock.planner.memory import held
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
-from penstock.planner.states import DeviceShare, accumulation_bytes, state_numbers, update_bytes
+from penstock.planner.states import DeviceShare, accumulation_bytes, update_bytes
 
 IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
@@ -142,22 +142,12 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
 def update_seconds(
     work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, *, adds: bool = True
 ) -> float:
-    """Of a step: the update, on the device or in host memory, Muon's products, and with `adds` adding up gradients."""
-    moved = mine.kept * update_bytes(plan, state_numbers(work, plan.algorithm))
+    """Of a step: the update, on the device or in host memory, and with `adds` adding up gradients."""
+    moved = mine.kept * update_bytes(plan)
     added = accumulation_bytes(plan, mine) if adds else 0.0
     if plan.offload == "optimizer":
         return moved / HOST_BYTES_PER_SECOND + added / rates.memory
-    found = (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory
-    if plan.algorithm == "muon":
-        # Whole matrices are needed; the devices that hold parts of the same ones share them out among them.
-        for part in work.blocks:
-            block = part.block
-            assert block is not None
-            dense = block.newton_schulz_flops(0)
-            experts = block.newton_schulz_flops(block.stack.experts / plan.ep) - dense
-            flops = dense / mine.replicas + experts / mine.expert_replicas
-            found += part.count / plan.pp * flops / plan.tp / rates.product_rate
-    return found
+    return (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory
 
 
 def offload_seconds(

@@ -23,7 +23,7 @@ MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0
 bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
 are gathered from them."""
 MOMENTS = {"adamw": 2, "sgd": 1}
-"""Numbers that an optimizer keeps per weight of a matrix; Adafactor's sums over rows and columns are fewer."""
+"""Elements that an optimizer keeps per weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -178,98 +178,71 @@ def adamw_(
 
 
 def _fused(batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    options = {**hyper._asdict(), "amsgrad": False, "grad_scale": grad_scale, "found_inf": found_inf}
     if batch.remainders is None:
         gradients = [gradient.float() for gradient in batch.gradients]
-        moments = batch.exp_avgs, batch.exp_avg_sqs
-        _torch_fused(batch.weights, gradients, *moments, batch.steps, hyper, grad_scale, found_inf)
+        torch._fused_adamw_(
+            batch.weights, gradients, batch.exp_avgs, batch.exp_avg_sqs, [], batch.steps, **options
+        )
         return
     device = batch.weights[0].device
     sizes = [weight.numel() for weight in batch.weights]
     piece = min(_PIECE.get(device.type, _PIECE_ELSEWHERE), sum(sizes))
-    values = torch.empty(piece, dtype=torch.float32, device=device)
-    second = torch.empty_like(values)
+    scratch = [torch.empty(piece, dtype=torch.float32, device=device) for _ in range(2)]
     for members in _packs(sizes, piece):
-        _fused_pack(batch, members, (values, second), hyper, grad_scale, found_inf)
+        _fused_pack(batch, batch.remainders, members, scratch, options)
 
 
 def _fused_pack(
     batch: Batch,
+    remainders: list[Tensor],
     members: list[tuple[int, slice]],
-    scratch: tuple[Tensor, Tensor],
-    hyper: Hyper,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    scratch: list[Tensor],
+    options: dict[str, Any],
 ) -> None:
     """Join the pieces of a pack end to end, update them, and split them again."""
-    assert batch.remainders is not None
+
+    def parts(tensors: list[Tensor]) -> list[Tensor]:
+        # A view costs as much as an operation on a thousand elements: none where it would be of all.
+        whole = [(tensors[i], span) for i, span in members]
+        return [t if span.stop - span.start == t.numel() else t[span] for t, span in whole]
+
     sizes = [span.stop - span.start for _, span in members]
-    whole = sum(sizes)
-    values, second = scratch[0][:whole], scratch[1][:whole]
+    values, second = (each[: sum(sizes)] for each in scratch)
     bits, missing = values.view(torch.int32), second.view(torch.int32)
-    weights = _parts(batch.weights, members)
-    remainders = _parts(batch.remainders, members)
+    weights, lower = parts(batch.weights), parts(remainders)
     torch._foreach_copy_(list(torch.split(values, sizes)), weights)
-    torch._foreach_copy_(list(torch.split(missing, sizes)), remainders)
+    torch._foreach_copy_(list(torch.split(missing, sizes)), lower)
     bits.add_(missing)
     gradients = list(torch.split(second, sizes))  # the remainders are done with, so their place is free
-    torch._foreach_copy_(gradients, _parts(batch.gradients, members))
-    _torch_fused(
-        list(torch.split(values, sizes)),
-        gradients,
-        _parts(batch.exp_avgs, members),
-        _parts(batch.exp_avg_sqs, members),
-        [batch.steps[i] for i, _ in members],
-        hyper,
-        grad_scale,
-        found_inf,
-    )
+    torch._foreach_copy_(gradients, parts(batch.gradients))
+    steps = [batch.steps[i] for i, _ in members]
+    torch._fused_adamw_(
+        list(torch.split(values, sizes)), gradients, parts(batch.exp_avgs), parts(batch.exp_avg_sqs), [], steps,
+        **options,
+    )  # fmt: skip
     _one_nan(values, out=values)
     pieces = list(torch.split(bits, sizes))
-    torch._foreach_copy_(remainders, pieces)
+    torch._foreach_copy_(lower, pieces)
     bits.add_(_HALF).bitwise_right_shift_(16)
     torch._foreach_copy_([weight.view(torch.int16) for weight in weights], pieces)
 
 
-def _torch_fused(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    hyper: Hyper,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    torch._fused_adamw_(
-        values, gradients, exp_avgs, exp_avg_sqs, [], steps, **hyper._asdict(), amsgrad=False, grad_scale=grad_scale,
-        found_inf=found_inf,
-    )  # fmt: skip
-
-
-def _spans(size: int, piece: int) -> Iterator[slice]:
-    # Pieces are multiples of every vector width, so that an element is a tail here only if it is one in the whole
-    # tensor, and gets the same instructions.
-    for start in range(0, size, piece):
-        yield slice(start, min(start + piece, size))
-
-
-def _parts(tensors: list[Tensor], members: list[tuple[int, slice]]) -> list[Tensor]:
-    # A view costs as much as an operation on a thousand elements: none where it would be of all.
-    whole = [(tensors[i], span) for i, span in members]
-    return [tensor if span.stop - span.start == tensor.numel() else tensor[span] for tensor, span in whole]
-
-
 def _packs(sizes: list[int], piece: int) -> Iterator[list[tuple[int, slice]]]:
-    """Runs of tensors, or of parts of large ones, with at most `piece` elements in all."""
+    """Runs of tensors, or of parts of large ones, with at most `piece` elements in all.
+
+    Pieces are multiples of every vector width, so that an element is a tail here only if it is one in the whole tensor,
+    and gets the same instructions.
+    """
     members: list[tuple[int, slice]] = []
     room = piece
     for index, size in enumerate(sizes):
-        for span in _spans(size, piece):
-            length = span.stop - span.start
-            if length > room:
+        for start in range(0, size, piece):
+            span = slice(start, min(start + piece, size))
+            if span.stop - span.start > room:
                 yield members
                 members, room = [], piece
             members.append((index, span))
-            room -= length
+            room -= span.stop - span.start
     if members:
         yield members

@@ -6,6 +6,7 @@ fp32 copy take 14, and during a step the copy's fp32 gradients as well.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -16,14 +17,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kernels.remainder_adamw import FORMS, Batch, Form, Hyper, adamw_, form_on, join, split
+from penstock.kernels.remainder_adamw import Batch, Form, Hyper, adamw_, form_on, join, split
 from penstock.optim import tensors
 from penstock.optim.groups import parameters_of
-from penstock.optim.remainder_checks import check_convertible, check_group, check_parameter, stored
 
 __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
 
-_STATE = ("step", "exp_avg", "exp_avg_sq", "remainder")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
+"""Types of what is kept of each Parameter besides its count of steps."""
 
 
 class RemainderAdamW(Optimizer):
@@ -61,20 +63,9 @@ class RemainderAdamW(Optimizer):
         amsgrad: bool = False,
         form: Form = "auto",
     ) -> None:
-        if form not in FORMS:
-            raise ConfigError(
-                f"There is no form {form!r} of RemainderAdamW; choose one of {', '.join(FORMS)}."
-            )
         self.form = form
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(params, defaults)
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"maximize": maximize, "amsgrad": amsgrad})
         self._step_supports_amp_scaling = True
 
     # -- what the user of an optimizer calls
@@ -84,9 +75,9 @@ class RemainderAdamW(Optimizer):
         """Add a group, as in torch. Raises ConfigError for what cannot be updated here."""
         super().add_param_group(param_group)
         try:
-            check_group(param_group)
+            _check_group(param_group)
             for parameter in param_group["params"]:
-                check_parameter(parameter)
+                _check_parameter(parameter)
                 form_on(self.form, parameter.device)
         except ConfigError:
             self.param_groups.pop()
@@ -102,14 +93,8 @@ class RemainderAdamW(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 for batch in self._batches(group):
-                    device = batch.weights[0].device
-                    adamw_(
-                        batch,
-                        _hyper(group),
-                        form=self.form,
-                        grad_scale=self._scalar("grad_scale", device),
-                        found_inf=self._scalar("found_inf", device),
-                    )
+                    scalars = {name: self._scalar(name, batch) for name in ("grad_scale", "found_inf")}
+                    adamw_(batch, _hyper(group), form=self.form, **scalars)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,23 +104,35 @@ class RemainderAdamW(Optimizer):
         weights before or after. Raises CheckpointError for states of other optimizers, ConfigError for amsgrad.
         """
         for group in state_dict["param_groups"]:
-            check_group(group)
+            _check_group(group)
             if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
                 raise CheckpointError(
                     "The stored optimizer is Adam with weight decay in its gradients, which AdamW has not; load it "
                     "into torch.optim.Adam, or set its weight_decay to 0 first."
                 )
 
-        def shield(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            states = {key: _Kept(value) for key, value in given["state"].items()}
-            return {**given, "state": states}
+        restored: dict[Any, dict[str, Any]] = {}
 
-        # torch would cast every number to the Parameter's bf16. Registered last, this sees what users' hooks made.
-        handle = self.register_load_state_dict_pre_hook(shield)
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            keys = [key for group in given["param_groups"] for key in group["params"]]
+            named = dict(zip(keys, parameters_of(self)))
+            for key, value in given["state"].items():
+                restored[named.get(key, key)] = (
+                    self._restored(named[key], value) if key in named else copy.deepcopy(value)
+                )
+            return {**given, "state": {}}
+
+        # torch would cast every number to the Parameter's bf16. This sees what users' hooks made before, and goes
+        # before those that look at what is loaded. What is refused has changed nothing.
+        handles = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(restored), prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def adamw_state_dict(self) -> dict[str, Any]:
         """What `torch.optim.AdamW` over the same weights in fp32 loads to go on from here; without remainders."""
@@ -184,11 +181,8 @@ class RemainderAdamW(Optimizer):
         Raises ConfigError for a Parameter that is not of this optimizer, another shape or a wider type.
         """
         self._halves(parameter)
-        if value.shape != parameter.shape or value.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        exact = (torch.float32, torch.bfloat16, torch.float16)
+        if value.shape != parameter.shape or value.dtype not in exact:
             raise ConfigError(
                 f"A weight of shape {tuple(parameter.shape)} was given {value.dtype} values of shape "
                 f"{tuple(value.shape)}; pass fp32 values of the same shape."
@@ -204,12 +198,10 @@ class RemainderAdamW(Optimizer):
 
     # -- inside
 
-    def _scalar(self, name: str, device: torch.device) -> Tensor | None:
+    def _scalar(self, name: str, batch: Batch) -> Tensor | None:
         """What GradScaler and clipped_step set during a step."""
         value: Tensor | None = getattr(self, name, None)
-        if value is None:
-            return None
-        return value.to(device=device, dtype=torch.float32, non_blocking=True).view(())
+        return value if value is None else value.to(batch.weights[0].device, torch.float32, True).view(())
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, by device and type."""
@@ -242,18 +234,15 @@ class RemainderAdamW(Optimizer):
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            device = tensors.local(parameter).device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
+            state |= {name: torch.zeros_like(parameter.detach(), dtype=_STATE[name]) for name in _MOMENTS}
             if parameter.dtype == torch.bfloat16:
                 state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
         return state
 
     def _mine(self, parameter: Tensor) -> bool:
-        if parameter in self.state:  # found by identity, at once
-            return True
-        return any(parameter is mine for group in self.param_groups for mine in group["params"])
+        # Found by identity, and at once where it has a state.
+        return parameter in self.state or any(parameter is mine for mine in parameters_of(self))
 
     def _halves(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and remainder as they lie here; no remainder where nothing was left out yet."""
@@ -269,53 +258,91 @@ class RemainderAdamW(Optimizer):
         return {**super().__getstate__(), "form": self.form}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        given = state.get("state", {})
-        for key, value in given.items():
-            # From load_state_dict. What is refused must not have changed anything, so before all else.
-            if isinstance(value, _Kept) and isinstance(key, Tensor):
-                given[key] = self._restored(key, value.value, self.state.get(key, {}))
-            elif isinstance(value, _Kept):
-                given[key] = value.value
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
 
-    def _restored(self, parameter: Tensor, given: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    def _restored(self, parameter: Parameter, given: dict[str, Any]) -> dict[str, Any]:
         """Own copies of a stored state, in the types and at the places that a step expects."""
-        strange = set(given) - set(_STATE)
-        missing = {"step", "exp_avg", "exp_avg_sq"} - set(given)
-        if strange or missing:
+        where = f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has"
+        if not {"step", *_MOMENTS} <= given.keys() <= {"step", *_STATE}:
             raise CheckpointError(
-                f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has "
-                f"{', '.join(sorted(given))}, but RemainderAdamW needs step, exp_avg and exp_avg_sq, and knows "
+                f"{where} {', '.join(sorted(given))}, but RemainderAdamW needs step, exp_avg and exp_avg_sq, and knows "
                 "remainder besides; load it into the optimizer that wrote it."
             )
-        state: dict[str, Any] = {}
-        step = torch.as_tensor(given["step"], dtype=torch.float32)
-        state["step"] = step.detach().to(tensors.local(parameter).device, copy=True)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = stored(parameter, name, given[name], torch.float32)
-        if parameter.dtype == torch.bfloat16:
-            remainder = given.get("remainder", before.get("remainder"))
-            if remainder is None:
-                remainder = torch.zeros_like(parameter.detach(), dtype=torch.int16)
-            state["remainder"] = stored(parameter, "remainder", remainder, torch.int16)
-        elif "remainder" in given:
+        half = parameter.dtype == torch.bfloat16
+        if "remainder" in given and not half:
             raise CheckpointError(
-                f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has a remainder, which "
-                f"belongs to a bf16 weight, but the weight is {parameter.dtype}; cast it to bf16 before building the "
-                "optimizer, or load what adamw_state_dict() writes."
+                f"{where} a remainder, which belongs to a bf16 weight, but the weight is {parameter.dtype}; cast it to "
+                "bf16 before building the optimizer, or load what adamw_state_dict() writes."
             )
-        return state
+        if half and "remainder" not in given:
+            zeros = torch.zeros_like(parameter.detach(), dtype=torch.int16)
+            given = {**given, "remainder": self.state.get(parameter, {}).get("remainder", zeros)}
+        step = torch.as_tensor(given["step"], dtype=torch.float32)
+        count = step.detach().to(tensors.local(parameter).device, copy=True)
+        return {name: _stored(parameter, name, given[name]) for name in given if name != "step"} | {
+            "step": count
+        }
 
 
-class _Kept:
-    """A stored state that torch's load_state_dict passes on as it is, because it cannot look inside."""
+def _stored(parameter: Tensor, name: str, value: Any) -> Tensor:
+    """An own copy of a stored tensor, laid out like the Parameter."""
+    where = f"The stored {name} of a weight of shape {tuple(parameter.shape)} is"
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointError(f"{where} {shape}; load the state of the same model.")
+    if name == "remainder" and value.dtype != torch.int16:
+        raise CheckpointError(
+            f"{where} {value.dtype} in place of int16, so its bits are lost; something cast it on the way. Load the "
+            "state that was saved."
+        )
+    made = torch.zeros_like(parameter.detach(), dtype=_STATE[name])
+    tensors.local(made).copy_(tensors.local(tensors.alike(parameter, value)))
+    return made
 
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ConfigError for settings that RemainderAdamW cannot take."""
+    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group}
+    betas = group.get("betas", (0.0, 0.0))
+    problems = []
+    if group.get("amsgrad"):
+        problems.append(
+            "RemainderAdamW has no amsgrad; set amsgrad=False, or use an fp32 copy as master weights."
+        )
+    if group.get("differentiable"):
+        problems.append("RemainderAdamW updates in place and cannot be differentiable; leave it out.")
+    every = [*numbers.items(), *(("betas", beta) for beta in betas)]
+    problems += [
+        f"RemainderAdamW takes {name} as a number, not as a tensor; pass a float."
+        for name, value in every
+        if isinstance(value, Tensor)
+    ]
+    if not problems and not all(0.0 <= beta < 1.0 for beta in betas):
+        problems.append(f"betas are {betas}, but each must be at least 0 and below 1.")
+    if not problems:
+        problems = [f"{name} is {n}, but must be at least 0." for name, n in numbers.items() if not n >= 0.0]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_parameter(parameter: Tensor) -> None:
+    """Raise ConfigError for a Parameter that RemainderAdamW cannot update."""
+    where = f"A Parameter of shape {tuple(parameter.shape)}"
+    if parameter.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"{where} is {parameter.dtype}; RemainderAdamW updates bf16 weights (and fp32 ones as they are). fp16 has "
+            "fewer exponents than fp32, so sixteen bits more do not complete it: use dtype=bf16, or an fp32 copy as "
+            "master weights."
+        )
+    if not tensors.dense(tensors.local(parameter)):
+        raise ConfigError(
+            f"{where} and strides {tuple(parameter.stride())} has gaps or overlaps in memory; make it contiguous "
+            "before building the optimizer."
+        )
 
 
 @torch.no_grad()
@@ -331,9 +358,26 @@ def from_adamw(
     Raises ConfigError for another optimizer, Parameters that are not fp32 or sharded already, and what RemainderAdamW
     refuses; then nothing has changed.
     """
-    check_convertible(optimizer)
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError(
+            f"The remainder form of master weights is part of AdamW, but the optimizer is "
+            f"{type(optimizer).__name__}; use torch.optim.AdamW, or an fp32 copy as master weights."
+        )
+    for group in optimizer.param_groups:
+        _check_group(group)
     resolved: list[Any] = parameters_of(optimizer)
     for parameter in resolved:
+        _check_parameter(parameter)
+        where = f"A Parameter of shape {tuple(parameter.shape)} is"
+        if hasattr(parameter.detach(), "to_local"):
+            raise ConfigError(
+                f"{where} sharded already and cannot be turned to bf16 in place; shard the bf16 model, build "
+                "RemainderAdamW over it, and bring the fp32 weights with set_fp32_weight."
+            )
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"{where} {parameter.dtype}, but its exact fp32 weight is needed; convert before the model is cast."
+            )
         form_on(form, parameter.device)
     kept = {id(parameter) for parameter in keep_fp32}
     converted: Any = optimizer

@@ -170,7 +170,7 @@ def test_an_encoder_decoder_reads_its_source_once() -> None:
     passes = Passes(marian, A100, Serving())
     assert passes.prefill(512, 8) > passes.prefill(16, 8)
     assert passes.decode(8, 512) < passes.prefill(512, 8)
-    with pytest.raises(ConfigError, match="tp=7 cannot share out"):
+    with pytest.raises(ConfigError, match="tp=7 cannot split"):
         Passes(marian, A100, Serving(tp=7))
 
 

@@ -134,7 +134,7 @@ def test_impossible_sizes_are_named(sizes: dict[str, Any], message: str) -> None
 
 def test_impossible_degrees_are_named() -> None:
     mixtral = PRESETS["mixtral-8x7b"]
-    with pytest.raises(ConfigError, match="tp=7 cannot share out"):
+    with pytest.raises(ConfigError, match="tp=7 cannot split"):
         predict_inference(LLAMA, H100, Serving(tp=7))
     with pytest.raises(ConfigError, match="only decoders"):
         predict_inference(PRESETS["t5-small"], H100, Serving())
@@ -142,7 +142,7 @@ def test_impossible_degrees_are_named() -> None:
         predict_inference(mixtral, H100, Serving(ep=8))
     with pytest.raises(ConfigError, match=r"ep=8 .* tp=4"):
         predict_inference(mixtral, H100, Serving(tp=4, ep=8))
-    with pytest.raises(ConfigError, match="ep=16 cannot share out the model's 8 experts evenly"):
+    with pytest.raises(ConfigError, match="ep=16 cannot split the model's 8 experts evenly"):
         predict_inference(mixtral, H100, Serving(tp=16, ep=16))
     with pytest.raises(ConfigError, match="ep=2 is for mixtures of experts"):
         predict_inference(LLAMA, H100, Serving(tp=2, ep=2))

@@ -1,7 +1,7 @@
-"""What one Transformer block computes: its operators from top to bottom.
+"""Operators of one Transformer block, from top to bottom.
 
-Shapes: B samples, T = rows of tokens on this device, R = rows of what sequence parallelism splits, D width, A features
-of the device's query heads, K those of its key heads, M hidden width on this device.
+Shapes: B samples, T = rows of tokens on this device, R = rows that remain where sequence parallelism splits them, D
+width, A features of the device's query heads, K those of its KV heads, M hidden width on this device.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _unpadded(to: Lister, tokens: int) -> bool:
 
 
 def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> None:
-    """What tensor parallelism sends before a sharded product: the rows that sequence parallelism has split, and
-    backward the sum of the inputs' gradients (Korthikanti et al. 2022, section 4.2.2)."""
+    """Communication of tensor parallelism before a sharded product: gathering the rows that sequence parallelism has
+    split, and in the backward pass the sum of the inputs' gradients (Korthikanti et al. 2022, section 4.2.2)."""
     t = to.terms
     if t.tp == 1:
         return
@@ -92,7 +92,7 @@ def turned(to: Lister, moved: float, *, forward: bool = True) -> tuple[Op, ...]:
 
 
 def _after_split(to: Lister, rows: float, width: int) -> None:
-    """What it sends after the second sharded product: the sum of the partial results."""
+    """Communication after the second sharded product: the sum of the partial results."""
     t = to.terms
     moved = rows * width * t.product
     if t.spread > 1:
@@ -197,10 +197,10 @@ def _kept_by_head_norms(
         return own * c + copied + 2 * rows * t.statistic
     if t.fused or not (t.host or t.software.norms_apart):
         return own * c + copied + rows * t.statistic
-    # torch composes them in fp32, and keeps what they normalised beside what they were given.
+    # torch composes them in fp32, and keeps what they normalised beside their inputs.
     if c == 4:
         return own * c + copied + normed * 4 + rows * 4
-    # What they were given was cast. Values stay in the projection, unless attention copies them.
+    # Their inputs were cast. Values stay in the projection, unless attention copies them.
     values = 0.0 if t.form != "fused" and t.copies else own * c
     return values + normed * 8 + rows * 4
 
@@ -228,7 +228,7 @@ def _composed(
         to.move(f"{name}.split", own, (c, c), kind="copy")
 
     def product(ending: str, m: float, n: int, k: float, read: float, written: float) -> Op:
-        """One that reads and writes so many numbers."""
+        """A product that reads and writes `read` and `written` elements."""
         return Op(
             f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each,
             window=core.window, scores=True,
@@ -344,7 +344,7 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
-    """What happens to a branch before it is added to the residual stream, and the addition."""
+    """Operators between a branch's output and the residual stream, and the addition."""
     t, d = to.terms, block.stack.width
     e, c, size = t.stream, t.product, rows * d
     branch = e if block.layer_scale else c

@@ -96,8 +96,8 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
-    """What a transfer adds to the computing that it hides behind: all that outlasts it, or at least the share of the
-    multiprocessors that it takes while it lasts."""
+    """Seconds that a transfer adds to the computation that it overlaps: all that outlasts it, and at least the share of
+    the multiprocessors that the transfer occupies, over its duration."""
     return max(transfer - computing, rates.taken * transfer)
 
 

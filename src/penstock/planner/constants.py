@@ -15,53 +15,55 @@ class Constants:
     """The planner's constants; `DEFAULT` holds the calibrated ones."""
 
     gemm_share: float = 0.93
-    """Of a chip's best matrix-product rate (`Machine.achievable_flops`), what long runs sustain: fitted."""
+    """Share of a chip's best matrix-product rate (`Machine.achievable_flops`) that long runs sustain: fitted."""
     gemm_share_hopper: float = 0.781
     """The same of chips with fp8 units, whose clock falls further under their power limit: fitted on H100. Of B200 and
     MI300X it is a guess."""
     unmeasured_share: float = 0.80
-    """Of the peak, what stands for the best rate where no sweep is known; the published ceilings range over it."""
+    """Share of the peak that is taken as the best rate where no sweep is known; the published ceilings range over
+    it."""
     memory_share: float = 0.8523
-    """Of the memory bandwidth, what streaming kernels reach: fitted."""
+    """Share of the memory bandwidth that streaming kernels reach: fitted."""
     tile_depth: float = 32.0
     """Inner length at which a tile's prologue and epilogue take as long as its products."""
     fused_attention_share: float = 0.294
-    """Of the peak, the rate of first-generation fused attention (`efficient`) in long sequences with heads of 128, both
-    passes together: fitted. The shares below are of such sequences and heads too."""
+    """Share of the peak that first-generation fused attention (`efficient`) reaches in long sequences with heads of
+    128, both passes together: fitted. The shares below are for such sequences and heads too."""
     fused_backward: float = 5.0
     """How many times longer that kernel's backward pass takes than its forward pass."""
     flash_share: float = 0.60
-    """Of the peak, the rate of `flash` on an Ampere chip: the range in the abstract of Dao 2023 is 0.50 to 0.73."""
+    """Share of the peak that `flash` reaches on an Ampere chip: 0.50 to 0.73 in the abstract of Dao 2023."""
     flash_share_hopper: float = 0.35
     """The same kernel on Hopper, as the abstract of Shah et al. 2024 states it."""
     cudnn_share_hopper: float = 0.55
     """Kernels written for Hopper: between the forward rate (0.75) of Shah et al. 2024 and its backward's."""
     link_share: float = 0.78
-    """Of a node's link rate, the bus bandwidth of large collectives: nccl-tests on A100 (78 %), H200 rings (82 %)."""
+    """Bus bandwidth of large collectives as a share of a node's link rate: nccl-tests on A100 (78 %), H200 rings (82
+    %)."""
     node_share: float = 0.9495
-    """Of a node's adapters, what large collectives between nodes reach: fitted."""
+    """Share of a node's adapters' rate that large collectives between nodes reach: fitted."""
     link_step_seconds: float = 2.9e-6
     """Latency of one step of a ring inside a node: 40 µs for an all-reduce of 8 in nccl-tests."""
     node_step_seconds: float = 6.0e-6
     """Latency of one step between nodes: nccl-tests on 4 nodes."""
     ramp_seconds: float = 57e-6
-    """What the start of a pipelined collective costs, reached at `ramp_bytes`, below as the root of the size."""
+    """Cost of starting a pipelined collective of at least `ramp_bytes`; below, it grows with the root of the size."""
     ramp_bytes: float = 44e6
     collective_multiprocessors: float = 20.0
-    """That a collective keeps from what runs beside it: between the 16 and the 24 channels, a thread block each, that
-    nccl's logs name in nodes of eight devices."""
+    """Multiprocessors that a collective keeps from the kernels beside it: between the 16 and the 24 channels, a thread
+    block each, that nccl's logs name in nodes of eight devices."""
     straggling: float = 0.00966
     """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span: fitted."""
     kernel_seconds: float = 2.28e-6
     """Gap between two dependent kernels of a GPU, where the host runs ahead: fitted."""
     blocking_seconds: float = 20e-6
-    """What the gap is longer by where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1): an eager
+    """Time by which the gap is longer where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1): an eager
     operator's time on the host, which nothing hides. An estimate, not a fit."""
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
     host_wait_seconds: float = 0.0457
-    """What devices wait between two steps of a distributed run: for the host to read the loss and the norm, to log, and
-    to launch ahead again. A step on one device need not wait."""
+    """Time that devices wait between two steps of a distributed run, for the host to read the loss and the norm, to
+    log, and to launch ahead again. A step on one device need not wait."""
 
 
 DEFAULT = Constants()

@@ -1,7 +1,7 @@
-"""What one micro-batch makes one device do: every operator of forward and backward, from a model and a Plan.
+"""Operators of one micro-batch on one device, forward and backward, from a model and a Plan.
 
-A block's operators are listed once for each kind of block and layout, and counted as often as the block repeats. What
-lies between the inputs and the blocks, and between these and the loss, is listed here.
+A block's operators are listed once for each kind of block and layout, and counted as often as the block repeats. The
+operators between the inputs and the blocks, and between these and the loss, are listed here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:
 
 
 def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) -> Form:
-    """What an attention backend does: keep the scores (`plain`, `math`) or compute them again (`fused`)."""
+    """Whether an attention backend keeps the scores (`plain`, `math`) or computes them again (`fused`)."""
     backend, compute = plan.attention, numerics_of(plan).compute
     if backend == "auto":
         short = device == "cpu" and compute == "bf16" and avx512 and model.tokens <= AUTO_PLAIN_TOKENS
@@ -107,14 +107,14 @@ def totals(model: ModelConfig) -> Workload:
 
 
 def _entrance(to: Lister, model: ModelConfig) -> int:
-    """What comes before the blocks; gives how many of its learned numbers the exit uses too."""
+    """List the operators before the blocks; return the number of their parameters that the exit uses too."""
     if isinstance(model, ViTConfig):
         _stem(to, model)
         return 0
     t, e = to.terms, to.terms.stream
     d = stacks(model)[0].width
     table = model.vocabulary * d
-    # Entries of the vocabulary and heads are shared out over tensor parallel devices, the other tables are not.
+    # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
     mine, tied = -(-table // t.tp), model.tied and _gives_words(model)
     shared = len(stacks(model)) - 1 + tied
     if shared:
@@ -149,8 +149,8 @@ def _entrance(to: Lister, model: ModelConfig) -> int:
 
 
 def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
-    """Tokens that sequence parallelism shares out before the first block, of whose gradients all devices need all; or
-    that come together behind the `last` block, for what all devices compute alike."""
+    """Sequence parallelism's split of tokens before the first block, whose backward pass gathers all gradients on all
+    devices; or the gathering after the `last` block, for operators that all devices compute alike."""
     if to.terms.spread > 1:
         moved = numbers * to.terms.stream
         for op in (Op("gather", "gather", last, read=moved, axis="tensor"), *turned(to, moved, forward=last)):
@@ -304,7 +304,7 @@ def _chunked_loss(
 
 
 def _of_all_words(to: Lister, rows: float) -> None:
-    """What devices that share out the vocabulary send for the loss: each row's greatest logit, then its sum of
+    """Communication for the loss where devices split the vocabulary: each row's greatest logit, then its sum of
     exponentials and the logit of its target."""
     if to.terms.tp > 1:
         to.add(Op("loss.greatest", "allreduce", read=rows * 4.0, axis="tensor"))
@@ -332,7 +332,7 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     size, c, host = rows * columns, to.terms.product, to.terms.host
     piece = LOSS_PIECE["cpu" if host else "cuda"]
     made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
-    # Of half logits a CPU makes a cast besides.
+    # Half logits are also cast on a CPU.
     alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
     logs = Op(
         "loss.softmax",
@@ -363,7 +363,7 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
         if c < 4:
             # The training loop still holds the output in half precision when its gradient is made.
             to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=size * c, group="output")
-        # Over tensor parallel devices the exponentials are kept besides the logarithms.
+        # Over tensor parallel devices the exponentials are kept as well as the logarithms.
         kept = size * (8 if t.tp > 1 else 4)
         to.move("loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns)
         to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")

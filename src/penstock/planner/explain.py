@@ -49,7 +49,7 @@ MEMORY_WORDS = {
     "temporary": "temporaries",
 }
 AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
-"""What can be chosen; dp follows."""
+"""Fields of a Plan that can be chosen; dp follows."""
 
 
 def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
@@ -122,7 +122,7 @@ def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Pr
 
 
 def _difference(best: Prediction, other: Prediction) -> str:
-    """What the other layout spends most more on, for the same samples."""
+    """The largest extra cost of the other layout, for the same samples."""
     scale = best.global_batch / other.global_batch if other.global_batch else 1.0
     more = {name: seconds * scale - best.seconds.get(name, 0.0) for name, seconds in other.seconds.items()}
     name = max(more, key=lambda key: more[key])
@@ -163,7 +163,7 @@ def sensitivity(
     model: ModelConfig, machine: Machine, gpus: int, best: Prediction, *, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(),
 ) -> list[Lever]:  # fmt: skip
-    """What would help most, searched anew under each change; the largest gain first."""
+    """The changes that would help most, each with a search of its own; the largest gain first."""
     batch = best.global_batch or default_batch(model, gpus)
     link, node = machine.link_bytes_per_second, machine.node_bytes_per_second
     faster = {

@@ -19,7 +19,7 @@ GUESSED = ("b200", "mi300x")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Of rows of one kind, measured over predicted seconds: four of five lie from `low` to `high`."""
+    """Range of measured over predicted seconds for rows of one kind: four of five lie from `low` to `high`."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Every legal layout of a model on so many devices: degrees, micro-batches, interleaving, sharding, recomputation."""
+"""Every legal layout of a model on a number of devices: degrees, micro-batches, chunks, sharding, recomputation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUES = attrgetter(*_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What a search tries. Empty tuples mean every legal value."""
+    """Values that a search tries. An empty tuple means every legal value."""
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Space:
     virtual: tuple[int, ...] = ()
     sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     shard: tuple[int, ...] = ()
-    """Of hsdp. Left empty: as many replicas as lie in a node, and that doubled."""
+    """Sizes of a shard group under hsdp. Left empty: as many replicas as one node has, and twice as many."""
     recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
@@ -143,13 +143,13 @@ def stages(model: ModelConfig, gpus: int) -> list[int]:
 
 
 def _context_degrees(model: ModelConfig) -> list[int]:
-    """Those that leave each device enough of the tokens."""
+    """Context parallel degrees that leave each device enough of the tokens."""
     most = max(1, min(sequences(model)) // LEAST_TOKENS)
     return [degree for degree in CONTEXT_DEGREES if degree <= most]
 
 
 def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:
-    """Numbers of equal chunks of a stage, each of a block at the least. Embedding and head count as a block each where
+    """Numbers of equal chunks of a stage, each of at least one block. Embedding and head count as a block each where
     only so the stages come out even."""
     if pp == 1:
         return [1]

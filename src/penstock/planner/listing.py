@@ -19,11 +19,11 @@ RMS_KERNELS = 8
 
 Form = Literal["plain", "fused", "math"]
 Bytes = tuple[float, float]
-"""Bytes that are read and written for each number."""
+"""Bytes that are read and written for each element."""
 
 
 class Terms(NamedTuple):
-    """What a list of operators depends on besides the model."""
+    """Settings besides the model that a list of operators depends on."""
 
     samples: int = 1
     tp: int = 1
@@ -31,9 +31,9 @@ class Terms(NamedTuple):
     cp: int = 1
     ep: int = 1
     stream: float = 4.0
-    """Bytes of a number of the residual stream."""
+    """Bytes of an element of the residual stream."""
     product: float = 4.0
-    """Of a number that goes into a matrix product."""
+    """Bytes of an element that goes into a matrix product."""
     casts: bool = False
     """Whether autocast makes a copy of each weight in the type of products."""
     fp8: bool = False
@@ -50,28 +50,28 @@ class Terms(NamedTuple):
     host: bool = False
     """Whether the device is a CPU."""
     serving: bool = False
-    """Whether text is generated: tensor parallel devices share experts out too, `ep` of them whole ones."""
+    """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
     gathers_keys: bool = False
     """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
     cached: int = 0
-    """Tokens of each sequence whose keys and values lie in the cache."""
+    """Tokens of each sequence whose keys and values are in the cache."""
     weight: float = 0.0
-    """Bytes of a weight as it is read, where these are not those of products."""
+    """Bytes of a weight as it is read, where it differs from `product`."""
     cache: float = 0.0
-    """The same of a number of the cache."""
+    """The same for an element of the cache."""
     chunked: bool = False
-    """Whether the loss over a vocabulary is made of some tokens at a time."""
+    """Whether the loss over a vocabulary is computed for some tokens at a time."""
     real: float = 1.0
     """Share of an encoder's tokens that are computed."""
     varlen: bool = False
     """Whether attention's kernel knows the lengths of samples."""
     words: float = 1.0
-    """Share of tokens of which words are asked for."""
+    """Share of tokens that the output and the loss are computed for."""
     software: Software = PENSTOCK
 
     @property
     def spread(self) -> int:
-        """Devices that share out the rows of what tensor parallelism leaves whole."""
+        """Devices that split the rows of those activations that tensor parallelism leaves whole."""
         return self.tp if self.sp else 1
 
     @property
@@ -91,7 +91,7 @@ class Lister:
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
-        """What is listed inside is a part of `module`."""
+        """Mark the operators that are listed inside as a part of `module`."""
         outer, self._module = self._module, module
         yield
         self._module = outer
@@ -170,10 +170,10 @@ class Lister:
         self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
 
     def _quantize(self, name: str, inputs: float, weights: float, outputs: float) -> None:
-        """What fp8 does beside each product. It reads inputs, and backward the outputs' gradients, for their largest
-        number, reads them again and writes a byte for each. Single operators do so with weights in every pass, and
-        backward they turn weights, inputs and gradients, whose long side must be that of the sum; fused ones cast
-        weights when these are updated, and write turned copies along."""
+        """Operators that fp8 adds beside each product. It reads inputs, and in the backward pass the outputs'
+        gradients, for their largest element, reads them again and writes a byte for each. Single operators do so with
+        weights in every pass, and in the backward pass they transpose weights, inputs and gradients, whose long side
+        must be that of the sum; fused ones cast weights when these are updated, and write transposed copies along."""
         t = self.terms
         if t.rowwise:
             # Each factor is cast for each product, along its sum; a served model's weights once for all. What lies in
@@ -248,7 +248,7 @@ class Lister:
         out, launches = e if autocast else c, 1
         kept, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
         if rms and (t.host or t.software.norms_apart) and not t.fused:
-            # torch computes in fp32, and keeps what it normalised beside what it was given.
+            # torch computes in fp32, and keeps its result beside its input.
             kept += size * 4 + (size * (4 - e) if t.host else size * c)
             ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
         self.move(

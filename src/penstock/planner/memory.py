@@ -4,7 +4,7 @@ Two moments compete. When the backward pass begins, nearly all activations are t
 or the output, computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
 want temporaries. What lies between them trades one for the other, block by block.
 
-A pipeline's first stage keeps as many micro-batches as there are stages; the last one keeps the output besides.
+A pipeline's first stage keeps as many micro-batches as there are stages; the last one also keeps the output.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, updated_bytes
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
-"""What nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages, of 8
-lines of 16 bytes for each of 512 threads and of 120 numbers of 8 bytes for each of 640 (its `init.cc`), and 4 MiB for
-long ones (NCCL_BUFFSIZE)."""
+"""Bytes that nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages,
+of 8 lines of 16 bytes for each of 512 threads and of 120 elements of 8 bytes for each of 640 (its `init.cc`), and 4 MiB
+for long ones (NCCL_BUFFSIZE)."""
 NEIGHBOURS = 3
 """In each channel: one in the ring, two in the tree."""
 
@@ -32,24 +32,24 @@ class Held(NamedTuple):
     """Bytes of one micro-batch through all blocks and ends."""
 
     activations: dict[str, float]
-    """By kind, what is kept while blocks run backward: all but the exit's."""
+    """Bytes kept while blocks run backward, by kind: all but the exit's."""
     blocks: float
-    """What blocks keep from forward to backward."""
+    """Bytes that blocks keep from forward to backward."""
     entrance: float
     exit: float
     working: float
-    """What the last block's backward pass needs besides at its most, with what it makes again."""
+    """Peak of a block's backward pass beyond what is kept, recomputed activations included."""
     output: float
-    """The same of the exit's."""
+    """The same for the exit."""
 
     @property
     def kept(self) -> float:
-        """What is kept when the forward pass ends."""
+        """Bytes kept when the forward pass ends."""
         return self.blocks + self.entrance + self.exit
 
 
 def held(work: Workload, plan: Plan) -> Held:
-    """What a micro-batch keeps, and what its backward pass needs besides."""
+    """Bytes that a micro-batch keeps, and that its backward pass needs beyond them."""
     made = BYTES[numerics_of(plan).gradients]
     shared = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
     stand = _stand(plan) or plan.replicas > 1
@@ -63,7 +63,7 @@ def _stand(plan: Plan) -> bool:
 
 
 def group_bytes(constants: Constants = DEFAULT) -> float:
-    """What nccl keeps on a device for one group that it is in."""
+    """Bytes that nccl keeps on a device for one group that it is in."""
     return constants.collective_multiprocessors * NEIGHBOURS * CONNECTION_BYTES
 
 
@@ -129,7 +129,7 @@ def memory(
         "master_weights": mine.kept * numerics.master_bytes,
     }
     if plan.offload == "optimizer":
-        # Shards live in host memory, weights too; what is not shared out stays.
+        # Shards live in host memory, weights too; what is not sharded stays.
         parts["optimizer"] = parts["master_weights"] = 0.0
         if mine.gathers:
             parts["weights"] = 0.0
@@ -142,8 +142,8 @@ def memory(
 
 
 def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dict[str, float]:
-    """What is there besides weights and states, at the worse of two moments: when the backward pass begins, and when it
-    has ended."""
+    """Bytes besides weights and states at the worse of two moments: when the backward pass begins, and when it has
+    ended."""
     numerics = numerics_of(plan)
     reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.replicas
@@ -193,13 +193,13 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
 
 @lru_cache(maxsize=1024)
 def shared_table(work: Workload) -> int:
-    """Learned numbers of a table of embeddings that is used more than once, on one device; 0 where there is none."""
+    """Parameters of a table of embeddings that is used more than once, on one device; 0 where there is none."""
     return sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
 
 
 def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:
-    """What an update allocates in between: the gradients in fp32 for master weights, and of an unfused AdamW the root
-    of the second moment, per tensor or of all at once."""
+    """Bytes that an update allocates temporarily: the gradients in fp32 for master weights, and for an unfused AdamW
+    the root of the second moment, per tensor or of all at once."""
     numerics, number = numerics_of(plan), updated_bytes(plan)
     cast = 4.0 * mine.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     if plan.optimizer == "foreach":
@@ -211,14 +211,14 @@ def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:
 
 
 def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
-    """Activations, output and what a backward pass works with, on the stage where they are most together."""
+    """Activations, output and working memory of a backward pass, on the stage where their sum is largest."""
     one, depth = held(work, plan), max(1, work.depth)
     blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
     activations, output = blocks + one.entrance, one.output + one.exit
     if plan.pp > 1:
         front = ((blocks / depth * fullest(work, plan) + one.entrance) * in_flight(plan), 0.0)
         if plan.schedule == "zero_bubble":
-            # The last stage puts off the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
+            # The last stage defers the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
             put_off = min(plan.pp, plan.accumulate) - 1
             blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
         # Under gpipe all micro-batches' outputs wait for their backward passes.

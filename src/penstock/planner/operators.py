@@ -36,8 +36,8 @@ COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 class Op(NamedTuple):
     """One operator. Sizes are of one device, bytes of the types that the plan computes in.
 
-    `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is given as the product that
-    it equals. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
+    `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its
+    equivalent product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
     `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`.
     """
 
@@ -51,33 +51,33 @@ class Op(NamedTuple):
     read: float = 0.0
     written: float = 0.0
     elements: float = 0.0
-    """Numbers that an operator other than a product computes; of attention, the numbers of all queries."""
+    """Elements that an operator other than a product computes; for attention, those of all queries."""
     kept: float = 0.0
     """Bytes that a forward operator keeps for the backward pass, or that a backward operator lets go of."""
     group: str = ""
     """The kind of what is kept."""
     given: float = 0.0
-    """Bytes of inputs that are left to keep where it is computed again, and not only its results dropped."""
+    """Bytes of inputs that must still be kept where it is computed again."""
     weights: int = 0
-    """Learned numbers that a forward operator uses, or whose gradients a backward operator makes."""
+    """Parameters that a forward operator uses, or whose gradients a backward operator makes."""
     tensors: int = 0
-    """Tensors that these numbers are in."""
+    """Tensors that these parameters are in."""
     launches: int = 1
     fp8: bool = False
     """Whether a product multiplies in fp8."""
     causal: bool = False
     window: int = 0
-    """Keys that a query may see at the most; 0 is all."""
+    """Keys that a query may see at most; 0 is all."""
     axis: Axis = ""
     hides: bool = False
     """Whether a collective can hide behind the gradients of weights."""
     uncut: bool = False
     """Whether it belongs to no single product that it could be cut into pieces with."""
     row: int = 0
-    """Numbers in a row of a softmax; 0 where that is not known."""
+    """Elements in a row of a softmax; 0 where that is not known."""
     module: Module = ""
-    """What it is a part of: `cross` attention, `experts` of a mixture, but not those that every token visits, the
-    `shared_table` whose gradients are added up because it is used more than once. Collectives are of none."""
+    """The module that it belongs to: `cross` attention, `experts` of a mixture, without those that every token visits,
+    the `shared_table` whose gradients are added up because it is used more than once. Collectives belong to none."""
     in_place: bool = False
     """Whether it writes where it reads, and so allocates nothing."""
     scores: bool = False
@@ -101,7 +101,8 @@ class Op(NamedTuple):
 
     @property
     def form(self) -> ProductForm:
-        """What a product makes: the gradients of weights are told by the weights, those of inputs have none."""
+        """Form of a product: in the backward pass one with `weights` makes their gradients, one without makes those of
+        inputs."""
         if self.forward:
             return "forward"
         return "weight" if self.weights > 0 else "input"
@@ -121,22 +122,22 @@ class Part:
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     entering: float = 0.0
-    """Bytes of what comes in: what recomputation of the whole part keeps."""
+    """Bytes of its input, which recomputation of the whole part keeps."""
     parameters: int = 0
-    """Learned numbers on one device before data parallel sharding, experts not counted."""
+    """Parameters on one device before data parallel sharding, without those of experts."""
     experts: int = 0
-    """Those of experts."""
+    """Parameters of experts, likewise."""
     tensors: int = 0
     block: Block | None = None
 
     @property
     def learned(self) -> int:
-        """All learned numbers."""
+        """All parameters."""
         return self.parameters + self.experts
 
     @property
     def model_flops(self) -> float:
-        """Forward and backward. Room that experts make for more tokens than come is no work of the model's."""
+        """FLOPs of forward and backward. Experts' capacity beyond the tokens that come does not count."""
         capacity = self.block.stack.capacity if self.block else 1.0
         return sum(
             op.flops / (capacity if op.module == "experts" else 1.0) for op in (*self.forward, *self.backward)
@@ -145,20 +146,21 @@ class Part:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workload:
-    """What one micro-batch makes one device do. Equal to itself alone, so that what follows may be cached by it."""
+    """Work of one device for one micro-batch. Equal only to itself, so that results derived from it can be cached by
+    it."""
 
     parts: tuple[Part, ...]
     samples: int
     tokens: int = 0
-    """Of one sample, as they are counted; 0 where it is not known."""
+    """Tokens of one sample, as they are counted; 0 where it is not known."""
     tied: int = 0
-    """Learned numbers of the entrance that the exit uses too."""
+    """Parameters of the entrance that the exit uses too."""
     kept_bytes: float | None = None
-    """Kept for the backward pass, where it was counted, as of a traced model."""
+    """Bytes kept for the backward pass, where these were counted, as for a traced model."""
     working_bytes: float = 0.0
-    """The same of what the backward pass needs besides at its most."""
+    """The same for the peak of the backward pass beyond them."""
     units: int = 1
-    """Pieces that weights are gathered in where they are shared out: the blocks."""
+    """Pieces that weights are gathered in where they are sharded: the blocks."""
     vision: bool = False
     """Whether a sample is an image."""
     whole: Workload | None = None
@@ -178,7 +180,7 @@ class Workload:
         return tuple(tuple(run) for _, run in runs)
 
     def each(self, of: Callable[[Part], float]) -> list[float]:
-        """What every block has of a quantity, in the order in which they run."""
+        """A quantity of every block, in the order in which they run."""
         amounts: list[float] = []
         for parts in self.stacks:
             by_layer = {part.block.layer: of(part) for part in parts if part.block}
@@ -187,17 +189,17 @@ class Workload:
 
     @cached_property
     def depth(self) -> int:
-        """Blocks of all kinds; 0 where they are not told apart."""
+        """Blocks of all kinds; 0 where they are not distinguished."""
         return sum(part.count for part in self.blocks)
 
     @property
     def pieces(self) -> float:
-        """Pieces that the weights of one block are gathered in, or of the model where blocks are not told apart."""
+        """Pieces that the weights of one block are gathered in, or of the model where blocks are not distinguished."""
         return self.units / max(1, self.depth)
 
     @cached_property
     def parameters(self) -> int:
-        """Learned numbers on this device, with all stages and before data parallel sharding."""
+        """Parameters on this device, with all stages and before data parallel sharding."""
         return sum(part.count * part.learned for part in self.parts)
 
     @cached_property
@@ -207,7 +209,7 @@ class Workload:
 
     @cached_property
     def model_flops(self) -> float:
-        """Forward and backward, attention in full: the numerator of MFU."""
+        """FLOPs of forward and backward, attention in full: the numerator of MFU."""
         return sum(part.count * part.model_flops for part in self.parts)
 
     def operators(self) -> Iterator[tuple[int, Op]]:

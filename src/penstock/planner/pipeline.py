@@ -1,4 +1,4 @@
-"""How a pipeline shares out a model's blocks, in runs and predictions alike, what it keeps, and how long it idles."""
+"""How a pipeline splits a model's blocks, in runs and predictions alike, what it keeps, and how long it idles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.config.plan import Plan
 from penstock.planner.operators import Workload
 
 StageTimes = tuple[float, float, float]
-"""Of one micro-batch on one stage: forward, gradients of inputs, gradients of weights."""
+"""Times of one micro-batch on one stage: forward, gradients of inputs, gradients of weights."""
 
 
 def evenly(depth: int, stages: int) -> tuple[int, ...]:
@@ -27,8 +27,8 @@ def evenly(depth: int, stages: int) -> tuple[int, ...]:
 def balanced(
     costs: Sequence[float], stages: int, *, entrance: float = 0.0, end: float = 0.0
 ) -> tuple[int, ...]:
-    """Blocks of each of `stages` in a row, no more of them than blocks; the first has the entrance besides and the last
-    the exit. They are shared out `evenly`, unless another cut leaves the costliest stage with less: then, of those
+    """Blocks of each of `stages` in a row, no more of them than blocks; the first also has the entrance and the last
+    the exit. They are split `evenly`, unless another cut leaves the costliest stage with less: then, of those
     that leave it with least, one whose stages are near the mean.
 
     costs: those of blocks, in any unit.
@@ -40,7 +40,7 @@ def balanced(
     before = [0.0, *accumulate(costs)]
 
     def fits(at: int, stage: int, most: float) -> bool:
-        """Whether `stage` and those after it can share out the blocks from `at` on with no more than `most` each."""
+        """Whether `stage` and those after it can split the blocks from `at` on with no more than `most` each."""
         for number in range(stage, stages):
             far = bisect_right(before, before[at] + most - ends[number]) - 1
             begun, at = at, min(far, count - (stages - number - 1))
@@ -87,7 +87,8 @@ class Blocks(NamedTuple):
     """The most between the first and the last; 0 where there is none."""
     last: float
     runs: tuple[tuple[int, float], ...]
-    """Of devices in a row that have equally many: how many devices, and how many blocks. The ends stand alone."""
+    """Number of devices and blocks of each, for every run of devices with equally many blocks. The ends are runs of
+    their own."""
 
 
 def stage_blocks(
@@ -118,10 +119,10 @@ def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> Blocks:
 
 
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
-    """Idle time of the slowest stage under ZB-H1, in the unit of their times; `runs` are so many equal stages in a row.
+    """Idle time of the slowest stage under ZB-H1, in the unit of their times; `runs` are equal stages in a row.
 
     Each stage waits for the first forward pass to come, for the first gradient after its own warm-up, and at the end
-    for what the gradients of weights that it put off do not fill; the last of them to end decides. The simulator's
+    for what the gradients of weights that it deferred do not fill; the last of them to end decides. The simulator's
     makespan lies within 2.5 % of that.
     """
     ranks = sum(count for count, _ in runs)
@@ -146,7 +147,7 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
 
 
 def in_flight(plan: Plan, rank: int = 0) -> float:
-    """Micro-batches whose activations a device keeps at the most, by its place in the pipeline (Narayanan et al. 2021;
+    """Micro-batches whose activations a device keeps at most, by its place in the pipeline (Narayanan et al. 2021;
     Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
     m, behind = float(plan.accumulate), plan.pp - 1 - rank
     if plan.schedule == "gpipe":

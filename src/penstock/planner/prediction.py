@@ -1,4 +1,4 @@
-"""What a Plan will cost, said before it runs: time, memory and utilisation of one optimizer step."""
+"""Predicted cost of a Plan before it runs: time, memory and utilisation of one optimizer step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.planner.traced import as_planned
 from penstock.report.page import cell
 
 CONTEXT_BYTES = 0.9 * 2**30
-"""That one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
+"""Bytes that one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
 MARGIN = 0.98
 """Share of a device's memory that a prediction may fill: 13 of the 14 published rows of tensors' memory are predicted
 within 1.8 %."""
@@ -69,18 +69,18 @@ class Prediction:
     bubble_fraction: float = 0.0
     """Idle seconds of the pipeline over its busy seconds: (p-1)/(v m) for equal stages, less under zero_bubble."""
     forward_seconds: float = 0.0
-    """Of the slowest stage, for one micro-batch."""
+    """Forward pass of the slowest stage, for one micro-batch."""
     backward_seconds: float = 0.0
-    """The same with what is computed again."""
+    """Its backward pass, with what is computed again."""
     weight_gradient_seconds: float = 0.0
-    """Of `backward_seconds`, the gradients of weights, which a zero-bubble schedule puts off."""
+    """Part of `backward_seconds` for the gradients of weights, which a zero-bubble schedule defers."""
     memory_limit_bytes: int = 0
     """The machine's memory; 0 where it is unknown."""
     interval: Interval | None = None
     """How far predictions of this kind have been off."""
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """HTML for a notebook."""
         return cell(self)
 
     @property
@@ -89,11 +89,11 @@ class Prediction:
         return self.samples_per_second * self.tokens_per_sample / self.gpus
 
     def days(self, samples: float) -> float:
-        """Days to see so many samples."""
+        """Days to train on `samples` samples."""
         return samples / self.samples_per_second / 86400
 
     def gpu_hours(self, samples: float) -> float:
-        """Device hours to see so many samples."""
+        """Device hours to train on `samples` samples."""
         return samples / self.samples_per_second / 3600 * self.gpus
 
 

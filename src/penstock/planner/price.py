@@ -1,4 +1,4 @@
-"""What one operator costs on one device: operator × Machine × Numerics → seconds.
+"""Cost of one operator on one device: operator × Machine × Numerics → seconds.
 
 On a GPU an operator takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline:
 an insightful visual performance model") and the gap to the next kernel. In plain attention the scores are sums over one
@@ -24,7 +24,7 @@ from penstock.planner.rates import Rates
 ROWS, COLUMNS = 128, 64
 """Queries and keys of a tile of fused attention."""
 MOVED = {True: 2.0, False: 10.0}
-"""What fused attention moves and does not hide, in sizes of all queries, forward and backward. Backward: keys and
+"""Traffic of fused attention that it does not hide, in sizes of all queries, forward and backward. Backward: keys and
 values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
 of queries, cleared and read (4)."""
 USUAL_ROW = 197

@@ -30,11 +30,11 @@ VECTOR = 8
 
 
 Samples = list[tuple[float, float, float, float]]
-"""Of each measured shape the logarithms of its three sizes, and its rate."""
+"""Logarithms of the three sizes of each measured shape, and its rate."""
 
 
 def nearby_rate(samples: Samples, sizes: tuple[float, float, float], nearest: int) -> float:
-    """The rate of a shape, between so many of the nearest samples, by inverse square distance of logarithms."""
+    """The rate of a shape, between its `nearest` samples, by inverse square distance of logarithms."""
     x, y, z = math.log(sizes[0]), math.log(sizes[1]), math.log(sizes[2])
     near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in samples])
     total = rates = 0.0
@@ -46,7 +46,7 @@ def nearby_rate(samples: Samples, sizes: tuple[float, float, float], nearest: in
 
 
 class Chip(NamedTuple):
-    """What decides how long a GPU computes a product: its rate for large ones and how it cuts them up."""
+    """Figures that decide how long a GPU computes a product: its rate for large ones and how it cuts them up."""
 
     rate: float
     multiprocessors: int
@@ -77,7 +77,7 @@ class Products(NamedTuple):
     """How fast a machine multiplies matrices in one type."""
 
     measured: dict[ProductForm, Samples]
-    """Of each form FLOP/s by m, n and k."""
+    """FLOP/s of each form by m, n and k."""
     ceiling: float
     """No product is faster."""
     chip: Chip | None
@@ -90,8 +90,8 @@ class Products(NamedTuple):
     ) -> float:  # fmt: skip
         """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
 
-        `over_rows` says that both factors lie with their inner length from row to row, as those of a weight's gradient
-        do, whose inner length is the tokens: then it is m and n that rows are aligned by, and not n and k.
+        `over_rows` says that both factors are stored with their inner length from row to row, as for a weight's
+        gradient, whose inner length is the tokens: then rows are aligned by m and n, and not by n and k.
         """
         if self.chip is not None:
             return self.chip.seconds(m, n, k, batch, over_rows=over_rows)

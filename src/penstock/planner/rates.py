@@ -1,4 +1,4 @@
-"""What one device does per second under a Plan: a Machine's figures as prices want them."""
+"""Rates of one device under a Plan: a Machine's figures as prices want them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from penstock.planner.products import Chip, Products, Samples, nearby_rate
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
-"""Of a device whose Machine does not say: sixteen lanes of the third generation of PCI Express."""
+"""Link to the host of a device whose Machine does not state it: sixteen lanes of PCI Express 3.0."""
 HOST_LINK_SHARE = 0.8
-"""What copies of pinned memory reach of it, less the headers of its packets."""
+"""Share of that link that copies of pinned memory reach, less the headers of its packets."""
 CITED_FEATURES = 128
-"""Of a head, where the rates that are stated of attention kernels were reached."""
+"""Features of a head for which the rates of attention kernels are published."""
 EXPONENTIALS_PER_CLOCK = 16
-"""Of one multiprocessor, on every chip since Volta (CUDA C++ Programming Guide, arithmetic instructions)."""
+"""Exponentials of one multiprocessor per clock, on every chip since Volta (CUDA C++ Programming Guide, arithmetic
+instructions)."""
 SLOWEST_CLOCK = 1.2e9
 """Below what chips for training run at, and above half of it."""
 NEAREST = 2
@@ -34,28 +35,28 @@ class Rates:
     machine: Machine
     constants: Constants
     peak: float
-    """Of the type that linear layers compute in, from the datasheet: the base of MFU."""
+    """FLOP/s of the type that linear layers compute in, from the datasheet: the base of MFU."""
     peak_name: str
     products: Products
     """Matrix products in the type that the plan computes in outside fp8."""
     fp8: Products | None
     product_rate: float
-    """Of large products outside fp8."""
+    """FLOP/s of large products outside fp8."""
     attention: float
-    """The products of fused attention's forward pass."""
+    """FLOP/s of the products of fused attention's forward pass."""
     attention_backward: float
-    """Those of its backward pass, which forms the scores again."""
+    """The same for its backward pass, which forms the scores again."""
     exponentials: float
-    """Of softmax, per second."""
+    """Exponentials of softmax per second."""
     memory: float
     """Streaming kernels, bytes per second."""
     kernel_seconds: float
     """Between two dependent kernels of a GPU."""
     cpu: bool
     kernels: dict[str, Samples]
-    """Of a CPU's operators by name, what was measured by tokens and features."""
+    """Measured rates of a CPU's operators by name, over tokens and features."""
     compute: float
-    """Bytes of a number that goes into a matrix product."""
+    """Bytes of an element that goes into a matrix product."""
     link: float
     """Bus bandwidth inside a node, of one device."""
     gathering: float
@@ -67,9 +68,9 @@ class Rates:
     node: float
     """Bus bandwidth out of a node, of all its devices together."""
     call_seconds: float
-    """What each collective costs besides, between processes on a CPU."""
+    """Additional cost of each collective between processes on a CPU."""
     pairs: Rates | None
-    """Those within groups of two, where these were measured by themselves."""
+    """Rates within groups of two, where these were measured by themselves."""
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     host: float
@@ -150,7 +151,7 @@ def _products(
 
 
 def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samples]:
-    """What was measured of a CPU's operators in the types of a plan."""
+    """Measured rates of a CPU's operators in the types of a plan."""
     types = {
         "attention": type_, "bmm": type_, "gelu": numerics.compute, "softmax": numerics.compute,
         "dropout": numerics.compute, "torch_dropout": numerics.compute, "norm": numerics.residual,
@@ -176,7 +177,7 @@ def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
 
 
 def sustained_share(machine: Machine, constants: Constants) -> float:
-    """Of bursts, what the chip sustains: as measured under a minute of load, else as calibrated."""
+    """Share of a burst's rate that the chip sustains: as measured under a minute of load, else as calibrated."""
     if machine.device == "cpu":
         return 1.0
     calibrated = constants.gemm_share_hopper if "fp8" in machine.peak_flops else constants.gemm_share
@@ -184,9 +185,9 @@ def sustained_share(machine: Machine, constants: Constants) -> float:
 
 
 def exponentials_per_second(peak: float, multiprocessors: int) -> float:
-    """Of a whole chip, from its `peak` FLOP/s in half precision.
+    """Exponentials per second of a whole chip, from its `peak` FLOP/s in half precision.
 
-    A multiprocessor does a power of two of FLOPs per clock, which tells the clock.
+    A multiprocessor does a power of two of FLOPs per clock, which determines the clock.
     """
     each = 1
     while peak / multiprocessors / (2 * each) >= SLOWEST_CLOCK:

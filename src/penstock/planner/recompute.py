@@ -1,4 +1,4 @@
-"""What a recomputing backward pass runs again, what a part then keeps, and what a budget of memory chooses.
+"""Recomputation: the operators that run again, what a part then keeps, and what a budget of memory chooses.
 
 A block recomputes in one of these ways. Words joined by a plus are done side by side.
 
@@ -25,7 +25,7 @@ from penstock.planner.pipeline import fullest, in_flight
 from penstock.report.units import GIB
 
 CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
-"""What a budget chooses from."""
+"""Ways that a budget chooses from."""
 FLOPS_PER_BYTE = 100.0
 """FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
 300. It orders choices, and is no time."""
@@ -34,20 +34,20 @@ _LINK = 10.0
 
 
 class Recompute(NamedTuple):
-    """What a Plan says of recomputation."""
+    """Recomputation as a Plan asks for it."""
 
     kind: str = "none"
     """One of the ways above, `none`, or `budget`."""
     share: float = 1.0
-    """Of the blocks."""
+    """Share of the blocks that recompute."""
     compiled: bool = False
     """Whether a result that no gradient needs is dropped."""
     chosen: tuple[tuple[Part, tuple[tuple[str, int], ...]], ...] = ()
-    """Of each kind of block, how many recompute in which way, where a budget has chosen."""
+    """Number of blocks of each kind that recompute in each way, where a budget has chosen."""
 
     @classmethod
     def of(cls, plan: Plan, work: Workload | None = None) -> Recompute:
-        """That of a plan; a budget chooses from the operators of `work`."""
+        """The recomputation of a plan; a budget chooses from the operators of `work`."""
         compiled = plan.compile != "none"
         if plan.recompute != "budget":
             return cls(plan.recompute, 1 / plan.recompute_every, compiled)
@@ -116,7 +116,7 @@ class _Module(NamedTuple):
     kind: str
     operators: tuple[Op, ...]
     entering: float
-    """Bytes that it is given."""
+    """Bytes of its input."""
 
 
 @lru_cache(maxsize=8192)
@@ -152,7 +152,7 @@ def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str,
     """How many blocks of each kind recompute in which way, so that all together keep at most `allowed` bytes, or as
     little as they can.
 
-    A knapsack of which each block takes one of several choices. What can be chosen lies on a convex curve of bytes and
+    A knapsack of which each block takes one of several choices. The choices lie on a convex curve of bytes and
     cost, and the steps along all curves are taken in the order of their cost per byte that they free: that is the best
     choice but for the last block that moves (Sinha and Zoltners, "The Multiple-Choice Knapsack Problem", 1979).
     """
@@ -253,8 +253,8 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
 
 
 def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...], dict[str, float]]:
-    """What is run again and what is kept where every other product and attention are kept. Packed projections count as
-    the products that they pack."""
+    """Operators that run again, and bytes that are kept by kind, where every other product and attention are kept.
+    Packed projections count as the products that they pack."""
     again: list[Op] = []
     kept: dict[str, float] = {}
     products = [op for op in operators if op.kind == "gemm" and op.weights]

@@ -43,14 +43,14 @@ class ParametricLaw:
         return float(self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta)
 
     def optimum(self, compute_flops: float) -> Allocation:
-        """The least loss at so much compute, in closed form (equation 4)."""
+        """The least loss at a given compute, in closed form (equation 4)."""
         both = self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / both)
         parameters = g * (compute_flops / 6) ** (self.beta / both)
         return self.at(compute_flops, parameters)
 
     def at(self, compute_flops: float, parameters: float) -> Allocation:
-        """A given size at so much compute."""
+        """A model of a given size with a given compute."""
         tokens = compute_flops / 6 / parameters
         loss = self.loss(parameters, tokens)
         return Allocation(

@@ -1,4 +1,4 @@
-"""Every legal layout of a model on so many devices: predicted, ranked, and why the others lose.
+"""Every legal layout of a model on a number of devices: predicted, ranked, and why the others lose.
 
 The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation, but for what is fixed.
 Memory comes first, because it is cheap and rules most layouts out; times of blocks are shared between layouts that have
@@ -32,25 +32,25 @@ from penstock.report.page import cell
 from penstock.report.units import GIB
 
 _FAR = 64
-"""How far from the number of devices that was asked for another one is looked for."""
+"""How far from the requested number of devices another one is looked for."""
 _TRIES, _PARTS = 6, 64
-"""How often a budget is made smaller until it fits, and parts of a GiB that it is told in."""
+"""How often a budget is made smaller until it fits, and parts of a GiB that it is rounded down to."""
 _REST = attrgetter(*(name for name in AXES if name != "micro_batch"))
 
 
 @dataclass(slots=True)
 class Found:
-    """What a search found: predictions that fit, best first, and what became of the others."""
+    """Result of a search: predictions that fit, best first, and what became of the others."""
 
     predictions: list[Prediction] = field(default_factory=list)
     tried: int = 0
     too_large: int = 0
     """Layouts that do not fit."""
     nearest: tuple[Plan, float] | None = None
-    """Of the layouts that do not fit, the one that needs least memory, and how many bytes that is."""
+    """The layout that needs least memory, of those that do not fit, and its bytes."""
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """HTML for a notebook."""
         return cell(self)
 
 
@@ -62,7 +62,7 @@ class Layouts(list[Prediction]):
         self.found = found
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """HTML for a notebook."""
         return self.found._repr_html_()
 
 
@@ -73,10 +73,10 @@ def search(
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
     micro-batch comes first only if it wins by more than the predictions' error.
 
-    `base` gives what is not searched (precision, attention, compilation, optimizer), and of what is searched the
-    fields named in `fixed`; `global_batch` defaults to what keeps each layout's devices busy, at least one sample per
-    replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no degrees
-    multiply to `gpus`.
+    `base` has the fields that are not searched (precision, attention, compilation, optimizer), and those of the
+    searched ones that `fixed` names; `global_batch` defaults to what keeps each layout's devices busy, at least one
+    sample per replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no
+    degrees multiply to `gpus`.
     """
     found = explore(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep
@@ -87,7 +87,7 @@ def search(
 
 
 def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
-    """What a search holds fixed unless told otherwise: half precision with master weights, and fused kernels.
+    """The Plan that a search starts from by default: half precision with master weights, and fused kernels.
 
     `trainable` keeps to what `penstock train` can run: autocast in place of master weights.
     """

@@ -23,9 +23,9 @@ from penstock.planner.shapes import counted_tokens
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
 PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
-"""What Python takes of a CPU in a pass, in each of its blocks and for each text, in operators however small
-(`Machine.launch_seconds`), besides those that are listed. Fitted to steps of our engine with GPTs of width 16,
-of 2 and of 8 blocks."""
+"""Python's work on a CPU in a pass, in each of its blocks and for each text, counted in the smallest of operators
+(`Machine.launch_seconds`), besides the listed ones. Fitted to steps of our engine with GPTs of width 16, of 2 and of 8
+blocks."""
 CACHE_PASSES = 3.0
 """How often a step on a CPU passes over keys and values: it gathers them from the blocks of the paged cache, which
 reads and writes, and attends to them."""
@@ -46,8 +46,8 @@ class Serving:
     pp: Count = 1
     """Pipeline stages, which a token goes through one after the other."""
     ep: Count = 1
-    """Expert parallel degree: into how many parts the `tp` devices of a stage share out a mixture's experts. Each
-    expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it lies on one whole."""
+    """Expert parallel degree: into how many parts the `tp` devices of a stage split a mixture's experts. Each
+    expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it is whole on one."""
     weight_bytes: Positive = 2.0
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: Positive = 2.0
@@ -124,7 +124,7 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     """Bytes of the key–value cache of one token of one sequence, on one device; of an encoder–decoder, those of its
     decoder, for tokens of both. An encoder keeps none.
 
-    Where there are more devices than heads of keys, several devices keep the same head.
+    Where there are more devices than KV heads, several devices keep the same head.
     """
     if not generates(model):
         return 0.0
@@ -144,13 +144,13 @@ def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
     stack = stacks(model)[-1]
     for heads in dict.fromkeys(layer.heads for layer in stack.kinds):
         if heads % tp:
-            yield f"tp={tp} cannot share out the model's {heads} attention heads evenly."
+            yield f"tp={tp} cannot split the model's {heads} attention heads evenly."
     if serving.pp > stack.depth:
         yield f"pp={serving.pp} leaves stages without a block, for the model has {stack.depth}."
     if ep > 1 and not stack.experts:
         yield f"ep={ep} is for mixtures of experts, and the model is none; use ep=1."
     elif stack.experts % ep:
-        yield f"ep={ep} cannot share out the model's {stack.experts} experts evenly."
+        yield f"ep={ep} cannot split the model's {stack.experts} experts evenly."
     if tp % ep:
         yield (
             f"ep={ep} shares the experts out over the tp={tp} devices of a stage, so it must divide tp; use a tp that "
@@ -169,7 +169,7 @@ class Passes:
         self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=serving.fp8))
 
     def prefill(self, tokens: int, samples: int = 1) -> float:
-        """From prompts of so many tokens to the first token of each; of an encoder, to its outputs."""
+        """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         rates, serving = self.rates, self.serving
         work = described(_sized(self.model, tokens), self._terms(samples))
         if not generates(self.model):
@@ -199,12 +199,12 @@ class Passes:
         )  # fmt: skip
 
     def _ends(self, samples: int) -> float:
-        """What one token of each sequence takes outside the blocks."""
+        """Seconds of one token of each sequence outside the blocks."""
         work = described(_sized(self.model, 1), self._terms(samples))
         return sum(_seconds(part, self.rates, self.serving) for part in work.parts if part.block is None)
 
     def _host(self, samples: int, cached: int = 0) -> float:
-        """What our engine takes of a CPU besides."""
+        """Additional seconds of our engine on a CPU."""
         if not self.rates.cpu:
             return 0.0
         depth = stacks(self.model)[-1].depth
@@ -213,7 +213,7 @@ class Passes:
         return launches * self.rates.machine.launch_seconds + moved / self.rates.memory
 
     def _between(self, rows: int) -> float:
-        """What passes from stage to stage."""
+        """Seconds of the transfers from stage to stage."""
         serving = self.serving
         moved = rows * stacks(self.model)[-1].width * self.rates.compute / serving.tp
         return (serving.pp - 1) * send_seconds(self.rates, serving.tp, moved)
@@ -235,7 +235,7 @@ def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
 
 
 def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
-    """The model with samples of so many tokens; an encoder–decoder's decoder has one."""
+    """The model with samples of `tokens` tokens; an encoder–decoder's decoder has one."""
     if isinstance(model, ViTConfig):
         return model
     if isinstance(model, Seq2SeqConfig):

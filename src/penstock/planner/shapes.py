@@ -23,7 +23,7 @@ class Block:
     tokens: int
     causal: bool = False
     cross: int = 0
-    """Tokens of another stack that the block attends to besides; 0 is none."""
+    """Tokens of another stack that the block also attends to; 0 is none."""
 
     @property
     def layer_scale(self) -> bool:

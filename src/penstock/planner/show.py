@@ -1,4 +1,4 @@
-"""What predictions look like: where time and memory go, for pages, and for a cell of a notebook. Free of torch."""
+"""Predictions as pages and cells of a notebook: where time and memory go. Free of torch."""
 
 from __future__ import annotations
 

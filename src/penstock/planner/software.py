@@ -1,4 +1,4 @@
-"""What the software of a run does that no Plan says; the defaults are Penstock's own training."""
+"""Properties of a run's software that no Plan states; the defaults are those of Penstock's own training."""
 
 from __future__ import annotations
 

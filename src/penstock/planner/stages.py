@@ -1,4 +1,4 @@
-"""What each stage of a pipeline takes, for a schedule to be simulated with."""
+"""Costs of each stage of a pipeline, for the simulation of a schedule."""
 
 from __future__ import annotations
 

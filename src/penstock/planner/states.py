@@ -1,4 +1,4 @@
-"""What a device holds of the weights, gradients and optimizer states of a layout, and what one update moves."""
+"""Weights, gradients and optimizer states on each device of a layout, and the traffic of one update."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ MULTI_TENSOR_ELEMENTS = 320 * 65536
 
 
 class DeviceShare(NamedTuple):
-    """Learned numbers of the fullest stage on one device."""
+    """Parameters of the fullest stage on one device."""
 
     held: float
     """Before data parallel sharding."""
     sharded: float
-    """What sharding leaves of them."""
+    """Parameters of these that remain after sharding."""
     kept: float
-    """That this device updates."""
+    """Parameters that this device updates."""
     tensors: float
     """Tensors that these are in."""
     replicas: int
-    """That weights are shared out over."""
+    """Replicas that weights are sharded over."""
     expert_replicas: int
-    """Those of them that hold the same experts."""
+    """Replicas, of these, that hold the same experts."""
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
@@ -47,11 +47,11 @@ class DeviceShare(NamedTuple):
     block_experts: float
     """Parameters of its experts, gathered from fewer replicas; 0 where no other replica holds the same experts."""
     ends: float
-    """What is gathered of the entrance and the exit where one stage has both, or of the larger."""
+    """Gathered parameters of the entrance and the exit where one stage has both, else of the larger."""
 
 
 def device_share(work: Workload, plan: Plan) -> DeviceShare:
-    """What each device of a layout holds."""
+    """Parameters on each device of a layout."""
     group = min(plan.shard, plan.replicas) if plan.sharding == "hsdp" else plan.replicas
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
     return _device_share(work, plan.pp, plan.virtual, group, plan.ep, sharding)
@@ -72,7 +72,7 @@ def _device_share(work: Workload, pp: int, virtual: int, group: int, ep: int, sh
         held = max(first * one + entrance, middle * one, last * one + exit_)
         experts = sparse * max(stage_blocks(work, pp, virtual, "experts")[:3])
     alike = max(1, group // ep)
-    # Experts are shared out over fewer replicas, for ep has split them already.
+    # Experts are sharded over fewer replicas, for ep has split them already.
     sharded = (held - experts) / group + experts / alike
     whole = sharding == "ddp"
     return DeviceShare(

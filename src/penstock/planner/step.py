@@ -5,7 +5,7 @@ Overlap rules, all of them:
 - Forward and backward of different micro-batches never overlap on one device.
 - A pipeline of p stages and m micro-batches takes as long as its slowest stage does for all micro-batches, and once
   the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
-  2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are put off
+  2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are deferred
   (schedule=zero_bubble), it is what the schedule played through leaves idle.
 - Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers. A
   pipeline's stage gathers all of its own once a step, and scatters its gradients once.
@@ -15,7 +15,7 @@ Overlap rules, all of them:
 - What hides slows what it hides behind: a collective takes its share of the multiprocessors for as long as it lasts.
 - On a CPU nothing hides: the cores that compute do the transfers.
 
-What goes between devices besides, and to host memory, is in `traffic`.
+Other transfers between devices, and those to host memory, are in `traffic`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
         return sum(self)
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
-        """With `other` added so many times."""
+        """With `other` added `times` times."""
         return Parts(*[mine + times * theirs for mine, theirs in zip(self, other)])
 
 
@@ -82,7 +82,7 @@ class PartTime(NamedTuple):
     backward: Parts = Parts()
     again: float = 0.0
     weights: float = 0.0
-    """Of `backward`, the gradients of weights: what a split backward pass can put off."""
+    """Part of `backward` for the gradients of weights, which a split backward pass can defer."""
     launches: float = 0.0
 
     @property
@@ -91,7 +91,7 @@ class PartTime(NamedTuple):
         return self.backward.total + self.again
 
     def plus(self, other: PartTime, times: float) -> PartTime:
-        """With `other` added so many times."""
+        """With `other` added `times` times."""
         return PartTime(
             self.forward.plus(other.forward, times),
             self.backward.plus(other.backward, times),
@@ -100,7 +100,7 @@ class PartTime(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What of a Plan the time of a part depends on besides its operators."""
+    """Fields of a Plan that the time of a part depends on besides its operators."""
 
     tp: int
     cp: int
@@ -184,10 +184,10 @@ class Step:
     bubble_fraction: float = 0.0
     """Idle seconds of the pipeline over the busy seconds of its slowest stage."""
     forward_seconds: float = 0.0
-    """Of one stage and one micro-batch."""
+    """Forward pass of one stage and one micro-batch."""
     backward_seconds: float = 0.0
     weight_gradient_seconds: float = 0.0
-    """Of `backward_seconds`, the gradients of weights."""
+    """Part of `backward_seconds` for the gradients of weights."""
 
     @property
     def total(self) -> float:
@@ -196,7 +196,7 @@ class Step:
 
 
 class _Stage(NamedTuple):
-    """What the slowest stage holds."""
+    """Blocks and ends of the slowest stage."""
 
     blocks: float
     ends: float
@@ -237,11 +237,11 @@ class _Times(NamedTuple):
     """Prices of a workload's parts for one micro-batch."""
 
     block: PartTime
-    """On the mean."""
+    """A block on average."""
     entrance: float
     exit: float
     launches: float
-    """Of all parts."""
+    """Launches of all parts."""
 
 
 @lru_cache(maxsize=8192)
@@ -292,7 +292,7 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 def _host(
     work: Workload, rates: Rates, plan: Plan, launched: float, mine: DeviceShare, device: float
 ) -> dict[str, float]:
-    """What the host takes besides the device's seconds. A CPU runs what it launches; a GPU is launched ahead of."""
+    """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
     updates = update_launches(mine.kept, mine.tensors, plan, cpu=rates.cpu)
     if not rates.cpu:
@@ -310,13 +310,13 @@ def _host(
 
 
 def faulted_pages(work: Workload, plan: Plan) -> float:
-    """Pages that one step on a CPU maps anew, where freed memory goes back to the kernel."""
+    """Pages that one step on a CPU maps again, where freed memory goes back to the kernel."""
     large = sum(
         count * op.written
         for count, op in work.operators()
         if op.written >= MAPPED_ALONE_BYTES and not op.in_place
     )
-    # Gradients are cleared to None, unless they lie in one flat buffer.
+    # Gradients are cleared to None, unless they are in one flat buffer.
     gradients = work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
     others = max(0.0, (held(work, plan).kept - large) * plan.accumulate + freed)

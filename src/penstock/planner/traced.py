@@ -66,7 +66,7 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
 
 
 def _casts(operators: Iterable[Op], part: Part) -> list[Op]:
-    """What autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
+    """Casts that autocast adds: each weight to half and its gradient back, and the output of each norm to half."""
     casts, forward = [], True
     for op in operators:
         forward = op.forward
@@ -101,7 +101,7 @@ def _is_fp8(op: Op) -> bool:
 
 
 def _quantized(operators: Iterable[Op]) -> list[Op]:
-    """What fp8 does beside each product, as `describe` says of its own."""
+    """Operators that fp8 adds beside each product, as `describe` lists them for its own."""
     added = []
     for op in operators:
         if not _is_fp8(op):

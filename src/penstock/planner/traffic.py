@@ -24,11 +24,11 @@ IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
 third array, whose lines are first read, four accesses for the three that are counted."""
 HOST_BYTES_PER_SECOND = 50e9
-"""Of host memory, what one device's share of an update there moves: eight of them on two sockets of 200 GB/s each."""
+"""Bandwidth of host memory for one device's share of an update there: eight of them on two sockets of 200 GB/s each."""
 BUCKET_BYTES = 25 * 2**20
 """Gradients that replicas reduce in one go."""
 LEAST_EXPOSED = 0.1
-"""Of a reduction between groups of shards, what has nothing left to hide behind."""
+"""Share of the reduction between shard groups that cannot be overlapped."""
 
 
 def data_seconds(
@@ -40,8 +40,8 @@ def data_seconds(
     forward: float,
     backward: float,
 ) -> float:
-    """Of a step: gathering weights and reducing gradients over replicas, beside a stage of so many blocks that takes
-    `forward` and `backward` seconds for a micro-batch."""
+    """Seconds per step of gathering weights and reducing gradients over replicas, beside a stage of `blocks` blocks
+    that takes `forward` and `backward` seconds for a micro-batch."""
     numerics, found = numerics_of(plan), 0.0
     whole, size = BYTES[numerics.gathered], BYTES[numerics.reduction]
     if plan.pp > 1 and work.tied:
@@ -51,7 +51,7 @@ def data_seconds(
         return found + _reduced(work, rates, plan, mine, forward, backward)
     group, hides = group_of(rates, mine.replicas, plan.tp), plan.overlap and not rates.cpu
     alike = group_of(rates, mine.expert_replicas, plan.tp * plan.ep)
-    # Of one block on the mean: its weights for the forward pass, again for the backward pass, and its gradients.
+    # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
     gather = scatter = 0.0
     for members, moved in ((group, mine.block_dense), (alike, mine.block_experts)):
         gather += gather_seconds(members, moved * whole, work.pieces)
@@ -113,7 +113,8 @@ def _reduced(
 
 
 def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> float:
-    """Of a step: activations and their gradients between stages, beside a chunk's forward pass of so many seconds.
+    """Seconds per step of sending activations and their gradients between stages, beside a chunk's forward pass of
+    `chunk` seconds.
 
     Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
     while the pipeline fills and drains.
@@ -127,7 +128,7 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
 
 
 def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
-    """Of one micro-batch: its activations from a stage to the next, or their gradients back."""
+    """Seconds of sending one micro-batch's activations from a stage to the next, or their gradients back."""
     block = work.blocks[-1].block
     assert block is not None
     moved = (
@@ -142,7 +143,7 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
 def update_seconds(
     work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, *, adds: bool = True
 ) -> float:
-    """Of a step: the update, on the device or in host memory, and with `adds` adding up gradients."""
+    """Seconds per step of the update, on the device or in host memory, and with `adds` of adding up gradients."""
     moved = mine.kept * update_bytes(plan)
     added = accumulation_bytes(plan, mine) if adds else 0.0
     if plan.offload == "optimizer":
@@ -153,7 +154,7 @@ def update_seconds(
 def offload_seconds(
     work: Workload, rates: Rates, plan: Plan, mine: DeviceShare, forward: float, backward: float
 ) -> float:
-    """Of a step: copies to host memory and back, over a link of each device's own, behind a stage's two passes."""
+    """Seconds per step of copies to host memory and back, over each device's own link, behind a stage's two passes."""
     m, numerics = plan.accumulate, numerics_of(plan)
     if plan.offload == "none":
         return 0.0

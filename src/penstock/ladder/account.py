@@ -1,4 +1,4 @@
-"""What was forecast and measured, as results: every figure of a report is made here, of the one joint estimate."""
+"""Results of a climb, forecast and measured: every figure of a report is made here, from the one joint estimate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Account:
         self._memory: dict[Setting, list[int]] = {}
 
     def predict(self, setting: Setting) -> Prediction:
-        """What the planner says of a setting."""
+        """The planner's prediction for a setting."""
         work, machine = self.subject.workload(setting), self.machine
         if setting.plan.gpus > 1:
             machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
@@ -36,7 +36,7 @@ class Account:
     def forecast(
         self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
     ) -> Forecast:
-        """What the planner says of a setting, against two others; `corrected` is the better ratio to the baseline."""
+        """The planner's forecast for a setting against two others; `corrected` is the better ratio to the baseline."""
         predicted, previous, first = (self.predict(s) for s in (setting, before, self.first))
 
         def rate(prediction: Prediction, of: Setting) -> float:
@@ -163,7 +163,7 @@ class Account:
 
 
 def changes(first: Setting, setting: Setting) -> dict[str, Any]:
-    """What a setting changes besides the Plan: fields of the model, and of the data."""
+    """Changes of a setting besides the Plan: fields of the model, and of the data."""
     found: dict[str, Any] = {}
     if first.model is not None and setting.model is not None:
         found = {

@@ -1,4 +1,5 @@
-"""What changes results: a larger batch, another classifier, several processes. Each is tried on top of the best."""
+"""Rungs that change results: a larger batch, another classifier, several processes. Each is tried on top of the
+best."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
 AGAIN = 0.3
 """Share of that which a form takes that was compiled before: torch's cache has its kernels."""
 MEMORY_SHARE = 0.5
-"""Of a CPU's memory, what contenders that wait may fill."""
+"""Share of a CPU's memory that waiting contenders may fill."""
 
 Tell = Callable[[str, str, Sequence[Setting], float], None]
 """Called before anything that takes long: what is done, in which words, with which settings, for how many seconds."""
@@ -87,7 +87,7 @@ class Arena:
         return least + compiling * (AGAIN if known else 1.0)
 
     def _room(self, setting: Setting) -> int:
-        """Contenders like this one that a CPU's memory holds; two at the least, and any number on a GPU, which says so
+        """Contenders like this one that a CPU's memory holds; at least two, and any number on a GPU, which says so
         itself when it is full."""
         if self.subject.device.type != "cpu":
             return sys.maxsize
@@ -188,7 +188,7 @@ class Arena:
         return found and found * self.subject.samples(setting) / self.subject.samples(self.baseline)
 
     def says(self, setting: Setting, over: Setting, least: int) -> Verdict:
-        """What all rounds so far say of the two."""
+        """The verdict of all rounds so far on the two."""
         found = self.ratio(setting, over)
         return "open" if found is None else verdict(found, found.rounds, least)
 
@@ -226,7 +226,7 @@ class Arena:
 
 
 def _form(setting: Setting) -> tuple[object, ...]:
-    """What decides the code that is compiled: two settings of one form share it."""
+    """Everything that decides the code that is compiled: two settings of one form share it."""
     p = setting.plan
     return (
         setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.fp8,
@@ -251,7 +251,7 @@ def busy_seconds() -> float | None:
 
 
 def failure(error: BaseException) -> tuple[Status, str]:
-    """What an exception says about a rung: its status, and a line for the report."""
+    """Status of a rung that raised an exception, and a line for the report."""
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else type(error).__name__
     if ran_out_of_memory(error):

@@ -45,9 +45,9 @@ SCOUT_UNTIL = 0.42
 CONTROL_ROUNDS, CONTROL_SHARE = 10, 0.06
 """Rounds of the baseline against itself, and what they may take of the budget."""
 STANDINGS = 5
-"""Plans whose speeds are told while the climb goes on."""
+"""Plans whose speeds are reported while the climb goes on."""
 BUSY = 0.1
-"""Share of the cores that others may keep busy before that is said."""
+"""Share of the cores that others may keep busy before that is reported."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 OnProgress = Callable[[Progress], None]
@@ -66,7 +66,7 @@ def ladder(
 
     `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
     `package.module:name`, that returns (model, batch, loss) with `loss(model, batch)` a scalar tensor. `settings` are
-    fields of `LadderConfig`, over `config`. `on_progress` is told what comes next. Nothing is written; see
+    fields of `LadderConfig`, over `config`. `on_progress` is called with what comes next. Nothing is written; see
     `LadderReport` and `penstock.ladder.write`.
 
     Raises ConfigError for settings, models and factories that cannot be, EnvironmentProblem for a missing device, and
@@ -102,7 +102,7 @@ def _require_devices(procs: int, device: torch.device) -> None:
 
 
 def _notes(subject: Subject) -> list[str]:
-    """What a reader must know of its samples, and of several processes."""
+    """Notes for a reader on the subject's samples, and on several processes."""
     found = []
     if (share := subject.unpacked_padding) is not None:
         found.append(f"Documents are packed into samples: one document in each would be {share:.0%} padding.")

@@ -1,6 +1,6 @@
 """How a climb is shown while it runs: live on a terminal, plain lines everywhere else. Free of torch.
 
-A display is told what comes next (`Progress`) before it is done, so that nothing long happens without a word.
+A display is notified of what comes next (`Progress`) before it is done, so that nothing long happens without a word.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlainDisplay:
         self._phase, self._last = "", -float("inf")
 
     def told(self, now: Progress) -> None:
-        """What comes next."""
+        """Write a line on what begins now, unless it is short and a line was written just before."""
         begins = now.phase != self._phase
         if not (begins or now.expected_seconds >= _LONG or self._clock() - self._last >= _QUIET):
             return
@@ -65,7 +65,7 @@ class LiveDisplay:
         self._live = Live(console=console, transient=True, get_renderable=self.drawn, refresh_per_second=4)
 
     def told(self, now: Progress) -> None:
-        """What comes next."""
+        """Show what begins now."""
         if self._now is None:
             self._live.start()
         self._now, self._since = now, self._clock()
@@ -75,7 +75,7 @@ class LiveDisplay:
         self._live.stop()
 
     def drawn(self) -> RenderableType:
-        """What the terminal shows now."""
+        """The terminal's current picture."""
         now = self._now
         if now is None:
             return Text("")
@@ -118,7 +118,7 @@ def display_for(stream: TextIO) -> PlainDisplay | LiveDisplay:
 
 
 def describe(now: Progress) -> str:
-    """What is done now, in a line."""
+    """The current activity, in a line."""
     about = f" (about {now.expected_seconds:.0f} s)" if now.expected_seconds >= 1 else ""
     return f"{_DOING[now.doing]} {now.what}{about}"
 

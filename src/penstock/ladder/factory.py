@@ -37,7 +37,8 @@ def path_of(factory: Factory) -> str | None:
 
 
 def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
-    """What a factory returns; the model is copied, for a factory may return the same one again.
+    """The model, batch and loss that a factory returns; the model is copied, for a factory may return the same one
+    again.
 
     Raises ConfigError where it does not return a model, a batch and a loss.
     """
@@ -57,7 +58,7 @@ def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Los
 
 
 def drawn_anew(batch: Any, size: int, place: int) -> Any:
-    """The batch for micro-batch `place` of a step: itself first, then so many of its samples with replacement."""
+    """The batch for micro-batch `place` of a step: itself first, then as many of its samples with replacement."""
     if place == 0:
         return batch
     chosen = torch.randint(size, (size,), generator=torch.Generator().manual_seed(place))

@@ -1,5 +1,5 @@
-"""What forecasts need besides the planner: the share that each of several processes has of one machine, and corrections
-by what was measured. Free of torch.
+"""Forecasts beyond the planner: the share that each of several processes has of one machine, and corrections by
+measurements. Free of torch.
 
 Ranks on one CPU share it: each has its part of every rate. What their collectives take was measured between them.
 """
@@ -16,7 +16,7 @@ from penstock.ladder.statistics import inverse
 
 
 def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
-    """What each of `ranks` processes on this one machine has of it."""
+    """The share of this one machine that each of `ranks` processes has."""
     linked = replace(machine.linked(link, ranks), devices_per_node=max(ranks, machine.devices_per_node))
     if machine.device != "cpu":
         return linked
@@ -66,7 +66,7 @@ class Corrected:
         self._means.clear()
 
     def mean(self, key: tuple[str, ...]) -> float:
-        """What to add to the logarithm of a setting's predicted speed."""
+        """The term to add to the logarithm of a setting's predicted speed."""
         if key not in self._means:
             shared = (self._shared(key, k) * e for k, e in zip(self._keys, self._errors, strict=True))
             self._means[key] = float(sum(shared))

@@ -11,11 +11,11 @@ from penstock.ladder.result import Noise
 from penstock.ladder.rung import Setting
 
 SHARE = 0.15
-"""Of a budget, what loss runs may take before anything apart is tried."""
+"""Share of a budget that loss runs may take before any rung that changes results is tried."""
 LEAST_STEPS = 8
 """Shorter loss runs say nothing, and are left out."""
 DEVIATIONS = 2.0
-"""Of the loss over seeds, within which a setting counts as giving the same results."""
+"""Standard deviations of the loss over seeds within which a setting counts as giving the same results."""
 
 
 class Losses:
@@ -73,7 +73,7 @@ class Losses:
         return abs(change) <= DEVIATIONS * self._noise.deviation  # never for a loss that is no number
 
     def seconds(self, setting: Setting) -> float:
-        """What the loss run of a setting takes; 0 where it was run."""
+        """Seconds that the loss run of a setting takes; 0 where it was run."""
         if setting in self._curves:
             return 0.0
         return self.steps * self.arena.step_seconds.get(setting, 0.0)

@@ -30,7 +30,7 @@ class Timing:
 
     wall: float
     processor: float
-    """Of all threads of this process, and of all processes together."""
+    """Processor time of all threads of this process, and of all processes together."""
 
 
 WARM_UP_STEPS = 3
@@ -42,7 +42,7 @@ RECOMPILE_LIMIT = 256
 
 @dataclass(frozen=True, slots=True)
 class LossRun:
-    """What some steps of training gave: losses over all ranks, and gradient norms where they were taken."""
+    """Result of some steps of training: losses over all ranks, and gradient norms where they were taken."""
 
     losses: list[float]
     norms: list[float]
@@ -69,11 +69,11 @@ class Crew(Protocol):
     """Changes when the processes end, and all that they held with them."""
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
-        """What the `Bench` of each process answers, by rank."""
+        """Call a method of each process's `Bench`; return the answers by rank."""
 
 
 class Bench:
-    """What one process can be asked: it builds settings, keeps them, and measures them."""
+    """One process's work for the ladder: it builds settings, keeps them, and measures them."""
 
     life = 0
 
@@ -103,7 +103,7 @@ class Bench:
         return last, max(0.0, sum(first) - len(first) * last) if compiled else None
 
     def timed(self, setting: Setting, steps: int) -> Timing:
-        """One timing, over so many steps."""
+        """One timing, over `steps` steps."""
         return _timed(self._warm[setting], steps)
 
     def memory(self, setting: Setting) -> int:
@@ -112,7 +112,7 @@ class Bench:
         return step_with_memory(warm.built.step, warm.micro_batches)[1]
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """So many optimizer steps of a model of its own, from the seed's weights and in its order of samples."""
+        """`steps` optimizer steps of a model of its own, from the seed's weights and in its order of samples."""
         run = self._loss_run(setting, seed, steps)
         release(self.subject.device, compiled=False)
         return run
@@ -154,7 +154,7 @@ class Contender:
         return self._crew.life == self._life
 
     def timed(self, least_seconds: float) -> Timing:
-        """One timing that takes so long at the least: wall time of the slowest process, processor time of all."""
+        """One timing of at least `least_seconds`: wall time of the slowest process, processor time of all."""
         steps = max(1, math.ceil(least_seconds / max(self.step_seconds, 1e-9)))
         timings = self._crew.ask("timed", self.setting, steps)
         self.step_seconds = max(timing.wall for timing in timings)
@@ -171,7 +171,7 @@ class Contender:
 
 
 def _timed(contender: Warm, steps: int) -> Timing:
-    """A timing over so many steps; of several ranks wall time is that of the slowest, on all of them."""
+    """A timing over `steps` steps; of several ranks wall time is that of the slowest, on all of them."""
     device, dims = contender.device, contender.built.dims
     if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled

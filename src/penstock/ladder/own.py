@@ -36,7 +36,7 @@ from penstock.tasks import Loss, mean_loss
 
 
 class Own(Subject):
-    """Its one batch is fed at every step. Further micro-batches, and other ranks, get its samples drawn anew."""
+    """Its one batch is fed at every step. Further micro-batches, and other ranks, get its samples drawn again."""
 
     unit, data = "samples", "the factory's batch"
 
@@ -92,7 +92,7 @@ class Own(Subject):
         return self._traces[key]
 
     def model_flops(self, setting: Setting) -> int:
-        """Of tokens that are no padding, whatever is computed, as far as the model can leave it out."""
+        """FLOPs for tokens that are not padding, whatever is computed, as far as the model can leave padding out."""
         padding: Padding = "remove" if self.padding_share else "keep"
         plain = replace(setting.plan, loss="whole", padding=padding)
         return super().model_flops(replace(setting, plan=plain))
@@ -130,7 +130,7 @@ class Own(Subject):
 
 
 def subject_of(config: LadderConfig, factory: str | Factory | None, device: torch.device) -> Subject:
-    """The subject of a configuration, or of a factory function that is given instead of its path."""
+    """The subject of a configuration, or of a factory function in place of its path."""
     if callable(factory):
         return Own(factory, getattr(factory, "__qualname__", "factory"), config, device)
     if config.factory is not None:

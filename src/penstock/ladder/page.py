@@ -68,7 +68,7 @@ def notebook(report: LadderReport) -> str:
 
 
 def picture(report: LadderReport) -> str:
-    """What pays, as an SVG file of its own, for a README or a slide."""
+    """The rungs that pay, as an SVG file of its own, for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
@@ -307,7 +307,7 @@ def _several(report: LadderReport) -> list[Section]:
 
 
 def _absent(report: LadderReport) -> list[Section]:
-    """What has no measurement, and why."""
+    """Rungs without a measurement, and why."""
     reasons = {rung.title: f"{rung.status}: {rung.reason}" for rung in report.rungs if not rung.measured}
     return [Section(title="What was not measured", facts=reasons)] if reasons else []
 

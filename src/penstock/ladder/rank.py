@@ -69,7 +69,7 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
 
 class _Bench(measure.Bench):
     def link(self) -> Link:
-        """What collectives between the ranks take."""
+        """Measure what collectives between the ranks cost."""
         return measure_link(self.subject.device)
 
 

@@ -22,8 +22,8 @@ others have no measurement, and a reason."""
 MEASURED: tuple[Status, ...] = ("baseline", "kept", "not kept", "offered", "reported")
 
 Results = Literal["same", "rounding", "other"]
-"""What becomes of results: `same` but for the order of sums; the same within the noise of seeds, as with mixed
-precision and fp32 masters (`rounding`), which is measured; or `other` (a larger batch, no masters)."""
+"""Effect on results: `same` but for the order of sums; the same within the noise of seeds, as with mixed precision and
+fp32 masters (`rounding`), which is measured; or `other` (a larger batch, no masters)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """What needs no measuring, as the ratio of a setting to itself."""
+        """An estimate that needs no measuring, as the ratio of a setting to itself."""
         return cls(value=value, low=value, high=value)
 
     def times(self, factor: float) -> Estimate:
@@ -61,7 +61,7 @@ class Forecast:
     memory_bytes: int
     mfu: float
     seconds: dict[str, float]
-    """Of one step, by part."""
+    """Seconds of one step, by part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Equality:
     norm: float | None
     """The same of the gradients' norms, where these were taken."""
     tolerance: float
-    """What is allowed of losses, for the type that the plan computes in; of norms ten times that."""
+    """Largest difference allowed for losses, for the type that the plan computes in; for norms ten times that."""
 
     @property
     def holds(self) -> bool:
@@ -93,7 +93,7 @@ class RungResult:
     reason: str = ""
     """Why there is no measurement, or why it was not kept."""
     plan: str = ""
-    """The Plan it was measured under, as a line: up to here on the path, or the best Plan with this rung besides."""
+    """The Plan it was measured under, as a line: up to here on the path, or the best Plan with this rung added."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of the model and the data that differ from the baseline's."""
     results: Results = "same"
@@ -112,11 +112,11 @@ class RungResult:
     interleaved: bool = True
     """False where memory did not hold both contenders at once, so that they were timed one after the other."""
     memory_bytes: int | None = None
-    """Of the fullest process."""
+    """Peak bytes of the fullest process."""
     memory_by_rank: tuple[int, ...] = ()
     """The same of each process, where there are several."""
     equality: Equality | None = None
-    """Of a rung of several processes: whether they compute what one does."""
+    """For a rung of several processes: whether they compute what one does."""
     compile_seconds: float | None = None
     losses: tuple[float, ...] = ()
     loss: float | None = None
@@ -159,7 +159,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How much the baseline's loss changes from seed to seed: weights and order of samples both drawn anew."""
+    """How much the baseline's loss changes from seed to seed: weights and order of samples both drawn again."""
 
     seeds: tuple[int, ...]
     losses: tuple[float, ...]
@@ -198,13 +198,13 @@ class LadderReport:
     """A whole climb."""
 
     title: str
-    """What was climbed with."""
+    """The model that was climbed with."""
     unit: str
-    """What a sample is: images, or samples."""
+    """Name of samples: images, or samples."""
     rungs: tuple[RungResult, ...]
     """The baseline first, then what is kept, in the order of the path, then the others in the order of the ladder."""
     same: Chosen
-    """The fastest Plan that gives the same results."""
+    """The fastest Plan with the same results."""
     fastest: Chosen | None
     """The fastest Plan of all, where one that changes results is faster."""
     control: Control | None
@@ -227,14 +227,14 @@ class LadderReport:
     """The command that makes this report again."""
     wall_seconds: float
     others_busy: float | None = None
-    """Cores that other processes kept busy on average while this measured; none where it cannot be told."""
+    """Cores that other processes kept busy on average while this measured; none where it cannot be known."""
     procs: int = 1
     """Processes that rungs of several had."""
     notes: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> RungResult:
-        """What everything is compared with."""
+        """The rung that everything is compared with."""
         return self.rungs[0]
 
     @property
@@ -244,7 +244,7 @@ class LadderReport:
 
     @property
     def speedup(self) -> float:
-        """Of the best Plan with the same results over the baseline."""
+        """Speed of the best Plan with the same results over the baseline's."""
         return self.same.speedup.value
 
     @property
@@ -258,7 +258,7 @@ class LadderReport:
         return self.same.train_command
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the same figures as the page."""
+        """HTML for a notebook: the same figures as the page."""
         return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ first and last once more."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a climb is doing now, told before it does it."""
+    """Current activity of a climb, reported before it begins."""
 
     phase: Phase
     doing: Literal["building", "compiling", "timing", "training", "weighing"]

@@ -1,4 +1,4 @@
-"""What a rung is: one optimisation, as a change of model configuration and Plan, and how one is registered.
+"""Rungs: each one optimisation, as a change of model configuration and Plan, and how to register one.
 
 Penstock's own rungs are in `rungs.py`; `register(Rung(…))` adds another. Either enrols it in the ladder, in `--rungs`
 and `--skip`, and in the tests that every rung must pass. Free of torch.
@@ -20,7 +20,7 @@ from penstock.ladder.result import Results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is built and measured. `model` is None where the user brought a model of their own."""
+    """A model and Plan to build and measure. `model` is None where the user brought a model of their own."""
 
     model: ModelConfig | None
     plan: Plan
@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a rung may ask about where it stands."""
+    """Facts about its surroundings that a rung may ask for."""
 
     machine: Machine
     micro_batch: int
@@ -48,7 +48,7 @@ class Situation:
     losses: tuple[str, ...] = ("whole",)
     """Forms of the loss over a vocabulary that the model can be switched to."""
     paddings: tuple[str, ...] = ("keep",)
-    """What it can do with padding."""
+    """Treatments of padding that the model can be switched to."""
     padding_share: float = 0.0
     """How much of a batch's tokens is padding."""
     groupable: bool = False
@@ -71,13 +71,13 @@ class Rung:
     """One optimisation. `apply` says what changes, `refusal` why that cannot be done here, if it cannot."""
 
     name: str
-    """What `--rungs` and `--skip` call it; the part before the first dash is its group."""
+    """Its name in `--rungs` and `--skip`; the part before the first dash is its group."""
     place: int
     """Where it stands on the ladder: of rungs that gain, the path climbs the lowest first."""
     title: str
     """A few words, for tables and figures."""
     why: str
-    """What it does and why that should pay: one or two sentences for the reader of the page."""
+    """Its effect and why that should pay: one or two sentences for the reader of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
     """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
@@ -85,7 +85,7 @@ class Rung:
     choice: str = ""
     """Rungs of one choice exclude each other; by default those of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
-    """What is compared per second: samples, or the model's FLOPs where a sample itself grows."""
+    """Unit of the comparison, per second: samples, or the model's FLOPs where a sample itself grows."""
     carried: bool = True
     """Whether later rungs build on it where it pays; if not, it is only reported."""
     twin: bool = False
@@ -99,8 +99,8 @@ class Rung:
 
     @property
     def results(self) -> Results:
-        """What becomes of results. The search takes what keeps them, and measures whether `rounding` does; what changes
-        them (`other`) is tried apart, on top of the best. What changes more than the Plan does."""
+        """Effect on results. The search takes rungs that keep them, and measures whether `rounding` does; rungs that
+        change them (`other`) are tried apart, on top of the best. A rung that changes more than the Plan is `other`."""
         return self.apply.results if isinstance(self.apply, PlanChange) else "other"
 
     @property
@@ -137,7 +137,7 @@ class PlanChange:
 
 
 def plan(**fields: Any) -> PlanChange:
-    """A rung's `apply` that sets fields of the Plan. A function among the values is given the situation."""
+    """A rung's `apply` that sets fields of the Plan. A function among the values is called with the situation."""
     return PlanChange(fields)
 
 

@@ -27,14 +27,14 @@ CHEAP = 0.25
 """Share of the time left up to which a look's cost does not count. By gain per second alone the search would spend all
 its time on cheap neighbours of what it knows, and never pay for a long compilation."""
 LOOK_SECONDS = 3.0
-"""What a look at a candidate takes, where its steps are short: up to `LOOKS` rounds."""
+"""Seconds of a look at a candidate, where its steps are short: up to `LOOKS` rounds."""
 LOOKS = 3
 SURPRISE = 0.1
 """How far a look may be from its forecast, in logarithms, before it is doubted."""
 FINALISTS, WITHIN = 8, 0.15
-"""How many settings race at the most, and how far behind the fastest they may be, in logarithms."""
+"""How many settings race at most, and how far behind the fastest they may be, in logarithms."""
 MOST_ROUNDS = 30
-"""A race ends after so many rounds, whether decided or not."""
+"""A race ends after this many rounds, whether decided or not."""
 DEVIATIONS_FOR = 80
 """Candidates whose uncertainty is worked out: those that are forecast to be the fastest."""
 MOVES = 6
@@ -49,12 +49,12 @@ was measured and by the planner's forecast. Between equal kernels the planner kn
 
 
 class Search:
-    """What is known of the candidates, and the races between them."""
+    """Knowledge of the candidates, and the races between them."""
 
     def __init__(
         self, arena: Arena, space: Space, predicted: Callable[[Setting], float], rounds: int
     ) -> None:
-        """`predicted` gives samples per second; `rounds` are the least before a small difference is believed.
+        """`predicted` returns samples per second; `rounds` are the least before a small difference is believed.
 
         The `end` of each phase is when, by `time.perf_counter`, nothing new may begin.
         """
@@ -149,7 +149,7 @@ class Search:
         for candidate in self._best_compiled():
             if self._cost(candidate) < end - time.perf_counter():
                 self._look(candidate)
-        # A cast may pay only once it is compiled, which its eager form does not tell.
+        # A cast may pay only once it is compiled, which its eager form does not show.
         for precision in self._precisions():
             compiled = [c for c in self._unseen() if c.setting.plan.compile != "none" and precision(c)]
             if not compiled or any(
@@ -173,7 +173,7 @@ class Search:
             self.try_out(candidate, [best], LOOKS - rounds)
 
     def _first(self, end: float) -> Candidate | None:
-        """What to look at while nothing is known but the baseline."""
+        """The first candidate to look at, while nothing is known but the baseline."""
         return self._next(end) if len(self.measured) == 1 else None
 
     def _best_compiled(self) -> list[Candidate]:

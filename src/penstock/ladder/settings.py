@@ -38,9 +38,9 @@ class LadderConfig(Checked):
     """Samples per step of the baseline; none is 8 images on a CPU and 64 on a GPU, or 1,024 and 32,768 tokens of text.
     A factory's batch is taken as it is."""
     task: TaskName = "auto"
-    """What the model is trained for; `auto` is the task of the preset's job, or of the model's family."""
+    """Task that the model is trained for; `auto` is the task of the preset's job, or of the model's family."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What batches are made of, as in `penstock train`; `auto` is what is embedded for the model's task."""
+    """Data that batches are made of, as in `penstock train`; `auto` is the embedded data for the model's task."""
     rungs: tuple[str, ...] = ()
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()
@@ -56,12 +56,12 @@ class LadderConfig(Checked):
     loss_steps: Natural = 24
     """Optimizer steps of each loss run; 0 makes none."""
     seeds: Annotated[int, Range(2, 1_000)] = 2
-    """Further seeds of the baseline, whose losses say how much chance alone changes."""
+    """Further seeds of the baseline, whose losses show how much chance alone changes."""
     lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
     budget: Positive | None = None
     """Seconds for the whole climb, compiling included; none is 360, with quick 150. More finds what is close to the
-    best, and tells smaller gains."""
+    best, and detects smaller gains."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: FilledText | None = None
@@ -73,7 +73,7 @@ class LadderConfig(Checked):
 
     @property
     def seconds(self) -> float:
-        """What the climb may take."""
+        """Seconds that the climb may take."""
         return self.budget or (QUICK_BUDGET if self.quick else BUDGET)
 
     def _problems(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 
 
 def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False) -> Table:
-    """A row for each rung that pays, for a terminal of so many columns; with `every` for each that was measured."""
+    """A row for each rung that pays, for a terminal of `width` columns; with `every` for each that was measured."""
     shown = [rung for rung in report.rungs if _pays(rung) or (every and rung.measured)]
     made = terminal_table(figures(report, shown), width)
     made.title, made.title_justify, made.title_style = heading(report), "left", "bold"
@@ -51,8 +51,8 @@ def _pays(rung: RungResult) -> bool:
 
 
 def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
-    """What the table has no room for: rungs that it leaves out, in a line or with `every` each with its reason; the
-    noise floor; and notes on the whole climb."""
+    """Lines that the table has no room for: rungs that it leaves out, in a line or with `every` each with its reason;
+    the noise floor; and notes on the whole climb."""
     said = _reasons(report) if every else _counted(report)
     if any(not rung.interleaved for rung in report.rungs):
         said.append("* timed after the others and not in turn with them, because memory did not hold both.")

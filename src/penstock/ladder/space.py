@@ -62,7 +62,7 @@ class Space:
         return self._by_key.get(tuple("" if name == rung else name for name in of.key))
 
     def with_one(self, of: Candidate, rung: str) -> Candidate | None:
-        """The candidate that has a rung besides, in place of what answered its choice, if that is legal."""
+        """The candidate with a rung added, in place of the one of its choice, if that is legal."""
         place = list(self.choices).index(self.rungs[rung].alternatives)
         return self._by_key.get((*of.key[:place], rung, *of.key[place + 1 :]))
 

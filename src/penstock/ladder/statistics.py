@@ -1,4 +1,4 @@
-"""What the timings of a run say together: one joint estimate, intervals that hold at every stop, and verdicts.
+"""Joint analysis of a run's timings: one estimate, intervals that hold at every stop, and verdicts.
 
 Model: the logarithm of seconds per step is y[round, setting] = a[setting] + b[round] + e. A round's own level b takes
 up whatever the machine does to all who take turns in it: drift, heat, other programs. The a are found by least squares
@@ -32,7 +32,7 @@ SMALL = 0.05
 FEWEST = 3
 """Rounds before anything is believed."""
 FLOOR = 0.005
-"""The least noise floor: a setting that is built twice differs by some tenths of a per cent from where its memory lies,
+"""The least noise floor: a setting that is built twice differs by some tenths of a per cent from where its memory is,
 which no number of rounds makes smaller."""
 _SCALE = 10.0
 """Variance of the expected differences, in variances of one round's: a few per cent where rounds scatter by one."""
@@ -40,7 +40,7 @@ _HUBER = 2.0
 _PRIOR = 6.0
 """Rounds' worth of the common variance in that of each setting."""
 _PRIOR_CORRELATION, _PRIOR_PAIRS = 0.3, 20
-"""Of successive errors, where few were measured, and the number of pairs that it counts as."""
+"""Correlation of successive errors, assumed where few were measured, and the number of pairs that it counts as."""
 _PASSES = 3
 
 Verdict = Literal["faster", "slower", "same", "open"]
@@ -103,7 +103,7 @@ class Joint(Generic[K]):
         return None if one is None or other is None else math.exp(self._levels[other] - self._levels[one])
 
     def variance(self, setting: K, over: K) -> float | None:
-        """Of the logarithm of that ratio; None where no rounds connect the two."""
+        """Variance of the logarithm of that ratio; None where no rounds connect the two."""
         one, other = self._index.get(setting), self._index.get(over)
         return None if one is None or other is None else self._variance(one, other)
 
@@ -132,11 +132,11 @@ class Joint(Generic[K]):
         )
 
     def noise_floor(self, setting: K, twin: K) -> float:
-        """What two builds of one setting may differ by, as a ratio less one, given what these two did.
+        """Ratio, less one, by which two builds of one setting may differ, from the difference of these two.
 
-        Of the difference's square, what the scatter of rounds explains is taken off: f / (f - 2) times the estimated
-        variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is all that
-        three rounds can say.
+        The scatter of rounds explains a part of the difference's square, which is subtracted: f / (f - 2) times the
+        estimated variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is
+        all that three rounds can show.
         """
         one, other = self._index[setting], self._index[twin]
         if self._freedom <= 2:
@@ -174,7 +174,7 @@ class Joint(Generic[K]):
         self._levels = [sum(map(operator.mul, row, right)) for row in self._inverse]
 
     def _errors(self) -> list[dict[K, float]]:
-        """What is left of each timing."""
+        """Residual of each timing."""
         left = []
         for turn, weights in zip(self._turns, self._weights, strict=True):
             errors = {s: y - self._levels[self._index[s]] for s, y in turn.items()}
@@ -214,7 +214,7 @@ class Joint(Generic[K]):
         self._common = sum(squares.values()) / max(1, timings) / free
         own = {s: squares[s] / free for s in squares}
         self._own = {s: (_PRIOR * self._common + own[s]) / (_PRIOR + counts[s]) for s in squares}
-        # Few rounds tell little of how errors follow each other; some correlation is then assumed.
+        # Few rounds show little of how errors follow each other; some correlation is then assumed.
         assumed = _PRIOR_PAIRS * self._common
         follow, total = follow + _PRIOR_CORRELATION * assumed, total + assumed
         correlation = min(0.8, max(0.0, follow / total)) if total > 0 else 0.0
@@ -254,7 +254,7 @@ class Joint(Generic[K]):
 
 
 def verdict(ratio: Estimate, rounds: int, least: int) -> Verdict:
-    """What an estimate of speed against another setting allows to say after so many rounds of both.
+    """The conclusion that an estimate of speed against another setting allows after `rounds` rounds of both.
 
     `open`: more rounds may decide. `same`: the interval is narrower than ±1 % (`NARROW`) and holds 1. A difference
     under 5 % (`SMALL`) is believed after the `least` rounds only.

@@ -1,4 +1,4 @@
-"""What the ladder measures: a Penstock model on real data, or a user's own model with its own batch and loss.
+"""The subject of the ladder: a Penstock model on real data, or a user's own model with its own batch and loss.
 
 A subject can be built under any Setting. For the same seed it starts from the same weights and takes the same samples
 in the same order.
@@ -49,7 +49,7 @@ LOOKED_AT = 32
 
 
 class Subject(ABC):
-    """What is built, fed and measured."""
+    """A model to build, feed and measure."""
 
     title: str
     unit: str
@@ -75,7 +75,7 @@ class Subject(ABC):
     losses: tuple[str, ...] = get_args(LossForm)
     """Forms of the loss over a vocabulary that its model can be switched to."""
     paddings: tuple[str, ...] = get_args(Padding)
-    """What its model can do with padding."""
+    """Treatments of padding that its model can be switched to."""
     padding_share = 0.0
     """How much of a batch's tokens is padding."""
     unpacked_padding: float | None = None
@@ -86,7 +86,7 @@ class Subject(ABC):
     """Whether each of its samples is one document, or a piece of one, and padded."""
 
     def situation(self, machine: Machine) -> Situation:
-        """What rungs may ask about."""
+        """The facts that rungs may ask for."""
         return Situation(
             machine=machine,
             micro_batch=self.first.plan.micro_batch,
@@ -111,7 +111,7 @@ class Subject(ABC):
         """Batches of `setting.plan.micro_batch` samples on the device, without end, in the seed's order."""
 
     def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
-        """What tells how large a batch is, where batches differ in that."""
+        """A function that measures how large a batch is, where batches differ in size; else None."""
         return None
 
     def typical(self, setting: Setting, seed: int) -> list[Any]:
@@ -132,7 +132,7 @@ class Subject(ABC):
 
     @abstractmethod
     def workload(self, setting: Setting) -> Workload:
-        """What one micro-batch makes the device do."""
+        """The work of one micro-batch on the device."""
 
     @abstractmethod
     def train_command(self, setting: Setting) -> str:

@@ -1,4 +1,4 @@
-"""What page, notebook and terminal say alike of a climb: the table of its figures, and the sentences around it."""
+"""Parts of a report that page, notebook and terminal share: the table of figures, and the sentences around it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "offered": ""}
 
 
 def heading(report: LadderReport) -> str:
-    """What was climbed, in a few words."""
+    """Title of a report, in a few words."""
     return f"The ladder of {report.title}"
 
 
 def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
-    """What was measured of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
+    """Measurements of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
     columns = [
         Cell("rung", words=True), Cell("step", "to the one before"), Cell("in all", "to baseline"),
         Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
@@ -78,7 +78,7 @@ def seconds(taken: float | None) -> str:
 
 
 def flop_unit(report: LadderReport) -> tuple[float, str]:
-    """A unit of FLOP/s that gives readable numbers for this report, and its name."""
+    """A unit of FLOP/s that makes readable numbers for this report, and its name."""
     first = report.baseline.model_flops_per_second
     return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
 
@@ -102,7 +102,7 @@ def equality_words(found: Equality) -> str:
 
 
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
-    """What a Plan is worth, what it is, and what it does to the loss."""
+    """A Plan's speedup, the Plan itself, and its effect on the loss."""
     gain = chosen.speedup
     words = (
         f"{times(gain)} the baseline's speed ({gain.low:.2f} to {gain.high:.2f}), predicted {chosen.predicted:.2f}×. "

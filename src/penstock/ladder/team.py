@@ -36,7 +36,7 @@ _TAIL = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a rank receives first."""
+    """The first message to a rank."""
 
     config: LadderConfig
     device: str
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank found, or how it failed."""
+    """A rank's result, or how it failed."""
 
     result: Any = None
     failed: tuple[str, str, str, float] | None = None
@@ -63,7 +63,7 @@ class Answer:
 
     @classmethod
     def of(cls, error: BaseException) -> Answer:
-        """That of a rank which raises `error`. Lack of memory has several names, and is called by ours."""
+        """The answer of a rank that raises `error`. Lack of memory has several names; ours replaces them."""
         name = "OutOfMemory" if ran_out_of_memory(error) else type(error).__name__
         trace = "".join(traceback.format_exception(error))
         return cls(failed=(name, str(error), trace, time.time()))
@@ -194,7 +194,7 @@ class _Member:
         theirs.close()
 
     def answer(self) -> Answer:
-        """What it sent; a failure for a rank that is gone."""
+        """The rank's message; a failure for a rank that is gone."""
         try:
             answer: Answer = self.connection.recv()
         except (EOFError, OSError):
@@ -215,12 +215,12 @@ class _Member:
 
 
 def threads_of(procs: int) -> int:
-    """Threads of each of so many processes: its share of those that this one computes with."""
+    """Threads of each of `procs` processes: its share of those that this one computes with."""
     return max(1, torch.get_num_threads() // procs)
 
 
 def as_error(answer: Answer, rank: int, said: str) -> Exception:
-    """What a rank raised, as this process would have: our own errors as what they are, and lack of memory as ours."""
+    """The error of a rank as this process would raise it: our own errors by their type, and lack of memory as ours."""
     assert answer.failed is not None
     name, message, trace, _ = answer.failed
     kind = getattr(errors, name, None)

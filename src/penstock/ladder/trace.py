@@ -36,7 +36,7 @@ def trace(
 ) -> Workload:
     """Run `loss(model, batch)` and its backward once, as they are, and say what they did.
 
-    `units` are the repeated blocks, which are gathered one by one where weights are shared out.
+    `units` are the repeated blocks, which are gathered one by one where weights are sharded.
 
     Gradients that the run leaves are cleared. Raises whatever the model raises.
     """
@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         read = list(tensors((args, kwargs)))
         written = list(tensors(out))
-        computes = any(tensor.numel() for tensor in written)  # a product of no rows tells its type alone
+        computes = any(tensor.numel() for tensor in written)  # a product of no rows shows its type alone
         if read and computes and not (_is_view(read, written) and not _in_place(func, kwargs)):
             self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
         return out

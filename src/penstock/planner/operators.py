@@ -37,8 +37,8 @@ class Op(NamedTuple):
     """One operator. Sizes are of one device, bytes of the types that the plan computes in.
 
     `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its
-    equivalent product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
-    `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`.
+    equivalent product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The
+    others move `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`.
     """
 
     name: str

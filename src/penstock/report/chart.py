@@ -74,8 +74,8 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
     def marks(self, about: int = 5) -> list[float]:
-        """About so many round numbers; on a logarithmic scale 1, 2 and 5 of each decade, more on a short one, and the
-        decades alone on a long one."""
+        """Round numbers, `about` of them or so; on a logarithmic scale 1, 2 and 5 of each decade, more on a short one,
+        and the decades alone on a long one."""
         if not self.log:
             near = 1e-9 * (self.high - self.low)
             return [m for m in ticks(self.low, self.high, about) if self.low - near <= m <= self.high + near]
@@ -151,7 +151,7 @@ class Chart:
 
     @contextmanager
     def series(self, name: str) -> Iterator[None]:
-        """What is drawn inside is shown and hidden by the legend's entry of this name."""
+        """Mark the shapes drawn inside as a series, which the legend's entry of this name shows and hides."""
         self._series = f' data-series="{escape(name)}"'
         self._parts.append(f"<g{self._series}>")
         yield

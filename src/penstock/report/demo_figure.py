@@ -17,7 +17,7 @@ class Rise:
     low: float
     high: float
     predicted: float | None
-    """What the planner said of the ratio before it was measured."""
+    """Ratio that the planner predicted before it was measured."""
     images_per_second: float
 
 

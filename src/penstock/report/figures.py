@@ -2,7 +2,7 @@
 
 Each takes plain numbers and returns one `<svg>` element, drawn for a `width`. Bars lie in rows, so that every name and
 every value has a line of its own. A missing measurement has no row and is never drawn as zero. Axes reach as far as
-what was measured: a prediction or limit far beyond it is told, not drawn.
+what was measured: a prediction or limit far beyond it is stated, not drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COLORS = {"baseline": "--base", "kept": "--accent", "offered": "--c1", "higher"
 _BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "--idle")
 _OFFERED, _PREDICTED = Entry("pays, but changes results", "--c1"), Entry("predicted", "--mark", "diamond")
 _BEYOND = 1.25
-"""A prediction is drawn up to so many times the largest value; an arrow at the axis' end stands for one beyond it."""
+"""A prediction is drawn up to this many times the largest value; an arrow at the axis' end stands for one beyond it."""
 _FAR_LIMIT = 2.5
 """The same of a limit."""
 
@@ -121,7 +121,7 @@ def difference_bars(
 
 
 def _others(bars: Sequence[Bar]) -> list[Entry]:
-    """What the legend says of bars besides those kept, so far as there are any."""
+    """Legend entries for bars that were not kept, so far as there are any."""
     states = {bar.state for bar in bars}
     found = [entry for state, entry in (("offered", _OFFERED), ("not kept", _UNKEPT)) if state in states]
     return [*found, _PREDICTED] if any(bar.predicted is not None for bar in bars) else found

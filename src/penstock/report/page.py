@@ -1,7 +1,7 @@
-"""What a verb reports, in sections: as tables for a terminal, as one self-contained HTML page, and for a notebook.
+"""A verb's report in sections: as tables for a terminal, as one self-contained HTML page, and for a notebook.
 
 A page makes no outside request; it is for light and dark screens of any width and for paper. All pages share `page.css`
-and `page.js`, a hundred lines that sort tables, copy code and show what a pointer rests on.
+and `page.js`, a hundred lines that sort tables, copy code and show the tip of the shape under the pointer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Cell:
     words: bool = False
     """Aligned to the left, as text is."""
     rank: int = 0
-    """Of a column's head, 0 to 7: where a terminal or a window is too narrow, columns of the highest rank are left out
-    first, and those of rank 0 never."""
+    """Rank of a column's head, 0 to 7: where a terminal or a window is too narrow, columns of the highest rank are left
+    out first, and those of rank 0 never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Section:
     title: str
     text: str = ""
     warning: str = ""
-    """What must be known before the rest is believed."""
+    """A caution for the reader, before the rest is believed."""
     code: str = ""
     figures: Sequence[Callable[..., str]] = ()
-    """Each is called with `width=`, once for a screen and once for a telephone, and gives an `<svg>` element, which is
-    taken as it is."""
+    """Each is called with `width=`, once for a screen and once for a telephone, and returns an `<svg>` element, which
+    is taken as it is."""
     columns: Sequence[Cell] = ()
     rows: Sequence[tuple[str, Sequence[Cell]]] = ()
     """Each a look (`strong`, `faint` or empty) and its cells."""
@@ -108,7 +108,7 @@ def _filled(section: Section) -> Section:
 
 
 def terminal_table(section: Section, width: int) -> Table:
-    """The table of a section for a terminal of so many columns: the first line of each cell.
+    """The table of a section for a terminal of `width` columns: the first line of each cell.
 
     Columns without any value are left out, and those of the highest rank until the others fit.
     """

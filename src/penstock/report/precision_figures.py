@@ -104,7 +104,7 @@ def _limits(chart: Chart) -> None:
 
 
 def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
-    """What fp16 holds of the unscaled values, when they are multiplied by 2^shift first."""
+    """Draw the range of unscaled values that fp16 holds, when they are multiplied by 2^shift first."""
 
     def x(exponent: int) -> float:
         return chart.x(min(max(exponent - shift, low - 1), _HIGHEST + 1))

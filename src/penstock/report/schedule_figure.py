@@ -12,7 +12,7 @@ from penstock.schedules import Kind, Simulation, Span
 
 MOST_CELLS = 20_000
 _LEFT, _RIGHT = 56.0, 62.0
-_SMALLEST = 7.5  # a number smaller than this is left out; resting on the cell still tells it
+_SMALLEST = 7.5  # a number smaller than this is left out; resting on the cell still shows it
 
 # The whole backward and its first half share a colour: they are the same work seen by the stage before.
 _KINDS: dict[Kind, Entry] = {

@@ -45,7 +45,7 @@ def _whereabouts(waiter: int, rank: int, i: int, schedule: Schedule, done: Seque
 def awaited(schedule: Schedule, action: Action) -> list[Action]:
     """The actions that must precede `action`, or, for a send or receive, accompany it.
 
-    A stage's backward is either whole or split. It is then given as two actions, one of which suffices.
+    A stage's backward is either whole or split. It is then listed as two actions, one of which suffices.
     """
     stage, kind, i = action
     last = schedule.stages - 1

@@ -1,4 +1,4 @@
-"""What ranks really did, in the form of a simulation, so that both are drawn and compared alike."""
+"""Measured actions of ranks, in the form of a simulation, so that both are drawn and compared alike."""
 
 from __future__ import annotations
 

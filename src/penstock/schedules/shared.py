@@ -11,15 +11,15 @@ from penstock.schedules.schedule import Schedule
 from penstock.schedules.simulate import links_of
 
 ROUNDING = 1e-12
-"""Of the time so far: an action with less than this left has ended."""
+"""Share of the time so far: an action with less than this left has ended."""
 
 
 class Shared(NamedTuple):
-    """What came of it, in the unit of the costs."""
+    """Result of a simulation on shared processors, in the unit of the costs."""
 
     makespan: float
     busy: tuple[float, ...]
-    """Of each rank, the time in which it computes."""
+    """Time in which each rank computes."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -29,7 +29,7 @@ class Shared(NamedTuple):
 
 def play_shared(schedule: Schedule, costs: Costs, alone: float) -> Shared:
     """Play `schedule` on processors that p ranks share evenly. `costs` are those while all compute; k of them compute
-    min(`alone`, p / k) times as fast. With `alone` = 1 it gives what `simulate` does.
+    min(`alone`, p / k) times as fast. With `alone` = 1 it returns what `simulate` does.
 
     Raises `ConfigError` for costs that do not fit the schedule, and for a deadlock.
     """

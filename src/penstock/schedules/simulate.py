@@ -1,4 +1,4 @@
-"""Simulates a schedule with given costs: makespan, bubble, memory and timeline."""
+"""Simulate a schedule with given costs: makespan, bubble, memory and timeline."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
 
 def links_of(schedule: Schedule, costs: Costs) -> _Links:
     """For each kind and stage: the box of its input, its duration, the box and delay of its output, and the
-    box that tells W that I is done.
+    box that shows W that I is done.
 
     The forward and the backward of a micro-batch are one chain of 2·S links: F of stage s is link s, and its
     B or I is link 2S − 1 − s.

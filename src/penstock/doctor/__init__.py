@@ -1,7 +1,7 @@
 """Find out what works on this machine by trying it, and say how to fix what does not.
 
-Nothing here trusts a version number where a small computation can tell. The checks themselves import torch, so that a
-broken torch is a finding and not a traceback.
+Nothing here trusts a version number where a small computation can show it. The checks themselves import torch, so that
+a broken torch is a finding and not a traceback.
 """
 
 from __future__ import annotations

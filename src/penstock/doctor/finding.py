@@ -1,4 +1,4 @@
-"""What a check reports, and how it runs Python in a process of its own."""
+"""A check's finding, and how a check runs Python in a process of its own."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from typing import Any
 from penstock.doctor.finding import Finding, Status, first_line
 
 _EMULATED = 4.0
-"""A type whose products take so many times as long as fp32's has no unit of its own here."""
+"""A type whose products take this many times as long as fp32's has no unit of its own here."""
 
 
 def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of `what`, or why it failed: torch often gives the reason in a warning."""
+    """The result of `what`, or why it failed: torch often states the reason in a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

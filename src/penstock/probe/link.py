@@ -1,4 +1,4 @@
-"""What collectives between the ranks of a process group take: a call of each kind, and its bytes per second."""
+"""Speed of collectives between the ranks of a process group: time of a call of each kind, and bytes per second."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from penstock.config.machine import Link, LinkRates
 
 SMALL, LARGE = 64, 1 << 20
-"""Numbers that are sent to learn what a call costs by itself, and how fast many bytes are."""
+"""Elements that are sent to learn the cost of a call by itself, and the rate of many bytes."""
 REPEATS = 9
 BETWEEN_SECONDS, MEETINGS, TURNS = 5e-3, 10, 4
-"""What ranks compute between two calls, how often, and how often that, to learn what a call costs in a step. Tensor
-parallel layers of a few million weights meet as often."""
+"""Seconds that ranks compute between two calls, calls in a series, and number of series, to learn the cost of
+a call in a step. Tensor parallel layers of a few million weights meet as often."""
 TURN_SECONDS = 0.125
-"""For which a rank computes to learn how fast it is: many turns of the scheduler."""
+"""Time that a rank computes to learn how fast it is: many turns of the scheduler."""
 
 
 def measure_link(device: torch.device) -> Link:
@@ -102,7 +102,7 @@ def alone_speedup(device: torch.device) -> float:
 
 
 def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
-    """By how many seconds a small all-reduce between products makes ranks take longer, on their mean."""
+    """By how many seconds a small all-reduce between products makes ranks take longer, on average."""
     products, few = _Products(device), torch.zeros(SMALL, device=device)
     longer = 0.0
     for _ in range(TURNS):
@@ -123,7 +123,7 @@ class _Products:
         self.count = max(1, round(BETWEEN_SECONDS * distributed.get_world_size() / float(_summed(once))))
 
     def seconds(self, rows: int, after: Callable[[], object] = lambda: None) -> float:
-        """Of so many rows, with a call after each."""
+        """Seconds of `rows` rows of products, with a call of `after` behind each."""
         distributed.barrier()
         start = time.perf_counter()
         for _ in range(rows):
@@ -133,7 +133,7 @@ class _Products:
         return time.perf_counter() - start
 
     def done(self, seconds: float) -> int:
-        """Products in so many seconds."""
+        """Products in `seconds` seconds."""
         distributed.barrier()
         start, count = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:

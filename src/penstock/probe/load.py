@@ -1,4 +1,4 @@
-"""What a chip sustains: under its power limit the clock of a long run is lower than that of a burst."""
+"""Rates that a chip sustains: under its power limit the clock of a long run is lower than that of a burst."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a chip did over about a second under load."""
+    """Rate, clock and power of a chip over about a second under load."""
 
     calls_per_second: float
     clock_mhz: float | None = None
@@ -26,9 +26,9 @@ class Reading:
 
 
 def under_load(call: Callable[[], object], device: torch.device, seconds: float = SECONDS) -> list[Reading]:
-    """Repeat `call` for so many seconds without a pause, and read rate, clock and power about once a second.
+    """Repeat `call` for `seconds` seconds without a pause, and read rate, clock and power about once a second.
 
-    Clock and power are None where the driver or the package nvidia-ml-py does not tell them.
+    Clock and power are None where the driver or the package nvidia-ml-py does not report them.
     """
     _wait(device)
     start = last = time.perf_counter()
@@ -51,7 +51,7 @@ def under_load(call: Callable[[], object], device: torch.device, seconds: float 
 
 
 def sustained_share(readings: list[Reading], burst: float) -> float:
-    """The rate of the last third of the readings, over `burst`, the calls per second of a short run; 1 at the most."""
+    """The rate of the last third of the readings, over `burst`, the calls per second of a short run; at most 1."""
     last = readings[-max(1, len(readings) // 3) :]
     return min(1.0, statistics.median(one.calls_per_second for one in last) / burst)
 

@@ -1,4 +1,4 @@
-"""What the operators of a training step cost on a CPU besides products and memory: exponentials, sums, dispatch.
+"""Costs of a training step's operators on a CPU besides products and memory: exponentials, sums, dispatch.
 
 On a CPU the exponentials of GELU and softmax and the sums of norms take longer than moving their numbers. Attention's
 products are too small to reach the rate of large ones. And every operator of a training step pays for its module, its

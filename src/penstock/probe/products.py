@@ -34,7 +34,7 @@ _CPU_SHAPES: dict[str, Shape] = {
 }
 _CPU_QUICK = ("square half", "mlp in", "mlp out")
 _LAYERS = ("mlp in", "mlp out", "qkv")
-"""Of these a CPU's gradients are measured too."""
+"""Shapes whose gradients are measured too, on a CPU."""
 _RAGGED = "mlp in"
 """This one a CPU computes with one output more, too."""
 _CUDA_SHAPES: dict[str, Shape] = {
@@ -167,7 +167,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
 def _gradient_samples(
     kind: _Kind, shape: Shape, generator: torch.Generator, budget: float
 ) -> Iterator[GemmSample]:
-    """The two products of a linear layer's backward pass, whose factors lie as autograd passes them."""
+    """The two products of a linear layer's backward pass, whose factors are stored as autograd passes them."""
     cpu = torch.device("cpu")
     x, weight = kind.operands(shape, cpu, generator)
     m, n, k = shape

@@ -44,8 +44,8 @@ def agreed(value: float) -> float:
 
 
 def _waits(device: torch.device) -> float:
-    """What ranks take over what they compute, on their mean: with more ranks than processors they wait for these in
-    turns. One short measurement fits into a turn and does not show it, nor does processor time."""
+    """Elapsed over processor time of a computing rank, on average over ranks: with more ranks than processors they wait
+    for these in turns. One short measurement fits into a turn and does not show it, nor does processor time."""
     if _clock(device) is not time.process_time:
         return 1.0
     factor = torch.rand(384, 384)

@@ -1,4 +1,4 @@
-"""What your own code can do while a run goes on: a class with a method for each thing that happens."""
+"""Callbacks of your own during a run: a class with a method for each event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Record = Mapping[str, Any]
-"""What is written to `metrics.jsonl` of an event: `event`, `step` and its numbers, by name."""
+"""An event as it is written to `metrics.jsonl`: `event`, `step` and its numbers, by name."""
 
 
 class Callback:

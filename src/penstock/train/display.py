@@ -19,7 +19,7 @@ from penstock.train.profile import operators_table
 
 
 class Display:
-    """What the loop calls; this one shows nothing. `total` and `step` count optimizer steps."""
+    """Interface that the loop calls; this one shows nothing. `total` and `step` count optimizer steps."""
 
     _total = 0
     _task: Task | None = None

@@ -33,7 +33,7 @@ class Evaluation:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Evaluation:
-        """What `record` gave."""
+        """The evaluation whose `record` this is."""
         return cls(record["samples"], {name: value for name, value in record.items() if name != "samples"})
 
 

@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves."""
+    """Result of a finished run."""
 
     steps: int
     resumed_at: int
@@ -94,8 +94,8 @@ def train(
 ) -> TrainResult:
     """Train as `config` says, going on from the newest checkpoint in `config.output` that can be trusted.
 
-    With `resume` false, what an earlier run left there is set aside under another name and the run starts anew.
-    `callbacks` are told what happens (see `Callback`). With `profile`, a few of the first steps are profiled into
+    With `resume` false, what an earlier run left there is set aside under another name and the run starts again.
+    `callbacks` are called with each event (see `Callback`). With `profile`, a few of the first steps are profiled into
     `config.output`/profile. With `trace`, one of the first steps of a pipeline is drawn into `config.output`/trace,
     beside what was predicted.
 

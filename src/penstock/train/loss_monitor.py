@@ -1,4 +1,4 @@
-"""What a run does about the losses it sees: skip steps, notice spikes, go back to a checkpoint because of one."""
+"""Watches a run's losses: skips steps, notices spikes, and goes back to a checkpoint because of one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LossMonitor:
         return self._rewinds
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to decide alike. The names are those that checkpoints have."""
+        """State that a resumed run needs to decide alike. The names are those that checkpoints have."""
         skipper = self.skipper.state_dict() if self.skipper else None
         return {"guard": skipper, "spikes": self._detector.state_dict(), "rewinds": self._rewinds}
 

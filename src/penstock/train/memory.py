@@ -1,4 +1,4 @@
-"""What would make a run fit that has run out of memory."""
+"""Ways to make a run fit that has run out of memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _advice(plan: Plan, task: Task, model: ModelConfig) -> str:
 
 
 def _smaller(plan: Plan, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What takes less memory and leaves a run resumable, in words and as settings of the Plan. Recomputation comes
+    """Ways to take less memory and leave a run resumable, in words and as settings of the Plan. Recomputation comes
     first: it changes no result."""
     split = next((n for n in range(2, plan.micro_batch + 1) if plan.micro_batch % n == 0), 1)
     ways: tuple[tuple[str, dict[str, Any]], ...] = (

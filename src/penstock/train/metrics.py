@@ -23,7 +23,7 @@ class Records:
 
     `metrics.jsonl` has one JSON object a line, and each whole line is on its way to the disk at once. A kill can tear
     only the last line. `rewind`, called when a run resumes, drops that and everything that the run is about to do
-    again, so no step is ever told twice.
+    again, so no step is ever reported twice.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Records:
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
         """Keep what was recorded up to the checkpoint of `step`; the file is replaced atomically.
 
-        `again` names events that will be recorded anew at `step` itself.
+        `again` names events that will be recorded again at `step` itself.
         """
         if not (self._main and self.path.exists()):
             return
@@ -67,7 +67,7 @@ class Records:
             tell(callback, record)
 
     def close(self) -> None:
-        """Close the file, and tell the callbacks that the run has ended."""
+        """Close the file, and notify the callbacks that the run has ended."""
         self._close_file()
         for callback in self._callbacks:
             callback.on_end()

@@ -79,7 +79,7 @@ class PipelineTrace:
         return result
 
     def _write(self, found: Sequence[Sequence[tuple[str, float, float]]]) -> None:
-        """Of all ranks, those of the first pipeline: they differ from rank 0 in their stage alone."""
+        """Write the trace of the first pipeline's ranks, which differ from rank 0 in their stage alone."""
         plan, each = self._plan, len(found) // self._plan.pp
         measured = Measured.of(
             [

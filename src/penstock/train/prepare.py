@@ -1,4 +1,4 @@
-"""What is settled before a run builds anything: how many ranks, which machine, what exports hold besides weights."""
+"""Decisions before a run builds anything: how many ranks, which machine, what exports hold besides weights."""
 
 from __future__ import annotations
 

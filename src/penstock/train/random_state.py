@@ -1,4 +1,4 @@
-"""The random generators that a run draws from: started from its seed, stored with it, and given back afterwards."""
+"""The random generators that a run draws from: started from its seed, stored with it, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def restore_random(
 ) -> None:
     """Go on with this rank's generators as `random_states` gave them at `step`.
 
-    With another number of ranks not each has a state to go on with. Then all but rank 0 start anew from `seed`, rank
+    With another number of ranks not each has a state to go on with. Then all but rank 0 start again from `seed`, rank
     and step, and what is drawn differs from an undisturbed run as it does between seeds.
     """
     if len(states) == dims.size or dims.random_rank == 0:

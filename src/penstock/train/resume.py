@@ -1,4 +1,4 @@
-"""What a run finds in its output folder, and whether it may go on from there."""
+"""State of a run's output folder, and whether the run may go on from there."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def set_aside(path: Path) -> None:
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What a resumed run would do in another way than the run it goes on from, as sentences to be logged.
+    """Differences of a resumed run from the run it goes on from, as sentences to be logged.
 
     Raises:
         ConfigError: a change that makes it another run, each named with both values.
@@ -158,7 +158,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
 
 
 def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
-    """What a change of a setting between these values does to the results of a run that goes on from a checkpoint."""
+    """Effect of a changed setting on the results of a run that goes on from a checkpoint."""
     if not name.startswith("plan."):
         return "nothing" if name in _FREE else "rounding" if name in _SAID else "model"
     effect = effect_of(name.removeprefix("plan."), *values)

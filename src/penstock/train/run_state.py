@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunState:
-    """What is trained, on what, and how far it has come, as one rank holds it."""
+    """A run as one rank holds it: the model, its data, and how far it has come."""
 
     config: RunConfig
     dims: ParallelDims
@@ -107,7 +107,7 @@ class RunState:
         restore_random(found.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
 
     def start_from(self, path: str) -> None:
-        """Take the weights of `path`; what they do not fit is drawn anew, and that is said."""
+        """Take the weights of `path`; parameters that they do not fit are drawn again, and reported."""
         loaded = load_weights(self.built.model, path, new_head=True)
         if self.built.ema:
             self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))

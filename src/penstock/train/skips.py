@@ -3,7 +3,7 @@ jumps far above the losses before it (a spike).
 
 Whether numbers are finite is decided on the device, from one number that all ranks share: all skip the same steps, and
 no step waits for the host. After `PATIENCE` such steps in a row every later step is skipped too, so the weights are
-still good when the host comes to look. What a spike is, the host works out from the losses it has logged, and it gives
+still good when the host comes to look. What a spike is, the host works out from the losses it has logged, and it sends
 the device one limit.
 
 The policies for spikes follow Chowdhery et al., "PaLM", JMLR 2023, section 5.1, where training goes back to before a
@@ -27,9 +27,9 @@ from penstock.train.pending import REMEDY
 PATIENCE = 3
 """Steps in a row that are not finite, after which no step is taken any more."""
 HISTORY = 50
-"""Losses that must be known before a spike can be told from noise."""
+"""Losses that must be known before a spike can be distinguished from noise."""
 _LEAST = 1e-3
-"""Of the mean: a smaller rise is no spike, however quiet the losses were."""
+"""Share of the mean: a smaller rise is no spike, however quiet the losses were."""
 
 
 class StepSkipper:
@@ -97,7 +97,7 @@ class StepSkipper:
         return int(self._skipped.item())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs to decide alike. The names are those that checkpoints have."""
+        """State that a resumed run needs to decide alike. The names are those that checkpoints have."""
         limit = torch.full_like(self._bad_in_a_row, math.inf) if self._limit is None else self._limit
         return {"row": self._bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
 
@@ -134,7 +134,7 @@ class SpikeDetector:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to decide alike."""
+        """State that a resumed run needs to decide alike."""
         return {"losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

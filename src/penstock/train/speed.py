@@ -29,12 +29,12 @@ from penstock.tasks.task import Fullness
 
 
 class Useful(NamedTuple):
-    """What a sample of mean length is, without padding."""
+    """Size of a sample of mean length, without padding."""
 
     tokens: int
-    """Of all of the model's stacks."""
+    """Tokens of all of the model's stacks."""
     flops: float
-    """Of one forward and backward pass."""
+    """FLOPs of one forward and backward pass."""
 
 
 def useful(full: Fullness) -> Useful:
@@ -50,11 +50,11 @@ class Speedometer:
     """The speed of the steps since the last log, and of all of them.
 
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
-    (evaluation, saving) belongs to no step. `waited` gives the total seconds so far that the loop has waited for data.
+    (evaluation, saving) belongs to no step. `waited` returns the total seconds that the loop has waited for data.
 
     FLOPs are those the planner counts: of one sample forward and backward, and with what the hardware computes twice,
-    of which `prediction` tells. Attention counts in full, also where a causal mask hides half of it. Of text `sample`
-    tells what a token counts, and padding counts nothing.
+    which `prediction` reports. Attention counts in full, also where a causal mask hides half of it. For text
+    `sample` defines what a token counts, and padding counts nothing.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Speedometer:
         self._marks = [self._mark()]
 
     def lap(self, tokens: int = 0) -> None:
-        """A step of so many tokens on this rank ends. On CUDA this records an event and does not wait."""
+        """A step of `tokens` tokens on this rank ends. On CUDA this records an event and does not wait."""
         self._marks.append(self._mark())
         self._tokens.append(tokens)
 
@@ -120,9 +120,7 @@ class Speedometer:
     def speed(
         self, times: Sequence[float], wait_seconds: float, tokens: Sequence[int] = ()
     ) -> dict[str, float]:
-        """What steps of so many tokens that took these times come to; times in seconds, rates per second, shares in
-        [0, 1].
-        """
+        """Rates over steps of these `times` and `tokens`; times in seconds, rates per second, shares in [0, 1]."""
         total = sum(times)
         if total <= 0:
             return {}

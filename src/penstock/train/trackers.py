@@ -112,9 +112,9 @@ TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wand
 
 
 def trackers(names: str) -> list[Callback]:
-    """Those named, with commas between them.
+    """Trackers by name, with commas between the names.
 
-    Raises ConfigError for a name that there is not, EnvironmentProblem where its package is missing.
+    Raises ConfigError for an unknown name, EnvironmentProblem where its package is missing.
     """
     found = []
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -138,7 +138,7 @@ def _import(package: str, extra: str) -> Any:
 
 
 def _facts(record: Record) -> dict[str, Any]:
-    """What a tracker lists of a run beside its curves."""
+    """Facts that a tracker lists for a run beside its curves."""
     return {name: value for name, value in record.items() if name not in ("event", "step")}
 
 
